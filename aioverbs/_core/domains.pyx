@@ -1,0 +1,276 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+"""Handles of thread domains, parent domains with their allocators, and XRC domains."""
+
+import sys
+import threading
+
+from aioverbs.errors import VerbsError
+
+from libc.errno cimport EINVAL, ENOMEM, errno
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memcmp, memset
+
+from aioverbs._core.engine cimport Context, Handle, ProtectionDomain
+from aioverbs._core.verbs cimport (
+    IBV_ALLOCATOR_USE_DEFAULT,
+    IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS,
+    IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT,
+    IBV_XRCD_INIT_ATTR_FD,
+    IBV_XRCD_INIT_ATTR_OFLAGS,
+    ibv_parent_domain_init_attr,
+    ibv_pd,
+    ibv_td,
+    ibv_td_init_attr,
+    ibv_xrcd,
+    ibv_xrcd_init_attr,
+    verbs_alloc_parent_domain,
+    verbs_alloc_td,
+    verbs_close_xrcd,
+    verbs_dealloc_td,
+    verbs_open_xrcd,
+)
+
+
+class _UseDefault:
+    """The type of `USE_DEFAULT`."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return "USE_DEFAULT"
+
+
+USE_DEFAULT = _UseDefault()
+
+
+cdef class ThreadDomain(Handle):
+    """A thread domain: ``ibv_alloc_td``. Objects made under it take no locks: one thread at a time may use them all.
+
+    :raises VerbsError: with EOPNOTSUPP where the provider has none.
+    """
+
+    cdef ibv_td *pointer
+
+    def __init__(self, Context context not None):
+        cdef ibv_td_init_attr attr
+        cdef int error = 0
+        self._begin()
+        memset(&attr, 0, sizeof(attr))
+        context._enter()
+        try:
+            with nogil:
+                self.pointer = verbs_alloc_td(context.pointer, &attr)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_alloc_td", error)
+            self.context = context
+            self._opened("")
+        except BaseException:
+            context._leave()
+            raise
+
+    cdef str _destroy_name(self):
+        return "ibv_dealloc_td"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = verbs_dealloc_td(self.pointer)
+        if not error:
+            self.context._leave()
+        return error
+
+
+cdef class ParentDomain(ProtectionDomain):
+    """A parent domain: ``ibv_alloc_parent_domain``. It takes the place of its protection domain everywhere.
+
+    :param pd: the protection domain; not a parent domain itself.
+    :param td: the thread domain of everything that is made on the parent domain.
+    :param allocator: gives the provider memory for queues and doorbell records. Its
+        ``allocate(size, alignment, resource_type)`` returns an address of zeroed, aligned memory that a fork does not
+        copy, or `USE_DEFAULT`, or None where it has none; ``free(address, resource_type)`` takes it back. What
+        ``allocate`` raises becomes the cause of the verb's error.
+    """
+
+    cdef readonly ProtectionDomain base
+    cdef readonly ThreadDomain td
+    cdef readonly object allocator
+    cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
+    cdef dict _sizes                    # address -> size of what the provider holds
+
+    def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None):
+        cdef ibv_parent_domain_init_attr attr
+        cdef int error = 0
+        self._begin()
+        if isinstance(pd, ParentDomain):
+            raise ValueError(f"{pd!r} is a parent domain: make the new one from its base")
+        if td is not None and td.context is not pd.context:
+            raise ValueError(f"{td!r} is of another context than {pd!r}")
+        memset(&attr, 0, sizeof(attr))
+        self._causes = {}
+        self._sizes = {}
+        self.allocator = allocator
+        pd._enter()
+        try:
+            if td is not None:
+                td._enter()
+            try:
+                attr.pd = pd.pointer
+                attr.td = td.pointer if td is not None else NULL
+                if allocator is not None:
+                    attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
+                    attr.alloc = _allocate
+                    attr.free = _free
+                    attr.pd_context = <void *>self      # the ledger keeps it until the provider has let go of it
+                with nogil:
+                    self.pointer = verbs_alloc_parent_domain(pd.context.pointer, &attr)
+                    error = errno
+                if not self.pointer:
+                    raise VerbsError("ibv_alloc_parent_domain", error) from self._take_cause()
+                self.context = pd.context
+                self.base = pd
+                self.td = td
+                self._opened(f"{self.pointer.handle}")
+            except BaseException:
+                if td is not None:
+                    td._leave()
+                raise
+        except BaseException:
+            pd._leave()
+            raise
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = self.context.table.dealloc_pd(self.pointer)
+        if not error:
+            if self.td is not None:
+                self.td._leave()
+            self.base._leave()
+        return error
+
+    cdef object _take_cause(self):
+        return self._causes.pop(threading.get_ident(), None)
+
+    @property
+    def held(self):
+        """How many pieces of the allocator's memory the provider holds."""
+        return len(self._sizes)
+
+    def _allocate(self, size, alignment, resource_type):
+        address = self.allocator.allocate(size, alignment, resource_type)
+        if address is USE_DEFAULT or address is None:
+            return address
+        if not isinstance(address, int) or isinstance(address, bool) or not 0 < address < 1 << 64:
+            raise TypeError(f"allocate() must return an address, USE_DEFAULT or None, not {address!r}")
+        if address in self._sizes:
+            raise ValueError(f"allocate() returned {address:#x}, which is in use")
+        problem = _unfit(address, size, alignment)
+        if problem:
+            self.allocator.free(address, resource_type)
+            raise ValueError(f"allocate() returned {address:#x}, which is not {problem}")
+        self._sizes[address] = size
+        return address
+
+    def _free(self, address, resource_type):
+        del self._sizes[address]
+        self.allocator.free(address, resource_type)
+
+
+def _unfit(address, size_t size, uint64_t alignment):
+    cdef const char *memory = <const char *><uintptr_t>address
+    if alignment and address % alignment:
+        return f"aligned to {alignment} bytes"
+    if size and (memory[0] or memcmp(memory, memory + 1, size - 1)):
+        return "zeroed"
+    return None
+
+
+# The callbacks come in the thread that calls a verb. The verbs that call them are called without the GIL.
+
+cdef void *_allocate(
+    ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type
+) noexcept with gil:
+    domain = <ParentDomain>pd_context
+    try:
+        address = domain._allocate(size, alignment, resource_type)
+    except BaseException as error:
+        domain._causes[threading.get_ident()] = error
+        errno = EINVAL if isinstance(error, (TypeError, ValueError)) else ENOMEM
+        return NULL
+    if address is USE_DEFAULT:
+        return IBV_ALLOCATOR_USE_DEFAULT
+    if address is None:
+        errno = ENOMEM
+        return NULL
+    return <void *><uintptr_t>address
+
+
+cdef void _free(ibv_pd *pd, void *pd_context, void *address, uint64_t resource_type) noexcept with gil:
+    domain = <ParentDomain>pd_context
+    try:
+        domain._free(<uintptr_t>address, resource_type)
+    except BaseException:
+        # The verb cannot fail any more, and nobody awaits this.
+        sys.unraisablehook(sys.exc_info() and _Unraisable(sys.exc_info(), domain))
+
+
+class _Unraisable:
+    """What `sys.unraisablehook` takes."""
+
+    def __init__(self, exc_info, domain):
+        self.exc_type, self.exc_value, self.exc_traceback = exc_info
+        self.err_msg = "Exception ignored in an allocator's free()"
+        self.object = domain
+
+
+cdef class XrcDomain(Handle):
+    """An XRC domain: ``ibv_open_xrcd``.
+
+    :param fd: a file whose inode it is associated with, or -1 for none.
+    :param oflag: ``os.O_CREAT`` and ``os.O_EXCL``.
+    :raises VerbsError: with EOPNOTSUPP where the provider has none.
+    """
+
+    cdef ibv_xrcd *pointer
+
+    def __init__(self, Context context not None, int fd=-1, int oflag=0):
+        cdef ibv_xrcd_init_attr attr
+        cdef int error = 0
+        self._begin()
+        memset(&attr, 0, sizeof(attr))
+        attr.comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS
+        attr.fd = fd
+        attr.oflags = oflag
+        context._enter()
+        try:
+            with nogil:
+                self.pointer = verbs_open_xrcd(context.pointer, &attr)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_open_xrcd", error)
+            self.context = context
+            self._opened("")
+        except BaseException:
+            context._leave()
+            raise
+
+    cdef str _destroy_name(self):
+        return "ibv_close_xrcd"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = verbs_close_xrcd(self.pointer)
+        if not error:
+            self.context._leave()
+        return error
+
+    @property
+    def address(self):
+        """The address of the ``struct ibv_xrcd``."""
+        self._enter()
+        try:
+            return <uintptr_t>self.pointer
+        finally:
+            self._leave()

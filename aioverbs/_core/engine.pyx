@@ -1,0 +1,189 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+"""Thin handles over verbs objects, for any provider.
+
+A handle is one object of the verbs: its constructor creates it, `destroy` destroys it, methods are verbs. Nothing
+here waits, and no policy lives here. What it does guarantee is that Python cannot crash the provider: a closed
+handle raises, a parent with open children is refused before the verb, memory stays where it is as long as it is
+registered, and a handle that was made before a fork is closed in the child.
+
+An open handle is in the ledger, which keeps it alive: forgetting one leaks it, visibly (`open_handles`), and never
+destroys an object that the hardware still works with.
+"""
+
+import atexit
+import fcntl
+import os
+import socket
+
+from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
+from aioverbs.errors import (
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    ForkedProcessError,
+    LibraryNotFoundError,
+    VerbsError,
+)
+from aioverbs.types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, QpType, WcStatus
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.errno cimport EAGAIN, EBUSY, EIO, ENOENT, errno
+from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy, memset
+
+cimport aioverbs._core.verbs as v
+
+# A posted request of the software device is executed in the call. From this size on the copy takes longer than
+# giving the GIL away and back, and other threads may want to run meanwhile.
+cdef uint64_t RELEASE_GIL_BYTES = 65536
+
+cdef enum:
+    MAX_SGE = 256                       # more than any device has; the device's own limit is found by the verb
+    POLL_BATCH = 64
+
+
+# ---------------------------------------------------------------------------------------------------- the ledger
+
+# Open handles by their id, in the order of their making. Changed by single dict operations, which are atomic with and
+# without a GIL.
+_ledger = {}
+_inherited = []
+
+
+def open_handles():
+    """The handles of this process that are open, oldest first."""
+    return list(_ledger.values())
+
+
+def _forget_inherited():
+    # In the child of a fork: the objects are the parent's. The handles are kept, since finalising one is not for the
+    # child to do either, but they are not the child's leaks.
+    _inherited.extend(_ledger.values())
+    _ledger.clear()
+
+
+def _halt_software():
+    # The end of the interpreter frees registered memory; the device's threads must not write into it any more.
+    for handle in open_handles():
+        if isinstance(handle, Context) and (<Context>handle).software:
+            v.soft_halt((<Context>handle).pointer)
+
+
+if v.soft_watch_forks():
+    raise MemoryError("pthread_atfork")
+os.register_at_fork(after_in_child=_forget_inherited)
+atexit.register(_halt_software)
+
+
+# ------------------------------------------------------------------------------------------------------- handles
+
+cdef class Handle:
+    """One verbs object.
+
+    The gate counts the calls under way and the open children; a handle is destroyed only when both are none.
+    """
+
+    def __cinit__(self, *_, **__):
+        self._gate = v.GATE_CLOSED
+        self._forks = v.soft_fork_count()
+
+    @property
+    def closed(self):
+        """Whether it was destroyed, or belongs to the process that this one was forked from."""
+        return v.gate_holders(&self._gate) < 0 or self._forks != v.soft_fork_count()
+
+    cdef int _begin(self) except -1:
+        # Each constructor begins here: one that ran twice would lose the object that it made first.
+        if not v.gate_close(&self._unmade):
+            raise RuntimeError(f"{self!r} was made before: a handle is one object, once")
+        return 0
+
+    cdef int _enter(self) except -1:
+        # Every use passes here; each success is followed by one _leave.
+        if self._forks != v.soft_fork_count():
+            raise ForkedProcessError(repr(self))
+        if not v.gate_enter(&self._gate):
+            raise ClosedResourceError(f"{self!r} is closed")
+        return 0
+
+    cdef void _leave(self) noexcept:
+        v.gate_leave(&self._gate)
+
+    def __repr__(self):
+        label = f" {self._label}" if self._label else ""
+        device = f" of {self.context.name}" if self.context is not None else ""
+        return f"<{type(self).__name__}{label}{device}{' (closed)' if self.closed else ''}>"
+
+    cdef int _opened(self, str label) except -1:
+        # The verb has succeeded and the pointer is set: from here on the handle is somebody's responsibility.
+        self._label = label
+        _ledger[id(self)] = self
+        v.gate_reopen(&self._gate)
+        return 0
+
+    cdef int _check(self, str verb, int error) except -1:
+        if not error:
+            return 0
+        if error == EBUSY and self.context.software:
+            # The software device answers so only to calls that overlap: children were counted before the verb.
+            raise ConcurrentAccessError(
+                f"{verb} on {self!r}: another thread is inside of its thread domain; the call was refused"
+            )
+        raise VerbsError(verb, error)
+
+    cdef int _destroy_verb(self) except? -1:
+        raise NotImplementedError
+
+    cdef str _destroy_name(self):
+        return "destroy"
+
+    def destroy(self):
+        """Destroy the object. Nothing happens where that was done already, or where it belongs to another process.
+
+        :raises BusyResourceError: something made from it is open, or a call is under way; nothing was done.
+        :raises VerbsError: the verb failed; the object is still open.
+        """
+        cdef int error
+        if self.closed:
+            return
+        if not v.gate_close(&self._gate):
+            if v.gate_holders(&self._gate) < 0:
+                return                          # another thread was faster
+            raise BusyResourceError(
+                f"{self!r} cannot be destroyed: {v.gate_holders(&self._gate)} open objects or calls use it; "
+                "destroy those first"
+            )
+        try:
+            error = self._destroy_verb()
+            self._check(self._destroy_name(), error)
+        except BaseException:
+            v.gate_reopen(&self._gate)
+            raise
+        del _ledger[id(self)]
+
+
+cdef list _enter_all(tuple handles):
+    entered = []
+    try:
+        for handle in handles:
+            if handle is not None:
+                (<Handle>handle)._enter()
+                entered.append(handle)
+    except BaseException:
+        _leave_all(entered)
+        raise
+    return entered
+
+
+cdef void _leave_all(list handles):
+    for handle in handles:
+        (<Handle>handle)._leave()
+
+
+# One extension, since handles use each other's insides; a file per kind of object.
+include "engine_context.pxi"
+include "engine_memory.pxi"
+include "engine_completion.pxi"
+include "engine_queue_pair.pxi"

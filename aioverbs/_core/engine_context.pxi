@@ -1,0 +1,248 @@
+# Part of engine.pyx: open devices.
+
+
+def load_libibverbs(library="libibverbs.so.1"):
+    """See that libibverbs is there and has every verb that is needed: `Context.adopt` loads it.
+
+    :raises LibraryNotFoundError: it cannot be loaded, or lacks a verb.
+    """
+    cdef v.verbs_table table
+    _load(&table, library)
+
+
+cdef int _load(v.verbs_table *table, library) except -1:
+    cdef bytes name = library.encode()
+    cdef const char *problem = v.verbs_table_load(table, name)
+    if problem:
+        raise LibraryNotFoundError(library, problem.decode(errors="replace"))
+    return 0
+
+
+cdef class Context(Handle):
+    """An open device: ``struct ibv_context``. Made by `open_software` or `adopt`.
+
+    Any thread may use it, and what is made from it as far as no thread domain is involved.
+    """
+
+    def __init__(self):
+        raise TypeError("use Context.open_software or Context.adopt")
+
+    @staticmethod
+    def open_software(*, engine=False, delay_ns=0):
+        """Open the software device.
+
+        :param engine: execute requests in a C thread, as hardware does, instead of in the call that posts them.
+        :param delay_ns: with `engine`, how long after its posting a request is executed at the earliest.
+        """
+        cdef v.soft_options options
+        cdef Context self = Context.__new__(Context)
+        if delay_ns < 0 or (delay_ns and not engine):
+            raise ValueError("delay_ns is for engine=True, and not negative")
+        options.mode = v.SOFT_ENGINE if engine else v.SOFT_INLINE
+        options.delay_ns = delay_ns
+        self.pointer = v.soft_open(&options)
+        if not self.pointer:
+            raise VerbsError("ibv_open_device", errno)
+        self.table = v.soft_verbs
+        self.software = True
+        self.context = self
+        self._describe()
+        self._opened("")
+        return self
+
+    @staticmethod
+    def adopt(capsule, owner):
+        """Use a context that somebody else opened through libibverbs.
+
+        :param capsule: a capsule "ibv_context" with the pointer, from `pyverbs_bridge`.
+        :param owner: what keeps the context open; its ``close()`` is called when the handle was destroyed.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded.
+        """
+        cdef Context self = Context.__new__(Context)
+        self.pointer = <ibv_context *>PyCapsule_GetPointer(capsule, "ibv_context")
+        _load(&self.table, "libibverbs.so.1")
+        self.context = self
+        self._describe()
+        self._owner = owner
+        self._opened("")
+        return self
+
+    def _describe(self):
+        self.name = self.pointer.device.name.decode()
+        self.async_fd = self.pointer.async_fd
+        self.num_comp_vectors = self.pointer.num_comp_vectors
+
+    cdef str _destroy_name(self):
+        return "ibv_close_device"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error = 0
+        if self.software:
+            with nogil:
+                error = self.table.close_device(self.pointer)
+        else:
+            self._owner.close()
+        return error
+
+    @property
+    def address(self):
+        """The address of the ``struct ibv_context``."""
+        self._enter()
+        try:
+            return <uintptr_t>self.pointer
+        finally:
+            self._leave()
+
+    @property
+    def extended_address(self):
+        """The address of the ``struct verbs_context`` around it; 0 where there is none."""
+        self._enter()
+        try:
+            return <uintptr_t>v.verbs_context_of(self.pointer)
+        finally:
+            self._leave()
+
+    def table_slot(self, verb):
+        """The address at which this context keeps its pointer to an exported verb: ``table_slot("dealloc_pd")``.
+
+        For those who put themselves between aioverbs and a provider. No verb may run meanwhile.
+        """
+        cdef bytes name = verb.encode()
+        cdef void **slot = v.verbs_table_slot(&self.table, name)
+        if not slot:
+            raise ValueError(f"ibv_{verb} is not in the table of exported verbs")
+        return <uintptr_t>slot
+
+    def query_device(self):
+        """The device's limits: ``ibv_query_device``."""
+        cdef v.ibv_device_attr attr
+        cdef int error
+        self._enter()
+        try:
+            with nogil:
+                error = self.table.query_device(self.pointer, &attr)
+        finally:
+            self._leave()
+        self._check("ibv_query_device", error)
+        return DeviceAttributes(
+            fw_ver=attr.fw_ver.decode(errors="replace"),
+            node_guid=(<char *>&attr.node_guid)[:8],
+            sys_image_guid=(<char *>&attr.sys_image_guid)[:8],
+            vendor_id=attr.vendor_id,
+            vendor_part_id=attr.vendor_part_id,
+            hw_ver=attr.hw_ver,
+            max_mr_size=attr.max_mr_size,
+            page_size_cap=attr.page_size_cap,
+            device_cap_flags=attr.device_cap_flags,
+            max_qp=attr.max_qp,
+            max_qp_wr=attr.max_qp_wr,
+            max_sge=attr.max_sge,
+            max_sge_rd=attr.max_sge_rd,
+            max_cq=attr.max_cq,
+            max_cqe=attr.max_cqe,
+            max_mr=attr.max_mr,
+            max_pd=attr.max_pd,
+            max_qp_rd_atom=attr.max_qp_rd_atom,
+            max_qp_init_rd_atom=attr.max_qp_init_rd_atom,
+            max_srq=attr.max_srq,
+            max_srq_wr=attr.max_srq_wr,
+            max_srq_sge=attr.max_srq_sge,
+            max_ah=attr.max_ah,
+            max_mw=attr.max_mw,
+            max_pkeys=attr.max_pkeys,
+            atomic_cap=AtomicCap(attr.atomic_cap),
+            phys_port_cnt=attr.phys_port_cnt,
+        )
+
+    def query_port(self, port_num=1):
+        """The state of a port: ``ibv_query_port``."""
+        cdef v.ibv_port_attr attr
+        cdef int error, port = _byte(port_num, "port_num")
+        self._enter()
+        try:
+            with nogil:
+                error = v.verbs_query_port(self.pointer, port, &attr)
+        finally:
+            self._leave()
+        self._check("ibv_query_port", error)
+        return PortAttributes(
+            state=PortState(attr.state),
+            max_mtu=Mtu(attr.max_mtu),
+            active_mtu=Mtu(attr.active_mtu),
+            gid_tbl_len=attr.gid_tbl_len,
+            pkey_tbl_len=attr.pkey_tbl_len,
+            max_msg_sz=attr.max_msg_sz,
+            lid=attr.lid,
+            sm_lid=attr.sm_lid,
+            lmc=attr.lmc,
+            link_layer=LinkLayer(attr.link_layer),
+            port_cap_flags=attr.port_cap_flags,
+            active_width=attr.active_width,
+            active_speed=attr.active_speed,
+            phys_state=attr.phys_state,
+        )
+
+    def query_gid(self, port_num=1, index=0):
+        """An entry of a port's GID table, 16 bytes: ``ibv_query_gid``."""
+        cdef v.ibv_gid gid
+        cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
+        self._enter()
+        try:
+            with nogil:
+                failed = self.table.query_gid(self.pointer, port, position, &gid)
+                if failed:
+                    error = errno
+        finally:
+            self._leave()
+        self._check("ibv_query_gid", (error or EIO) if failed else 0)
+        return (<char *>gid.raw)[:16]
+
+    def query_pkey(self, port_num=1, index=0):
+        """An entry of a port's partition table, in host order: ``ibv_query_pkey``."""
+        cdef uint16_t pkey
+        cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
+        self._enter()
+        try:
+            with nogil:
+                failed = self.table.query_pkey(self.pointer, port, position, &pkey)
+                if failed:
+                    error = errno
+        finally:
+            self._leave()
+        self._check("ibv_query_pkey", (error or EIO) if failed else 0)
+        return socket.ntohs(pkey)
+
+    def counts(self):
+        """What is alive in a context of the software device, by kind, and how many overlapping calls it refused."""
+        cdef v.soft_counts counts
+        if not self.software:
+            raise ValueError(f"{self!r} is not of the software device: only that one counts")
+        self._enter()
+        v.soft_count(self.pointer, &counts)
+        self._leave()
+        return {
+            "pds": counts.pds,
+            "parent_domains": counts.parent_domains,
+            "thread_domains": counts.thread_domains,
+            "mrs": counts.mrs,
+            "channels": counts.channels,
+            "cqs": counts.cqs,
+            "qps": counts.qps,
+            "overlaps": counts.overlaps,
+        }
+
+    def set_delay(self, delay_ns):
+        """Change how long after its posting the software device's engine executes a request, from here on."""
+        cdef uint64_t delay = delay_ns
+        if not self.software:
+            raise ValueError(f"{self!r} is not of the software device")
+        self._enter()
+        error = v.soft_set_delay(self.pointer, delay)
+        self._leave()
+        self._check("soft_set_delay", error)
+
+
+cdef int _byte(value, str name) except -1:
+    if not 0 <= value <= 255:
+        raise ValueError(f"{name} must be from 0 to 255, not {value}")
+    return value

@@ -1,0 +1,127 @@
+# Part of engine.pyx: protection domains and memory regions.
+
+cdef class ProtectionDomain(Handle):
+    """A protection domain: ``ibv_alloc_pd``. A parent domain is one, too."""
+
+    def __init__(self, Context context not None):
+        cdef int error = 0
+        self._begin()
+        context._enter()
+        try:
+            with nogil:
+                self.pointer = context.table.alloc_pd(context.pointer)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_alloc_pd", error)
+            self.context = context
+            self._opened(f"{self.pointer.handle}")
+        except BaseException:
+            context._leave()
+            raise
+
+    cdef str _destroy_name(self):
+        return "ibv_dealloc_pd"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = self.context.table.dealloc_pd(self.pointer)
+        if not error:
+            self.context._leave()
+        return error
+
+    cdef object _take_cause(self):
+        # What a Python allocator raised while the verb that just failed was under way.
+        return None
+
+
+cdef class MemoryRegion(Handle):
+    """A memory region: ``ibv_reg_mr``.
+
+    :param pd: the protection domain; with a parent domain, the region belongs to its base just the same.
+    :param memory: an object with the buffer protocol, which stays exported until `destroy`, or ``(address, length)``
+        of memory that the caller keeps.
+    :param access: what may be done to it. Writing from afar implies ``LOCAL_WRITE``, as the verbs demand it.
+    """
+
+    def __init__(self, ProtectionDomain pd not None, memory, access=AccessFlags.LOCAL_WRITE):
+        cdef int error = 0, flags = access
+        cdef void *address
+        cdef size_t length
+        self._begin()
+        writes = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+        if access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC) and not access & AccessFlags.LOCAL_WRITE:
+            raise ValueError("REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE as well")
+        pd._enter()
+        try:
+            if isinstance(memory, tuple):
+                start, size = memory
+                address, length = <void *><uintptr_t>start, size
+            else:
+                if not PyObject_CheckBuffer(memory):
+                    raise TypeError(f"memory must support the buffer protocol, which {type(memory).__name__} does not")
+                PyObject_GetBuffer(memory, &self._buffer, PyBUF_WRITABLE if access & writes else PyBUF_SIMPLE)
+                self._has_buffer = True
+                address, length = self._buffer.buf, self._buffer.len
+            if not length:
+                raise ValueError("there is nothing to register: the memory has no bytes")
+            with nogil:
+                self.pointer = pd.context.table.reg_mr(pd.pointer, address, length, flags)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_reg_mr", error)
+            self.context = pd.context
+            self.pd = pd
+            self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes")
+        except BaseException:
+            self._release()
+            pd._leave()
+            raise
+
+    def _release(self):
+        if self._has_buffer:
+            self._has_buffer = False
+            PyBuffer_Release(&self._buffer)
+
+    cdef str _destroy_name(self):
+        return "ibv_dereg_mr"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = self.context.table.dereg_mr(self.pointer)
+        if not error:
+            self._release()
+            self.pd._leave()
+        return error
+
+    @property
+    def address(self):
+        """The address of the first byte."""
+        return self._read(0)
+
+    @property
+    def length(self):
+        """The size in bytes."""
+        return self._read(1)
+
+    @property
+    def lkey(self):
+        """The key for this side's scatter/gather entries."""
+        return self._read(2)
+
+    @property
+    def rkey(self):
+        """The key that a peer needs."""
+        return self._read(3)
+
+    def _read(self, int field):
+        self._enter()
+        try:
+            if field == 0:
+                return <uintptr_t>self.pointer.addr
+            if field == 1:
+                return self.pointer.length
+            return self.pointer.lkey if field == 2 else self.pointer.rkey
+        finally:
+            self._leave()

@@ -1,0 +1,85 @@
+/* Counts what goes on with a handle, so that destroying it can neither pull the object out from under a call nor
+ * from under what was made from it: a call under way and an open child each hold the gate.
+ *
+ * With a GIL the counter changes only while it is held. Without one, the changes are atomic. */
+#ifndef AIOVERBS_HANDLE_GATE_H
+#define AIOVERBS_HANDLE_GATE_H
+
+#include <stdbool.h>
+
+/* Python.h, which says whether there is a GIL, comes before: every file that Cython makes begins with it. */
+
+#define GATE_CLOSED (-1)
+
+#ifdef Py_GIL_DISABLED
+
+/* False: closed, or about to be. */
+static inline bool gate_enter(int *gate)
+{
+    int holders = __atomic_load_n(gate, __ATOMIC_RELAXED);
+
+    while (holders >= 0)
+        if (__atomic_compare_exchange_n(gate, &holders, holders + 1, true, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
+            return true;
+    return false;
+}
+
+static inline void gate_leave(int *gate)
+{
+    __atomic_fetch_sub(gate, 1, __ATOMIC_RELEASE);
+}
+
+/* True: nobody holds the gate, and nobody gets in any more. */
+static inline bool gate_close(int *gate)
+{
+    int nobody = 0;
+
+    return __atomic_compare_exchange_n(gate, &nobody, GATE_CLOSED, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+
+static inline void gate_reopen(int *gate)
+{
+    __atomic_store_n(gate, 0, __ATOMIC_RELEASE);
+}
+
+static inline int gate_holders(const int *gate)
+{
+    return __atomic_load_n(gate, __ATOMIC_ACQUIRE);
+}
+
+#else
+
+static inline bool gate_enter(int *gate)
+{
+    if (*gate < 0)
+        return false;
+    ++*gate;
+    return true;
+}
+
+static inline void gate_leave(int *gate)
+{
+    --*gate;
+}
+
+static inline bool gate_close(int *gate)
+{
+    if (*gate)
+        return false;
+    *gate = GATE_CLOSED;
+    return true;
+}
+
+static inline void gate_reopen(int *gate)
+{
+    *gate = 0;
+}
+
+static inline int gate_holders(const int *gate)
+{
+    return *gate;
+}
+
+#endif
+
+#endif

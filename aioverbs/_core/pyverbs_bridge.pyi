@@ -1,0 +1,3 @@
+from pyverbs.device import Context
+
+def context_capsule(context: Context) -> object: ...

@@ -1,0 +1,46 @@
+/* The software device, as its users see it: a verbs provider in this process that needs no kernel, no rdma-core
+ * and no root. What it opens is an ordinary `struct ibv_context` inside of a `struct verbs_context`; the verbs
+ * that libibverbs exports are in its `verbs_table`. */
+#ifndef AIOVERBS_SOFT_DEVICE_H
+#define AIOVERBS_SOFT_DEVICE_H
+
+#include "verbs_table.h"
+
+enum soft_mode {
+	SOFT_INLINE, /* a request is executed in the call that posts it */
+	SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
+};
+
+struct soft_options {
+	enum soft_mode mode;
+	uint64_t delay_ns; /* engine mode only */
+};
+
+/* What is alive in a context. */
+struct soft_counts {
+	uint32_t pds, parent_domains, thread_domains, mrs, channels, cqs, qps;
+	uint32_t overlaps; /* calls that were refused because another was inside of the same unlocked half */
+};
+
+extern const struct verbs_table soft_verbs;
+
+/* NULL and errno: EINVAL (mode; a delay in inline mode), ENOMEM, EMFILE. */
+struct ibv_context *soft_open(const struct soft_options *options);
+
+/* Counts forks from here on (soft_open does it by itself): how many lie between the first process that asked and
+ * this one. 0 or an errno. */
+int soft_watch_forks(void);
+uint32_t soft_fork_count(void);
+
+/* True where the context was opened before a fork that made this process: each verb on it answers ENODEV. */
+bool soft_is_stale(const struct ibv_context *context);
+
+void soft_count(struct ibv_context *context, struct soft_counts *counts);
+
+/* For measurements and tests: changes the delay of requests posted from here on. EINVAL in inline mode. */
+int soft_set_delay(struct ibv_context *context, uint64_t delay_ns);
+
+/* Stops the context's C thread for good, before memory that requests refer to goes away (end of the process). */
+void soft_halt(struct ibv_context *context);
+
+#endif

@@ -1,0 +1,181 @@
+/* How the software device keeps its threads apart.
+ *
+ * Three tools, each with one job:
+ *
+ *   soft_lock   a short mutual exclusion between device halves ("the hardware").
+ *   soft_half   the door of a driver half: a mutex, or, on a thread domain, no lock but a watch.
+ *   grace       deferred destruction: who looks an object up by its number may use it until grace_leave().
+ *
+ * Lock order, outermost first; a thread takes a later one while holding an earlier one, never the reverse:
+ *
+ *   driver half (QP, then CQ)  >  grace section  >  qp->sq_lock  >  peer qp->rq_lock  >  cq->lock
+ *                              >  channel->lock, engine->lock
+ *
+ * A thread holds at most one sq_lock: what an execution does to the peer's send queue is done after its own is
+ * given back (soft_exec.c).  A thread that waits for a grace period holds no lock of the list and is in no section.
+ */
+#ifndef AIOVERBS_SOFT_SYNC_H
+#define AIOVERBS_SOFT_SYNC_H
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* ---- Time ------------------------------------------------------------------------------------------------ */
+
+uint64_t soft_now_ns(void); /* CLOCK_MONOTONIC */
+
+/* ---- Threads and forks ----------------------------------------------------------------------------------- */
+
+/* Counts the forks between the first process and this one. A context remembers the count it was opened under;
+ * where they differ, the caller is a child that inherited a context whose threads and file descriptors belong
+ * to its parent. Written only in the atfork handler of a child, when it has one thread. */
+extern uint32_t soft_generation;
+
+/* The kernel's number of the calling thread: unique among the threads that live, which is all that telling an
+ * overlap takes, and what a debugger shows. Kept in thread-local memory, since asking costs a system call. */
+extern _Thread_local uint32_t soft_thread_cached;
+uint32_t soft_thread_ask(void);
+
+static inline uint32_t soft_thread(void)
+{
+	return soft_thread_cached ? soft_thread_cached : soft_thread_ask();
+}
+
+/* ---- A lock for device halves ---------------------------------------------------------------------------- */
+
+/* Held for a memory copy at the longest, never across a callback or a system call that waits. A waiter gives
+ * its processor away, since the holder may have lost its own. */
+struct soft_lock {
+	atomic_uint held;
+};
+
+void soft_lock_wait(struct soft_lock *lock);
+
+static inline void soft_lock_init(struct soft_lock *lock)
+{
+	atomic_init(&lock->held, 0);
+}
+
+static inline void soft_lock_take(struct soft_lock *lock)
+{
+	if (atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
+		soft_lock_wait(lock);
+}
+
+static inline void soft_lock_give(struct soft_lock *lock)
+{
+	atomic_store_explicit(&lock->held, 0, memory_order_release);
+}
+
+/* ---- Grace periods --------------------------------------------------------------------------------------- */
+
+/* The tables by which one object finds another (queue pairs by number, regions by key) are read without a lock.
+ * A reader brackets its use with grace_enter/grace_leave; who removes an object takes it out of its table, calls
+ * grace_wait, and then nobody uses it any more. The counter is odd inside of a section. All accesses to it and
+ * to the tables are sequentially consistent: either the reader's look-up comes later than the removal and finds
+ * nothing, or the remover sees the reader's odd counter and waits for it. */
+struct grace_reader {
+	_Alignas(64) atomic_uint sections; /* written by its thread, read by grace_wait */
+	uint32_t depth;                    /* its thread only */
+	atomic_bool taken;                 /* a thread uses this record */
+	struct grace_reader *next;         /* set before the record is published, then constant */
+};
+
+extern _Thread_local struct grace_reader *grace_self;
+struct grace_reader *grace_register(void);
+
+/* Whether this thread can enter sections; false means that memory ran out. Who may fail asks before he begins. */
+static inline bool grace_ready(void)
+{
+	return grace_self || grace_register();
+}
+
+/* grace_ready() was true. */
+static inline struct grace_reader *grace_enter(void)
+{
+	struct grace_reader *self = grace_self;
+
+	if (self->depth++ == 0)
+		atomic_fetch_add(&self->sections, 1);
+	return self;
+}
+
+static inline void grace_leave(struct grace_reader *self)
+{
+	if (--self->depth == 0)
+		atomic_fetch_add_explicit(&self->sections, 1, memory_order_release);
+}
+
+void grace_wait(void);
+
+/* ---- The door of a driver half --------------------------------------------------------------------------- */
+
+struct soft_context;
+
+/* Who is inside of objects that take no locks: one for a thread domain with all of its objects (a NIC's objects
+ * of one domain share a doorbell register), or one for a single-threaded completion queue alone. */
+struct soft_exclusive {
+	atomic_uint owner; /* soft_thread(), or 0 when nobody is inside */
+	uint32_t depth;    /* the owner only: entries by it, into different objects */
+};
+
+/* An overlap is counted in the object and in the context; the first one of each object is also written to
+ * stderr, with both threads. */
+struct soft_half {
+	struct soft_exclusive *exclusive; /* NULL: the mutex guards this half */
+	struct soft_exclusive own;        /* for an object that is exclusive by itself */
+	pthread_mutex_t mutex;
+	bool inside;            /* under `exclusive` by its owner: refuses re-entry of the same object */
+	atomic_uint overlaps;   /* calls that were refused */
+	struct soft_context *context;
+	const char *kind;
+	uint32_t number;
+};
+
+int soft_half_init(struct soft_half *half, struct soft_context *context, const char *kind, uint32_t number,
+		   struct soft_exclusive *exclusive);
+void soft_half_destroy(struct soft_half *half);
+int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside);
+
+/* 0, or EBUSY: somebody is inside of this unlocked half (or, by its own thread, of this very object). */
+static inline int soft_half_enter(struct soft_half *half, const char *verb)
+{
+	struct soft_exclusive *exclusive = half->exclusive;
+	unsigned int nobody = 0;
+	uint32_t self;
+
+	if (!exclusive) {
+		pthread_mutex_lock(&half->mutex);
+		return 0;
+	}
+	self = soft_thread();
+	/* Only this thread ever stores its own number, so a relaxed load that finds it is certain. */
+	if (atomic_load_explicit(&exclusive->owner, memory_order_relaxed) == self) {
+		if (half->inside)
+			return soft_half_refuse(half, verb, self);
+	} else if (!atomic_compare_exchange_strong_explicit(&exclusive->owner, &nobody, self,
+							    memory_order_acquire, memory_order_relaxed)) {
+		return soft_half_refuse(half, verb, nobody);
+	}
+	exclusive->depth++;
+	half->inside = true;
+	return 0;
+}
+
+static inline void soft_half_leave(struct soft_half *half)
+{
+	struct soft_exclusive *exclusive = half->exclusive;
+
+	if (!exclusive) {
+		pthread_mutex_unlock(&half->mutex);
+		return;
+	}
+	half->inside = false;
+	if (--exclusive->depth == 0)
+		atomic_store_explicit(&exclusive->owner, 0, memory_order_release);
+}
+
+#endif

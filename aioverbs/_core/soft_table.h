@@ -1,0 +1,54 @@
+/* Numbers for objects: queue pair numbers and memory keys.
+ *
+ * Look-ups take no lock and belong into a grace section. Additions and removals are serialised by a mutex.
+ * A number that was given back waits behind all other free ones before it is given out again, so that a stale
+ * number meets nothing rather than a stranger. */
+#ifndef AIOVERBS_SOFT_TABLE_H
+#define AIOVERBS_SOFT_TABLE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define SOFT_CHUNK_BITS 10
+#define SOFT_CHUNK_SIZE (1u << SOFT_CHUNK_BITS)
+#define SOFT_CHUNKS 1024u /* up to 2^20 numbers */
+#define SOFT_NUMBERS_RESTED 512u
+
+struct soft_chunk {
+	_Atomic(void *) entries[SOFT_CHUNK_SIZE];
+	uint8_t uses[SOFT_CHUNK_SIZE]; /* under the table's lock: how often each number was given out */
+};
+
+struct soft_table {
+	_Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, never freed */
+	pthread_mutex_t lock;                             /* guards what follows */
+	uint32_t first, fresh, limit;                     /* numbers from `fresh` on were never used */
+	uint32_t *rested;                                 /* a ring of free numbers, oldest at `rested_head` */
+	uint32_t rested_size, rested_head, rested_count;
+	uint32_t live;                                    /* numbers given out */
+};
+
+int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit);
+
+/* Reserves a number that finds nothing yet; soft_table_publish makes it find `object`. `uses` (may be NULL) tells
+ * one use of the number from the next. 0 or an errno. */
+int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses);
+void soft_table_publish(struct soft_table *table, uint32_t number, void *object);
+
+/* The number finds nothing from here on; it is free again when soft_table_release was called. */
+void soft_table_withdraw(struct soft_table *table, uint32_t number);
+void soft_table_release(struct soft_table *table, uint32_t number);
+
+static inline void *soft_table_find(struct soft_table *table, uint32_t number)
+{
+	struct soft_chunk *chunk;
+
+	if (number >= SOFT_CHUNKS * SOFT_CHUNK_SIZE)
+		return NULL;
+	chunk = atomic_load(&table->chunks[number >> SOFT_CHUNK_BITS]);
+	return chunk ? atomic_load(&chunk->entries[number & (SOFT_CHUNK_SIZE - 1)]) : NULL;
+}
+
+#endif

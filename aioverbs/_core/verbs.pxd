@@ -1,0 +1,358 @@
+# The C side of the seam for Cython: as much of verbs_abi.h, verbs_table.h and soft_device.h as the extensions use.
+
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+
+
+cdef extern from "verbs_abi.h" nogil:
+    union ibv_gid:
+        uint8_t raw[16]
+
+    struct ibv_device:
+        char name[64]
+
+    struct ibv_context:
+        ibv_device *device
+        int async_fd
+        int num_comp_vectors
+        void *abi_compat
+
+    struct verbs_context:
+        pass
+
+    verbs_context *verbs_context_of(ibv_context *)
+
+    struct ibv_device_attr:
+        char fw_ver[64]
+        uint64_t node_guid
+        uint64_t sys_image_guid
+        uint64_t max_mr_size
+        uint64_t page_size_cap
+        uint32_t vendor_id
+        uint32_t vendor_part_id
+        uint32_t hw_ver
+        int max_qp
+        int max_qp_wr
+        unsigned int device_cap_flags
+        int max_sge
+        int max_sge_rd
+        int max_cq
+        int max_cqe
+        int max_mr
+        int max_pd
+        int max_qp_rd_atom
+        int max_qp_init_rd_atom
+        int atomic_cap
+        int max_mw
+        int max_ah
+        int max_srq
+        int max_srq_wr
+        int max_srq_sge
+        uint16_t max_pkeys
+        uint8_t phys_port_cnt
+
+    struct ibv_port_attr:
+        int state
+        int max_mtu
+        int active_mtu
+        int gid_tbl_len
+        uint32_t port_cap_flags
+        uint32_t max_msg_sz
+        uint16_t pkey_tbl_len
+        uint16_t lid
+        uint16_t sm_lid
+        uint8_t lmc
+        uint8_t active_width
+        uint8_t active_speed
+        uint8_t phys_state
+        uint8_t link_layer
+
+    struct ibv_pd:
+        ibv_context *context
+        uint32_t handle
+
+    struct ibv_td:
+        ibv_context *context
+
+    struct ibv_td_init_attr:
+        uint32_t comp_mask
+
+    enum:
+        IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS
+        IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
+
+    void *IBV_ALLOCATOR_USE_DEFAULT
+
+    struct ibv_parent_domain_init_attr:
+        ibv_pd *pd
+        ibv_td *td
+        uint32_t comp_mask
+        void *(*alloc)(ibv_pd *, void *, size_t, size_t, uint64_t) noexcept nogil
+        void (*free)(ibv_pd *, void *, void *, uint64_t) noexcept nogil
+        void *pd_context
+
+    enum:
+        IBV_XRCD_INIT_ATTR_FD
+        IBV_XRCD_INIT_ATTR_OFLAGS
+
+    struct ibv_xrcd:
+        ibv_context *context
+
+    struct ibv_xrcd_init_attr:
+        uint32_t comp_mask
+        int fd
+        int oflags
+
+    struct ibv_mr:
+        void *addr
+        size_t length
+        uint32_t lkey
+        uint32_t rkey
+
+    struct ibv_comp_channel:
+        int fd
+
+    struct ibv_cq:
+        ibv_context *context
+        void *cq_context
+        int cqe
+
+    struct ibv_poll_cq_attr:
+        uint32_t comp_mask
+
+    struct ibv_cq_ex:
+        int status
+        uint64_t wr_id
+        int cqe
+        int (*start_poll)(ibv_cq_ex *, ibv_poll_cq_attr *) noexcept nogil
+        int (*next_poll)(ibv_cq_ex *) noexcept nogil
+        void (*end_poll)(ibv_cq_ex *) noexcept nogil
+        int (*read_opcode)(ibv_cq_ex *) noexcept nogil
+        uint32_t (*read_vendor_err)(ibv_cq_ex *) noexcept nogil
+        uint32_t (*read_byte_len)(ibv_cq_ex *) noexcept nogil
+        uint32_t (*read_imm_data)(ibv_cq_ex *) noexcept nogil
+        uint32_t (*read_qp_num)(ibv_cq_ex *) noexcept nogil
+        uint32_t (*read_src_qp)(ibv_cq_ex *) noexcept nogil
+        unsigned int (*read_wc_flags)(ibv_cq_ex *) noexcept nogil
+
+    enum:
+        IBV_WC_EX_WITH_BYTE_LEN
+        IBV_WC_EX_WITH_IMM
+        IBV_WC_EX_WITH_QP_NUM
+        IBV_WC_EX_WITH_SRC_QP
+        IBV_CQ_INIT_ATTR_MASK_FLAGS
+        IBV_CQ_INIT_ATTR_MASK_PD
+        IBV_CREATE_CQ_ATTR_SINGLE_THREADED
+
+    struct ibv_cq_init_attr_ex:
+        uint32_t cqe
+        void *cq_context
+        ibv_comp_channel *channel
+        uint32_t comp_vector
+        uint64_t wc_flags
+        uint32_t comp_mask
+        uint32_t flags
+        ibv_pd *parent_domain
+
+    struct ibv_wc:
+        uint64_t wr_id
+        int status
+        int opcode
+        uint32_t vendor_err
+        uint32_t byte_len
+        uint32_t imm_data
+        uint32_t qp_num
+        uint32_t src_qp
+        unsigned int wc_flags
+
+    struct ibv_global_route:
+        ibv_gid dgid
+        uint32_t flow_label
+        uint8_t sgid_index
+        uint8_t hop_limit
+        uint8_t traffic_class
+
+    struct ibv_ah_attr:
+        ibv_global_route grh
+        uint16_t dlid
+        uint8_t sl
+        uint8_t src_path_bits
+        uint8_t static_rate
+        uint8_t is_global
+        uint8_t port_num
+
+    struct ibv_qp:
+        ibv_context *context
+        uint32_t qp_num
+
+    struct ibv_qp_cap:
+        uint32_t max_send_wr
+        uint32_t max_recv_wr
+        uint32_t max_send_sge
+        uint32_t max_recv_sge
+        uint32_t max_inline_data
+
+    enum ibv_qp_type:
+        pass
+
+    enum ibv_qp_state:
+        pass
+
+    enum ibv_mtu:
+        pass
+
+    struct ibv_qp_init_attr:
+        void *qp_context
+        ibv_cq *send_cq
+        ibv_cq *recv_cq
+        ibv_qp_cap cap
+        ibv_qp_type qp_type
+        int sq_sig_all
+
+    enum:
+        IBV_QP_STATE
+        IBV_QP_ACCESS_FLAGS
+        IBV_QP_PKEY_INDEX
+        IBV_QP_PORT
+        IBV_QP_AV
+        IBV_QP_PATH_MTU
+        IBV_QP_TIMEOUT
+        IBV_QP_RETRY_CNT
+        IBV_QP_RNR_RETRY
+        IBV_QP_RQ_PSN
+        IBV_QP_MAX_QP_RD_ATOMIC
+        IBV_QP_MIN_RNR_TIMER
+        IBV_QP_SQ_PSN
+        IBV_QP_MAX_DEST_RD_ATOMIC
+        IBV_QP_CAP
+        IBV_QP_DEST_QPN
+
+    struct ibv_qp_attr:
+        ibv_qp_state qp_state
+        ibv_mtu path_mtu
+        uint32_t rq_psn
+        uint32_t sq_psn
+        uint32_t dest_qp_num
+        unsigned int qp_access_flags
+        ibv_qp_cap cap
+        ibv_ah_attr ah_attr
+        uint16_t pkey_index
+        uint8_t max_rd_atomic
+        uint8_t max_dest_rd_atomic
+        uint8_t min_rnr_timer
+        uint8_t port_num
+        uint8_t timeout
+        uint8_t retry_cnt
+        uint8_t rnr_retry
+
+    struct ibv_sge:
+        uint64_t addr
+        uint32_t length
+        uint32_t lkey
+
+    enum ibv_wr_opcode:
+        IBV_WR_ATOMIC_CMP_AND_SWP
+        IBV_WR_ATOMIC_FETCH_AND_ADD
+
+    # The unions inside of struct ibv_send_wr have no names in C; these are only ever reached through it.
+    struct _ibv_wr_rdma:
+        uint64_t remote_addr
+        uint32_t rkey
+
+    struct _ibv_wr_atomic:
+        uint64_t remote_addr
+        uint64_t compare_add
+        uint64_t swap
+        uint32_t rkey
+
+    struct _ibv_wr:
+        _ibv_wr_rdma rdma
+        _ibv_wr_atomic atomic
+
+    struct ibv_send_wr:
+        uint64_t wr_id
+        ibv_send_wr *next
+        ibv_sge *sg_list
+        int num_sge
+        ibv_wr_opcode opcode
+        unsigned int send_flags
+        uint32_t imm_data
+        _ibv_wr wr
+
+    struct ibv_recv_wr:
+        uint64_t wr_id
+        ibv_recv_wr *next
+        ibv_sge *sg_list
+        int num_sge
+
+
+cdef extern from "verbs_table.h" nogil:
+    struct verbs_table:
+        int (*close_device)(ibv_context *) noexcept nogil
+        int (*query_device)(ibv_context *, ibv_device_attr *) noexcept nogil
+        int (*query_gid)(ibv_context *, uint8_t, int, ibv_gid *) noexcept nogil
+        int (*query_pkey)(ibv_context *, uint8_t, int, uint16_t *) noexcept nogil
+        ibv_pd *(*alloc_pd)(ibv_context *) noexcept nogil
+        int (*dealloc_pd)(ibv_pd *) noexcept nogil
+        ibv_mr *(*reg_mr)(ibv_pd *, void *, size_t, int) noexcept nogil
+        int (*dereg_mr)(ibv_mr *) noexcept nogil
+        ibv_comp_channel *(*create_comp_channel)(ibv_context *) noexcept nogil
+        int (*destroy_comp_channel)(ibv_comp_channel *) noexcept nogil
+        int (*get_cq_event)(ibv_comp_channel *, ibv_cq **, void **) noexcept nogil
+        void (*ack_cq_events)(ibv_cq *, unsigned int) noexcept nogil
+        ibv_cq *(*create_cq)(ibv_context *, int, void *, ibv_comp_channel *, int) noexcept nogil
+        int (*destroy_cq)(ibv_cq *) noexcept nogil
+        ibv_qp *(*create_qp)(ibv_pd *, ibv_qp_init_attr *) noexcept nogil
+        int (*query_qp)(ibv_qp *, ibv_qp_attr *, int, ibv_qp_init_attr *) noexcept nogil
+        int (*modify_qp)(ibv_qp *, ibv_qp_attr *, int) noexcept nogil
+        int (*destroy_qp)(ibv_qp *) noexcept nogil
+
+    const char *verbs_table_load(verbs_table *, const char *)
+    void **verbs_table_slot(verbs_table *, const char *)
+    int verbs_poll_cq(ibv_cq *, int, ibv_wc *)
+    int verbs_req_notify_cq(ibv_cq *, int)
+    int verbs_post_send(ibv_qp *, ibv_send_wr *, ibv_send_wr **)
+    int verbs_post_recv(ibv_qp *, ibv_recv_wr *, ibv_recv_wr **)
+    int verbs_query_port(ibv_context *, uint8_t, ibv_port_attr *)
+    ibv_td *verbs_alloc_td(ibv_context *, ibv_td_init_attr *)
+    int verbs_dealloc_td(ibv_td *)
+    ibv_pd *verbs_alloc_parent_domain(ibv_context *, ibv_parent_domain_init_attr *)
+    ibv_xrcd *verbs_open_xrcd(ibv_context *, ibv_xrcd_init_attr *)
+    int verbs_close_xrcd(ibv_xrcd *)
+    ibv_cq_ex *verbs_create_cq_ex(ibv_context *, ibv_cq_init_attr_ex *)
+
+
+cdef extern from "soft_device.h" nogil:
+    enum soft_mode:
+        SOFT_INLINE
+        SOFT_ENGINE
+
+    struct soft_options:
+        soft_mode mode
+        uint64_t delay_ns
+
+    struct soft_counts:
+        uint32_t pds
+        uint32_t parent_domains
+        uint32_t thread_domains
+        uint32_t mrs
+        uint32_t channels
+        uint32_t cqs
+        uint32_t qps
+        uint32_t overlaps
+
+    const verbs_table soft_verbs
+    ibv_context *soft_open(const soft_options *)
+    void soft_count(ibv_context *, soft_counts *)
+    int soft_set_delay(ibv_context *, uint64_t)
+    void soft_halt(ibv_context *)
+    int soft_watch_forks()
+    uint32_t soft_fork_count()
+
+
+cdef extern from "handle_gate.h":
+    int GATE_CLOSED
+    bint gate_enter(int *)
+    void gate_leave(int *)
+    bint gate_close(int *)
+    void gate_reopen(int *)
+    int gate_holders(int *)

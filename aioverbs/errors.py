@@ -1,0 +1,175 @@
+"""What aioverbs raises.
+
+Closed, broken and busy objects raise subclasses of anyio's exceptions, so that code written for anyio's streams
+handles them; a verb that fails raises an `OSError`.
+"""
+
+import errno as _errno
+import os
+from collections.abc import Iterable
+
+import anyio
+
+from .types import WcOpcode, WcStatus
+
+__all__ = [
+    "AffinityError",
+    "BrokenResourceError",
+    "BusyResourceError",
+    "ClosedResourceError",
+    "ConcurrentAccessError",
+    "DeviceNotFoundError",
+    "ForkedProcessError",
+    "LibraryNotFoundError",
+    "VerbsError",
+    "WorkCompletionError",
+]
+
+# Where Linux has two names for one number, the one that the verbs' documents use.
+_ERRNO_NAMES = {**_errno.errorcode, _errno.EOPNOTSUPP: "EOPNOTSUPP"}
+
+_ADVICE = {
+    _errno.EACCES: "the process may not open the device: see the permissions of /dev/infiniband",
+    _errno.EAGAIN: "the device has no more of what was asked for, or nothing is ready yet",
+    _errno.EBUSY: "something made from this object is still there: close that first",
+    _errno.EINVAL: "an argument does not fit the device's limits, its port or the object's state",
+    _errno.EIO: "the device is gone or broken: close it and open it again",
+    _errno.ENODEV: "the device is gone: open it again when it is back",
+    _errno.ENOMEM: "memory, queue entries or locked memory ran out: see `ulimit -l` and the sizes asked for",
+    _errno.ENOSPC: "the device has no more of these: see its attributes for the maximum",
+    _errno.EOPNOTSUPP: "this device or its driver does not have it",
+    _errno.EPERM: "the process may not do this: it needs a privilege or the object's owner",
+}
+
+_STATUS_ADVICE = {
+    WcStatus.LOC_LEN_ERR: "a message did not fit the buffers posted for it, or exceeds what the port can carry",
+    WcStatus.LOC_QP_OP_ERR: "the queue pair could not carry this work request out: see its opcode, flags and entries",
+    WcStatus.LOC_PROT_ERR: "the lkey, address or length of a local buffer does not lie in a region registered for this",
+    WcStatus.WR_FLUSH_ERR: "the queue pair went to the error state before this was carried out",
+    WcStatus.MW_BIND_ERR: "the memory window could not be bound: see its region's access flags and bounds",
+    WcStatus.REM_INV_REQ_ERR: "the peer found the request invalid: its receive is too small, or it does not allow this",
+    WcStatus.REM_ACCESS_ERR: "the rkey, address, length or access flags do not permit this on the remote region",
+    WcStatus.REM_OP_ERR: "the peer could not carry the request out",
+    WcStatus.RETRY_EXC_ERR: "the peer did not answer: see its queue pair's state and address, and the timeout",
+    WcStatus.RNR_RETRY_EXC_ERR: "the peer had no receive posted for as long as it was asked to wait",
+}
+
+_PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}
+
+
+class VerbsError(OSError):
+    """A verb failed. ``errno`` says how; a verb that the device does not have fails with ``EOPNOTSUPP``.
+
+    :param verb: the verb's name, as ``"ibv_create_qp"``.
+    :param errno: the error number that it gave.
+    :param advice: what to do about it; without it, what the number usually means.
+    """
+
+    verb: str
+    errno: int
+    advice: str | None
+
+    def __init__(self, verb: str, errno: int, advice: str | None = None) -> None:
+        self.verb = verb
+        self.advice = advice if advice is not None else _ADVICE.get(errno)
+        super().__init__(errno, os.strerror(errno))
+
+    def __str__(self) -> str:
+        text = f"{self.verb} failed: {_ERRNO_NAMES.get(self.errno, f'error {self.errno}')} ({self.strerror})"
+        return f"{text}: {self.advice}" if self.advice else text
+
+    def __reduce__(self) -> tuple[type["VerbsError"], tuple[str, int, str | None]]:
+        return type(self), (self.verb, self.errno, self.advice)
+
+
+class WorkCompletionError(Exception):
+    """A work request ended with another status than success.
+
+    :param status: why it ended.
+    :param opcode: what it was, where that is known: a completion with an error does not carry it.
+    :param vendor_err: the device's own code, for its vendor.
+    :param qp_num: the number of the queue pair that it was posted to.
+    """
+
+    def __init__(self, status: WcStatus, opcode: WcOpcode | None, vendor_err: int, qp_num: int) -> None:
+        super().__init__(status, opcode, vendor_err, qp_num)
+        self.status = status
+        self.opcode = opcode
+        self.vendor_err = vendor_err
+        self.qp_num = qp_num
+
+    def __str__(self) -> str:
+        what = "a work request" if self.opcode is None else self.opcode.name
+        text = f"{what} on queue pair {self.qp_num} ended with {self.status.name} (vendor error {self.vendor_err:#x})"
+        advice = _STATUS_ADVICE.get(self.status)
+        return f"{text}: {advice}" if advice else text
+
+
+class ClosedResourceError(anyio.ClosedResourceError):
+    """The object was closed in this process."""
+
+
+class ForkedProcessError(ClosedResourceError):
+    """The object was opened before a fork, in the parent process."""
+
+    def __init__(self, what: str = "this object") -> None:
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} was opened before fork: open the device again in this process"
+
+
+class BrokenResourceError(anyio.BrokenResourceError):
+    """The object still exists, but what it stands for is lost: the device, the peer or the queue pair's state."""
+
+
+class BusyResourceError(anyio.BusyResourceError):
+    """The object is in use: something made from it is still open, or another call is under way."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+
+
+class AffinityError(RuntimeError):
+    """A bound object was used from another thread or another event loop than its owner. Nothing was done."""
+
+
+class ConcurrentAccessError(RuntimeError):
+    """A verb was called while another one was under way on the same unlocked object. Nothing was done."""
+
+
+class DeviceNotFoundError(LookupError):
+    """There is no such device.
+
+    :param name: the device that was asked for.
+    :param available: the names of those that are there.
+    """
+
+    def __init__(self, name: str, available: Iterable[str] = ()) -> None:
+        self.name = name
+        self.available = tuple(available)
+        super().__init__(name, self.available)
+
+    def __str__(self) -> str:
+        return f"there is no device {self.name!r}; here are: {', '.join(self.available) or 'none'}"
+
+
+class LibraryNotFoundError(OSError):
+    """A library that RDMA devices need cannot be loaded. The software device needs none.
+
+    :param library: its name, as ``"libibverbs.so.1"`` or ``"pyverbs"``.
+    :param reason: what the loader said.
+    """
+
+    def __init__(self, library: str, reason: str = "") -> None:
+        self.library = library
+        self.reason = reason
+        self.package = _PACKAGES.get(library, library)
+        super().__init__(_errno.ENOENT, str(self))
+
+    def __str__(self) -> str:
+        text = f"{self.library} cannot be loaded: on Debian and Ubuntu, install the package {self.package}"
+        return f"{text} ({self.reason})" if self.reason else text
+
+    def __reduce__(self) -> tuple[type["LibraryNotFoundError"], tuple[str, str]]:
+        return type(self), (self.library, self.reason)

@@ -1,0 +1,245 @@
+"""The project's sessions: `nox -l` lists them. Arguments after `--` go to the tool that a session runs."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.sessions = ["lint", "types", "contracts", "tests"]
+nox.options.reuse_venv = "yes"
+nox.options.default_venv_backend = "virtualenv"
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+COMPILED = ["aioverbs._core.engine", "aioverbs._core.domains", "aioverbs._core.pyverbs_bridge"]
+ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
+LIMITED = ["timeout", "900"]  # for what has no time limit of its own
+UNDER_SANITIZER = "not rdma and not slow and not toolchain"
+
+
+def group(name: str) -> tuple[str, ...]:
+    """The requirements of a dependency group of pyproject.toml."""
+    return nox.project.dependency_groups(PYPROJECT, name)
+
+
+def folder(session: nox.Session, name: str) -> Path:
+    """A folder of the session's own for what it builds, kept for the next run."""
+    path = session.cache_dir.absolute() / session.name / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def install_project(
+    session: nox.Session, *requirements: str, cflags: str = "", ldflags: str = "", python: str = "python"
+) -> Path:
+    """Compile and install the project and what is required beside it; the folder with the products of the build.
+
+    That folder is the session's own: nothing is built in the tree.
+    """
+    check = session.run(python, "aioverbs/_build/toolchain.py", silent=True, success_codes=[0, 1], external=True)
+    if isinstance(check, str) and check.strip():
+        session.error(check.strip().removesuffix("."))
+    products = folder(session, "build")
+    config = products / "setup.cfg"
+    flags = {
+        name: f"{os.environ.get(name, '')} {more}".strip() for name, more in (("CFLAGS", cflags), ("LDFLAGS", ldflags))
+    }
+    settings = (
+        f"[build]\nbuild_base = {products}\n[egg_info]\negg_base = {products}\n# {os.environ.get('CC')} {flags}\n"
+    )
+    if config.exists() and config.read_text() != settings:  # other flags: nothing of before fits
+        shutil.rmtree(products)
+        products.mkdir()
+    config.write_text(settings)
+    env = {"DIST_EXTRA_CONFIG": str(config), **flags}
+    session.run(python, "-m", "pip", "install", "-q", *requirements, ".", env=env, silent=True, external=True)
+    return products
+
+
+def build_native(session: nox.Session, kind: str) -> list[str]:
+    """Build the Python-free C programs of tests/native; their paths."""
+    printed = session.run("python", "tests/native/build.py", kind, str(folder(session, f"native-{kind}")), silent=True)
+    return str(printed).split()
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run pytest on the installed project."""
+    install_project(session, *group("test"))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run a small real transfer on the software device."""
+    install_project(session)
+    session.run("python", "examples/first_transfer.py", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format of Python and Cython."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+    session.run("cython-lint", "aioverbs")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check all types strictly, and the stubs of the compiled modules against what was compiled."""
+    install_project(session, *group("types"))
+    session.run("mypy", *session.posargs)
+    env = {"PYTHONPATH": "tests/checks/stand_ins"}  # pyverbs, which the bridge imports and no registry has ready-made
+    session.run("python", "-P", "-m", "mypy.stubtest", "--mypy-config-file", "pyproject.toml", *COMPILED, env=env)
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Check that imports and cimports only go down the stack."""
+    session.install(*group("contracts"))
+    session.run("lint-imports", "--cache-dir", str(folder(session, "imports")), *session.posargs)
+    session.run("python", "tests/checks/cimport_layers.py")
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the C programs, then pytest, under the address and undefined-behaviour sanitizers."""
+    install_project(session, *group("test"), cflags=ADDRESS, ldflags=ADDRESS)
+    strict = {"UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
+    for program in build_native(session, "asan"):
+        session.run(*LIMITED, program, env={**strict, "ASAN_OPTIONS": "detect_leaks=1"}, external=True)
+
+    compiler = os.environ.get("CC", "cc").split()
+    runtime = str(session.run(*compiler, "-print-file-name=libasan.so", silent=True, external=True)).strip()
+    if not Path(runtime).is_absolute():
+        session.error(f"{compiler[0]} has no libasan.so: use gcc, with the package libasan8 or newer")
+    env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
+    session.run("pytest", "-m", UNDER_SANITIZER, "-o", "timeout=300", *session.posargs, env=env)
+
+
+@nox.session
+def tsan(session: nox.Session) -> None:
+    """Run the C programs under the thread sanitizer."""
+    # Its shadow memory wants addresses that are not randomised; where setarch may not do that, it is tried without.
+    fixed = ["setarch", platform.machine(), "-R"]
+    able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    env = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
+    for program in build_native(session, "tsan"):
+        session.run(*(fixed if able else ()), *LIMITED, program, *session.posargs, env=env, external=True)
+
+
+def free_threaded_python(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The first argument, AIOVERBS_FREE_THREADED_PYTHON or what PATH has; and the other arguments."""
+    if arguments and Path(arguments[0]).name.startswith("python"):
+        return arguments[0], arguments[1:]
+    on_path = next(filter(None, map(shutil.which, ("python3.14t", "python3.13t"))), None)
+    return os.environ.get("AIOVERBS_FREE_THREADED_PYTHON") or on_path, arguments
+
+
+@nox.session(python=False)
+def free_threaded(session: nox.Session) -> None:
+    """Run pytest on a free-threaded interpreter with the GIL off."""
+    interpreter, arguments = free_threaded_python(session.posargs)
+    if interpreter is None:
+        session.skip(
+            "no python3.14t or python3.13t on PATH: get one with `uv python install 3.14t`, the package "
+            "python3.14-nogil of the deadsnakes archive on Ubuntu, or a build of CPython with "
+            "`./configure --disable-gil`; then put it on PATH, or say `nox -s free_threaded -- /path/to/python3.14t`"
+        )
+    environment = folder(session, "venv")
+    session.run(interpreter, "-m", "venv", "--clear", str(environment), external=True)
+    python = str(environment / "bin" / "python")
+    off = "import sys; sys.exit('the GIL is on' if getattr(sys, '_is_gil_enabled', lambda: True)() else 0)"
+    session.run(python, "-c", off, external=True)
+    install_project(session, *group("test"), python=python)
+    session.run(python, "-P", "-W", "error", "-c", f"import {', '.join(COMPILED[:2])}; {off}", external=True)
+    session.run(python, "-P", "-m", "pytest", *arguments, env={"PYTHON_GIL": "0"}, external=True)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure what pytest and the C programs reach, in Python and in the software device."""
+    flags = "--coverage -fprofile-update=atomic -O0 -g"
+    objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage")
+    programs = build_native(session, "coverage")
+    for counts in folder(session, ".").rglob("*.gcda"):
+        counts.unlink()
+    for program in programs:
+        session.run(*LIMITED, program, silent=True, external=True)
+    env = {"COVERAGE_FILE": str(folder(session, "python-coverage") / "data")}
+    session.run("coverage", "erase", env=env)
+    session.run("coverage", "run", f"{session.bin}/pytest", *session.posargs, env=env)
+    session.run("coverage", "combine", "-q", env=env)
+    session.run("coverage", "report", env=env)
+    native = ["--filter", "aioverbs/_core/(soft_|verbs_table).*", "--merge-mode-functions=separate"]
+    session.run("gcovr", "--root", ".", *native, str(objects), str(folder(session, "native-coverage")))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks and print their table."""
+    install_project(session, *group("bench"))
+    session.run("python", "tests/bench/run.py", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel, and try the wheel in an empty environment outside of the tree."""
+    session.install(*group("build"))
+    with tempfile.TemporaryDirectory(prefix="aioverbs-build-") as outside:
+        config = Path(outside, "setup.cfg")
+        config.write_text(f"[egg_info]\negg_base = {outside}\n")
+        env = {"DIST_EXTRA_CONFIG": str(config)}
+        session.run("python", "-m", "build", "--outdir", f"{outside}/dist", *session.posargs, env=env, silent=True)
+        session.run("python", "tests/checks/distributions.py", f"{outside}/dist")
+        session.run("python", "-m", "venv", f"{outside}/venv")
+        python = f"{outside}/venv/bin/python"
+        (wheel,) = Path(outside, "dist").glob("*.whl")
+        session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
+        shutil.copy(ROOT / "examples" / "first_transfer.py", outside)
+        with session.chdir(outside):
+            session.run(python, "-c", "import aioverbs; print(aioverbs.__version__, aioverbs.__file__)", external=True)
+            session.run(python, "first_transfer.py", external=True)
+
+
+@nox.session
+def rdma(session: nox.Session) -> None:
+    """Run `pytest -m rdma` on the RDMA device that is here, else on soft-RoCE in a virtual machine; `-- --shell`."""
+    python = f"{session.bin}/python"
+    vm = ("python", "tests/rdma/vm.py", "--cwd", str(ROOT))
+    devices = Path("/sys/class/infiniband")
+    here = "AIOVERBS_DEVICE" in os.environ or (devices.is_dir() and any(devices.iterdir()))
+
+    install_project(session, *group("test"))
+    if not here:  # also installs what the tests need of the distribution, pyverbs among it
+        session.run(*vm, "--", "true")
+    session.run("python", "tests/rdma/pyverbs_path.py")
+    shim = folder(session, "shim") / "shim.so"
+    flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-fPIC", "-shared", "-pthread", "-Iaioverbs/_core")
+    sources = sorted(map(str, Path("tests/rdma").glob("shim*.c")))
+    session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-o", str(shim), external=True)
+
+    env = {"AIOVERBS_TEST_SHIM": str(shim), "PYTHONDONTWRITEBYTECODE": "1"}
+    arguments = [each for each in session.posargs if each != "--shell"]
+    tests = (python, "-P", "-m", "pytest", "-m", "rdma", "-p", "no:cacheprovider", *arguments)
+    if here:
+        session.run(*tests, env=env)
+        return
+    # The guest's copy of the tree is read-only.
+    env["HYPOTHESIS_STORAGE_DIRECTORY"] = "/run/tmp/hypothesis"
+    settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
+    if "--shell" in session.posargs:
+        session.run(*vm, *settings, "--shell", *(("--", *arguments) if arguments else ()))
+    else:
+        session.run(*vm, *settings, "--timeout", "1500", "--", *tests)
+
+
+if __name__ == "__main__":
+    sys.exit("this file is for nox: pip install nox, then nox -l")

@@ -1,0 +1,1 @@
+"""verbs_abi.h against the installed <infiniband/verbs.h>."""

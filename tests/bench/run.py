@@ -1,0 +1,99 @@
+"""The benchmarks: `nox -s bench`.
+
+Everything that is compared is measured side by side in one run, interleaved, and given as a median; absolute values
+are for orientation, since machines differ and are shared.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+IMPORTS = """
+import time
+start = time.perf_counter()
+import anyio
+middle = time.perf_counter()
+import aioverbs
+end = time.perf_counter()
+import aioverbs._core.engine
+core = time.perf_counter()
+print(middle - start, end - middle, core - end)
+"""
+
+
+def native(seconds: float) -> Iterator[dict[str, object]]:
+    """The figures of the C benchmark programs, as they come."""
+    from tests.native.build import build
+
+    with tempfile.TemporaryDirectory(prefix="aioverbs-bench-") as folder:
+        for program in build("bench", Path(folder)):
+            done = subprocess.run([program], capture_output=True, text=True, timeout=seconds, check=True)
+            yield from map(json.loads, done.stdout.splitlines())
+
+
+def imports(runs: int) -> dict[str, object]:
+    """What importing costs, each time in a new interpreter."""
+    times = []
+    for _ in range(runs):
+        done = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True, check=True)
+        times.append([float(value) for value in done.stdout.split()])
+    anyio, aioverbs, core = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    return {"name": "import", "anyio_ms": anyio, "aioverbs_beyond_anyio_ms": aioverbs, "core_beyond_aioverbs_ms": core}
+
+
+def handles(rounds: int, operations: int) -> dict[str, object]:
+    """A signalled 8-byte RDMA WRITE, posted and polled through the Python handles."""
+    from aioverbs import SendFlags, SendOpcode
+    from aioverbs._core import engine
+    from tests.rdma.seam import Pair, opened
+
+    times = []
+    with opened("soft0") as context:
+        pd = engine.ProtectionDomain(context)
+        pair = Pair(pd, pd, size=4096)
+        qp, cq, sges = pair.qps[0], pair.queues[0], [pair.sge(0, 0, 8)]
+        address, rkey = pair.regions[1].address, pair.regions[1].rkey
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(operations):
+                qp.post_send(
+                    SendOpcode.RDMA_WRITE, sges, flags=SendFlags.SIGNALED, remote_addr=address, rkey=rkey
+                )
+                cq.poll(1)
+            times.append((time.perf_counter() - start) / operations)
+    return {"name": "handles_write_8", "post_and_poll_ns": statistics.median(times) * 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each C program")
+    options = parser.parse_args()
+    table = Table("benchmark", "figure", "value")
+    for result in (*native(options.timeout), imports(15), handles(20, 20_000)):
+        if options.json:
+            print(json.dumps(result), flush=True)
+            continue
+        name = result.pop("name")
+        for figure, value in result.items():
+            table.add_row(str(name), figure, f"{value:.3g}" if isinstance(value, float) else str(value))
+            name = ""
+        table.add_section()
+    if not options.json:
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

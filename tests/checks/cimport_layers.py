@@ -1,0 +1,125 @@
+"""Checks the stack's rule, "a module imports only what stands below it", for imports and cimports in Cython sources.
+
+    python tests/checks/cimport_layers.py [ROOT]
+
+import-linter sees Python files only; this reads the very layers that pyproject.toml gives to import-linter.
+"""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SUFFIXES = (".pyx", ".pxd", ".pxi")
+_STRING_OR_COMMENT = re.compile(r"""('''|\"\"\")(?:\\.|.)*?\1|(['"])(?:\\.|(?!\2)[^\\\n])*\2|\#[^\n]*""", re.DOTALL)
+_STATEMENT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(?P<source>[.\w]+)[ \t]+c?import[ \t]*(?:\((?P<listed>[^)]*)\)|(?P<names>[^\n;]*))"
+    r"|c?import[ \t]+(?P<modules>[^\n;]*))",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One container's modules, top to bottom; a level holds modules that stand side by side."""
+
+    container: str
+    levels: tuple[frozenset[str], ...]
+    independent: frozenset[int]
+    exhaustive: bool
+
+    def objection(self, importer: str, imported: str) -> str | None:
+        """Why the one may not import the other, or None."""
+        above, below = self._child(importer), self._child(imported)
+        if above is None or below is None or above == below:
+            return None
+        places = [self._level(above), self._level(below)]
+        if None in places:
+            unknown = above if places[0] is None else below
+            return f"{self.container}.{unknown} is not in the stack" if self.exhaustive else None
+        if places[0] == places[1]:
+            return f"{above} and {below} stand side by side" if places[0] in self.independent else None
+        return None if places < places[::-1] else f"{below} stands above {above}"
+
+    def _child(self, module: str) -> str | None:
+        prefix = f"{self.container}."
+        return module.removeprefix(prefix).split(".")[0] if module.startswith(prefix) else None
+
+    def _level(self, name: str) -> int | None:
+        return next((index for index, level in enumerate(self.levels) if name in level), None)
+
+
+def layers(pyproject: dict[str, Any]) -> Iterator[Layers]:
+    """The layers contracts of import-linter's configuration."""
+    for contract in pyproject["tool"]["importlinter"]["contracts"]:
+        if contract["type"] != "layers":
+            continue
+        levels = [re.split(r"[|:]", level) for level in contract["layers"]]
+        for container in contract["containers"]:
+            yield Layers(
+                container,
+                tuple(frozenset(name.strip(" ()") for name in level) for level in levels),
+                frozenset(index for index, level in enumerate(contract["layers"]) if "|" in level),
+                bool(contract.get("exhaustive")),
+            )
+
+
+def imports(text: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a Cython source in `package` imports or cimports."""
+    blank = _STRING_OR_COMMENT.sub(lambda match: "\n" * match.group().count("\n") or "''", text)
+    blank = blank.replace("\\\n", "  ")
+    for match in _STATEMENT.finditer(blank):
+        line = blank.count("\n", 0, match.start()) + 1
+        if match["modules"] is not None:
+            for module in match["modules"].split(","):
+                yield line, module.split(" as ")[0].strip()
+            continue
+        source = match["source"]
+        dots = len(source) - len(source.lstrip("."))
+        if dots:
+            parents = package.split(".")
+            source = ".".join([*parents[: len(parents) - dots + 1], source[dots:]]).rstrip(".")
+        for name in (match["listed"] or match["names"]).split(","):
+            if name.strip():
+                yield line, f"{source}.{name.split(' as ')[0].strip()}"
+
+
+def spoken_for(path: Path) -> Path:
+    """The source that an included file is a part of; any other file is its own."""
+    if path.suffix != ".pxi":
+        return path
+    including = re.compile(rf"""^[ \t]*include[ \t]+["']{re.escape(path.name)}["']""", re.MULTILINE)
+    beside = sorted(other for other in path.parent.iterdir() if other.suffix in _SUFFIXES and other != path)
+    return next((spoken_for(other) for other in beside if including.search(other.read_text())), path)
+
+
+def objections(root: Path) -> Iterator[str]:
+    """What breaks the rule in the tree under `root`, a line each."""
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    top = pyproject["tool"]["importlinter"]["root_package"]
+    stack = list(layers(pyproject))
+    for path in sorted(path for path in (root / top).rglob("*") if path.suffix in _SUFFIXES):
+        parts = spoken_for(path).relative_to(root).with_suffix("").parts
+        for line, imported in imports(path.read_text(), ".".join(parts[:-1])):
+            place = f"{path.relative_to(root)}:{line}: imports {imported}"
+            beneath = imported.removeprefix(f"{top}.").split(".")[0]
+            exists = (root / top / beneath).is_dir() or any((root / top).glob(f"{beneath}.*"))
+            if imported == top or (imported.startswith(f"{top}.") and not exists):
+                yield f"{place}: the package itself stands above everything"
+            for each in stack:
+                objection = each.objection(".".join(parts), imported)
+                if objection is not None and imported != top:
+                    yield f"{place}: {objection}"
+
+
+def main() -> int:
+    found = list(objections(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))
+    print("\n".join(found) if found else "cimports: every Cython source imports only what stands below it")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Builds the Python-free C programs: each test_*.c or bench_*.c of this folder with all of the software device.
+
+    python tests/native/build.py {plain,asan,tsan,coverage,bench} OUT_DIR
+
+prints the path of each program. ``$CC`` is the compiler, ``$CFLAGS`` and ``$LDFLAGS`` are added.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CORE = HERE.parent.parent / "aioverbs" / "_core"
+
+COMMON = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", f"-I{CORE}", f"-I{HERE}"]
+KINDS = {
+    "plain": ["-O1"],
+    "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
+    "tsan": ["-O1", "-fsanitize=thread"],
+    "coverage": ["-O0", "--coverage", "-fprofile-update=atomic"],
+    "bench": ["-O2"],
+}
+
+
+def programs(kind: str) -> list[Path]:
+    """The sources that have a main of their own."""
+    return sorted(HERE.glob("bench_*.c" if kind == "bench" else "test_*.c"))
+
+
+def build(kind: str, out_dir: Path) -> list[Path]:
+    """Compile everything again and link one program per test or benchmark; their paths.
+
+    :raises subprocess.CalledProcessError: the compiler refused something; it has said what.
+    """
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compile_flags = [*COMMON, *KINDS[kind], *shlex.split(os.environ.get("CFLAGS", ""))]
+    link_flags = [*KINDS[kind], "-pthread", *shlex.split(os.environ.get("LDFLAGS", "")), "-ldl"]
+    out_dir.mkdir(parents=True, exist_ok=True)
+
+    def compiled(source: Path) -> Path:
+        target = out_dir / f"{source.stem}.o"
+        subprocess.run([*compiler, *compile_flags, "-c", str(source), "-o", str(target)], check=True)
+        return target
+
+    def linked(program: Path) -> Path:
+        target = out_dir / program.stem
+        objects = [str(out_dir / f"{program.stem}.o"), *map(str, shared)]
+        subprocess.run([*compiler, *objects, *link_flags, "-o", str(target)], check=True)
+        return target
+
+    device = [CORE / "verbs_table.c", *sorted(CORE.glob("soft_*.c")), *sorted(HERE.glob("support_*.c"))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        shared = list(pool.map(compiled, device))
+        list(pool.map(compiled, programs(kind)))
+        return list(pool.map(linked, programs(kind)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the Python-free C programs.")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("out_dir", type=Path)
+    arguments = parser.parse_args()
+    try:
+        for program in build(arguments.kind, arguments.out_dir):
+            print(program)
+    except subprocess.CalledProcessError as error:
+        return int(error.returncode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

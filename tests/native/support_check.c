@@ -1,0 +1,139 @@
+#include "support.h"
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#define CASE_LIMIT_S (UNDER_TSAN ? 200u : 60u)
+#define DELAY_NS 200000u
+
+static const struct check_variant variants[] = {
+    {"inline", {SOFT_INLINE, 0}, false},
+    {"inline-td", {SOFT_INLINE, 0}, true},
+    {"engine", {SOFT_ENGINE, 0}, false},
+    {"engine-td", {SOFT_ENGINE, 0}, true},
+    {"delayed", {SOFT_ENGINE, DELAY_NS}, false},
+    {"delayed-td", {SOFT_ENGINE, DELAY_NS}, true},
+};
+
+const struct check_variant *variant = &variants[0];
+
+static const char *case_name = "";
+static atomic_uint failures;
+static pthread_t main_thread;
+static jmp_buf case_end;
+
+static bool report(bool holds, struct check_place place, const char *text)
+{
+    if (!holds) {
+        atomic_fetch_add(&failures, 1);
+        printf("%s:%d: %s [%s]: %s\n", place.file, place.line, case_name, variant->name, text);
+        fflush(stdout);
+    }
+    return holds;
+}
+
+bool check_true(bool holds, struct check_place place, const char *what)
+{
+    return report(holds, place, what);
+}
+
+bool check_equal(long long actual, long long expected, struct check_place place,
+                 const char *actual_text, const char *expected_text)
+{
+    char text[512];
+
+    snprintf(text, sizeof(text), "%s is %lld, not %s (%lld)", actual_text, actual, expected_text,
+             expected);
+    return report(actual == expected, place, text);
+}
+
+bool check_refused(const void *made, int error, int expected, struct check_place place,
+                   const char *what)
+{
+    char text[512];
+
+    snprintf(text, sizeof(text), "%s made %s with errno %d, not %d", what,
+             made ? "an object" : "nothing", error, expected);
+    return report(!made && error == expected, place, text);
+}
+
+void check_stop(void)
+{
+    if (!pthread_equal(pthread_self(), main_thread))
+        pthread_exit(NULL);
+    longjmp(case_end, 1);
+}
+
+unsigned int check_failures(void)
+{
+    return atomic_load(&failures);
+}
+
+/* A case that hangs is a failure with a name, not a silent time limit of whoever runs the program. */
+static void on_alarm(int number)
+{
+    static const char text[] = ": hangs\n";
+
+    (void)number;
+    if (write(STDOUT_FILENO, case_name, strlen(case_name)) < 0 ||
+        write(STDOUT_FILENO, " ", 1) < 0 ||
+        write(STDOUT_FILENO, variant->name, strlen(variant->name)) < 0 ||
+        write(STDOUT_FILENO, text, sizeof(text) - 1) < 0)
+        _exit(3);
+    _exit(2);
+}
+
+static bool run_case(const struct check_case *one)
+{
+    unsigned int before = check_failures();
+
+    case_name = one->name;
+    alarm(CASE_LIMIT_S);
+    if (!setjmp(case_end))
+        one->run();
+    alarm(0);
+    return check_failures() == before;
+}
+
+int check_main(int argc, char **argv, const struct check_case *cases, size_t count)
+{
+    const char *only_case = NULL, *only_variant = NULL;
+    unsigned int passed = 0, failed = 0;
+    bool verbose = false;
+    size_t i, v;
+    int arg;
+
+    for (arg = 1; arg < argc; arg++) {
+        if (!strcmp(argv[arg], "-v"))
+            verbose = true;
+        else if (!strcmp(argv[arg], "--case") && arg + 1 < argc)
+            only_case = argv[++arg];
+        else if (!strcmp(argv[arg], "--variant") && arg + 1 < argc)
+            only_variant = argv[++arg];
+        else
+            return fprintf(stderr, "usage: %s [-v] [--case NAME] [--variant NAME]\n", argv[0]), 2;
+    }
+    main_thread = pthread_self();
+    signal(SIGALRM, on_alarm);
+    for (i = 0; i < count; i++) {
+        for (v = 0; v < COUNT_OF(variants); v++) {
+            bool good;
+
+            if ((only_case && strcmp(only_case, cases[i].name)) ||
+                (only_variant && strcmp(only_variant, variants[v].name)))
+                continue;
+            variant = &variants[v];
+            good = run_case(&cases[i]);
+            if (good)
+                passed++;
+            else
+                failed++;
+            if (verbose || !good)
+                printf("%s %s [%s]\n", good ? "ok    " : "FAILED", cases[i].name, variant->name);
+        }
+    }
+    printf("%u passed, %u failed\n", passed, failed);
+    return failed || !passed;
+}

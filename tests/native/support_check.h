@@ -1,0 +1,90 @@
+/* Named cases and checks. Each case runs once in every variant: in both execution modes of the device, the engine
+ * with and without a delay, each with locked queues and with queues on a thread domain. */
+#ifndef AIOVERBS_TESTS_SUPPORT_CHECK_H
+#define AIOVERBS_TESTS_SUPPORT_CHECK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "soft_device.h"
+
+struct check_variant {
+    const char *name;
+    struct soft_options options;
+    bool thread_domain;
+};
+
+/* Of the case that is running. */
+extern const struct check_variant *variant;
+
+struct check_case {
+    const char *name;
+    void (*run)(void);
+};
+
+#define CASE(function) {#function, function}
+
+/* Runs what the command line asks for (`--case NAME`, `--variant NAME`, `-v`); the exit status. */
+int check_main(int argc, char **argv, const struct check_case *cases, size_t count);
+
+#define CHECK_MAIN(...)                                                                            \
+    int main(int argc, char **argv)                                                                \
+    {                                                                                              \
+        static const struct check_case cases[] = {__VA_ARGS__};                                    \
+                                                                                                   \
+        return check_main(argc, argv, cases, sizeof(cases) / sizeof(cases[0]));                    \
+    }
+
+/* Where a check stands, for helpers that check on behalf of their caller. */
+struct check_place {
+    const char *file;
+    int line;
+};
+
+#define HERE ((struct check_place){__FILE__, __LINE__})
+
+bool check_true(bool holds, struct check_place place, const char *what);
+bool check_equal(long long actual, long long expected, struct check_place place,
+                 const char *actual_text, const char *expected_text);
+bool check_refused(const void *made, int error, int expected, struct check_place place,
+                   const char *what);
+
+/* Ends the case, or the thread where it is not the main one. */
+_Noreturn void check_stop(void);
+
+/* How many checks of this process failed; a child of a fork counts on from its parent. */
+unsigned int check_failures(void);
+
+/* A CHECK that fails is reported and the case goes on; a REQUIRE ends it. */
+#define CHECK(condition) check_true(condition, HERE, #condition)
+#define CHECK_EQ(actual, expected)                                                                 \
+    check_equal((long long)(actual), (long long)(expected), HERE, #actual, #expected)
+#define REQUIRE(condition)                                                                         \
+    do {                                                                                           \
+        if (!CHECK(condition))                                                                     \
+            check_stop();                                                                          \
+    } while (0)
+#define REQUIRE_EQ(actual, expected)                                                               \
+    do {                                                                                           \
+        if (!CHECK_EQ(actual, expected))                                                           \
+            check_stop();                                                                          \
+    } while (0)
+
+/* A verb that makes an object answers NULL and this errno. */
+#define CHECK_REFUSED(pointer, expected)                                                           \
+    do {                                                                                           \
+        const void *made_;                                                                         \
+                                                                                                   \
+        errno = 0;                                                                                 \
+        made_ = (pointer);                                                                         \
+        check_refused(made_, errno, expected, HERE, #pointer);                                     \
+    } while (0)
+
+#ifdef __SANITIZE_THREAD__
+#define UNDER_TSAN 1
+#else
+#define UNDER_TSAN 0
+#endif
+
+#endif

@@ -1,0 +1,133 @@
+#include "support.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+uint64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void sleep_us(unsigned int microseconds)
+{
+    struct timespec time = {microseconds / 1000000, (long)(microseconds % 1000000) * 1000};
+
+    nanosleep(&time, NULL);
+}
+
+void settle(void)
+{
+    sleep_us(3000 + (unsigned int)(variant->options.delay_ns / 1000));
+}
+
+static uint64_t deadline(void)
+{
+    return now_ns() + WAIT_S * 1000000000ull;
+}
+
+bool wait_completion(struct ibv_cq *cq, struct ibv_wc *wc)
+{
+    uint64_t end = deadline();
+
+    do {
+        int n = verbs_poll_cq(cq, 1, wc);
+
+        if (n)
+            return n == 1;
+        sched_yield();
+    } while (now_ns() < end);
+    return false;
+}
+
+struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status,
+                        struct check_place place)
+{
+    struct ibv_wc wc = {0};
+
+    if (!check_true(wait_completion(cq, &wc), place, "no completion came"))
+        check_stop();
+    check_equal((long long)wc.wr_id, (long long)wr_id, place, "wc.wr_id", "what was expected");
+    check_equal(wc.status, status, place, "wc.status", "what was expected");
+    return wc;
+}
+
+void expect_nothing_at(struct ibv_cq *cq, struct check_place place)
+{
+    struct ibv_wc wc;
+
+    settle();
+    check_equal(verbs_poll_cq(cq, 1, &wc), 0, place, "poll_cq", "nothing");
+}
+
+bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state)
+{
+    uint64_t end = deadline();
+
+    do {
+        if (qp_state(qp) == state)
+            return true;
+        sched_yield();
+    } while (now_ns() < end);
+    return false;
+}
+
+bool is_readable(int fd)
+{
+    struct pollfd poller = {.fd = fd, .events = POLLIN};
+
+    return poll(&poller, 1, 0) == 1;
+}
+
+bool wait_readable(int fd)
+{
+    struct pollfd poller = {.fd = fd, .events = POLLIN};
+
+    return poll(&poller, 1, WAIT_S * 1000) == 1;
+}
+
+struct elsewhere {
+    int (*call)(void *);
+    void *argument;
+    int answer;
+};
+
+static void *run_elsewhere(void *argument)
+{
+    struct elsewhere *elsewhere = argument;
+
+    elsewhere->answer = elsewhere->call(elsewhere->argument);
+    return NULL;
+}
+
+int call_elsewhere(int (*call)(void *), void *argument)
+{
+    struct elsewhere elsewhere = {call, argument, -1};
+    pthread_t thread;
+
+    REQUIRE_EQ(pthread_create(&thread, NULL, run_elsewhere, &elsewhere), 0);
+    REQUIRE_EQ(pthread_join(thread, NULL), 0);
+    return elsewhere.answer;
+}
+
+char *stderr_of(void (*function)(void *), void *argument)
+{
+    int file = memfd_create("stderr", MFD_CLOEXEC), before = dup(STDERR_FILENO);
+    char *text = calloc(1, 4096);
+
+    REQUIRE(file >= 0 && before >= 0 && text);
+    fflush(stderr);
+    REQUIRE(dup2(file, STDERR_FILENO) >= 0);
+    function(argument);
+    fflush(stderr);
+    REQUIRE(dup2(before, STDERR_FILENO) >= 0);
+    CHECK(pread(file, text, 4095, 0) >= 0);
+    close(before);
+    close(file);
+    return text;
+}

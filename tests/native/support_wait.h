@@ -1,0 +1,39 @@
+/* Waiting that always ends: everything that a test waits for has a deadline. */
+#ifndef AIOVERBS_TESTS_SUPPORT_WAIT_H
+#define AIOVERBS_TESTS_SUPPORT_WAIT_H
+
+#include "support_pair.h"
+
+#define WAIT_S (UNDER_TSAN ? 30 : 10)
+
+uint64_t now_ns(void); /* CLOCK_MONOTONIC */
+void sleep_us(unsigned int microseconds);
+
+/* Some milliseconds and the engine's delay: who does something without being asked has done it by then. */
+void settle(void);
+
+/* The next completion; false where none comes. */
+bool wait_completion(struct ibv_cq *cq, struct ibv_wc *wc);
+
+/* The next completion, which must be this one; a REQUIRE where none comes. */
+struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status,
+                        struct check_place place);
+#define EXPECT(cq, wr_id, status) expect_at(cq, wr_id, status, HERE)
+
+/* Nothing is there, nor comes. */
+void expect_nothing_at(struct ibv_cq *cq, struct check_place place);
+#define EXPECT_NOTHING(cq) expect_nothing_at(cq, HERE)
+
+bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state);
+
+/* Whether a descriptor is readable now, or within the deadline. */
+bool is_readable(int fd);
+bool wait_readable(int fd);
+
+/* Calls `call` in another thread and returns what it returned. */
+int call_elsewhere(int (*call)(void *), void *argument);
+
+/* What a function writes to stderr; the text must be freed. */
+char *stderr_of(void (*function)(void *), void *argument);
+
+#endif

@@ -1,0 +1,74 @@
+/* The gate of a Python handle as it is where there is no GIL. */
+#define Py_GIL_DISABLED 1
+#include "handle_gate.h"
+
+#include "support.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+static void counts(void)
+{
+    int gate = GATE_CLOSED;
+
+    CHECK(!gate_enter(&gate));
+    CHECK(!gate_close(&gate));
+    gate_reopen(&gate);
+    CHECK(gate_enter(&gate));
+    CHECK(gate_enter(&gate));
+    CHECK_EQ(gate_holders(&gate), 2);
+    CHECK(!gate_close(&gate));
+    gate_leave(&gate);
+    gate_leave(&gate);
+    CHECK(gate_close(&gate));
+    CHECK(!gate_close(&gate));
+    CHECK(!gate_enter(&gate));
+    CHECK_EQ(gate_holders(&gate), GATE_CLOSED);
+}
+
+#define USERS 3
+#define ROUNDS 40
+
+static struct {
+    int gate;
+    int *object; /* freed by who closes the gate: nobody may be inside then, and nobody gets in */
+    atomic_int ready;
+} shared;
+
+static void *use(void *argument)
+{
+    long uses = 0;
+
+    atomic_fetch_add(&shared.ready, 1);
+    while (gate_enter(&shared.gate)) {
+        uses += __atomic_load_n(shared.object, __ATOMIC_RELAXED);
+        gate_leave(&shared.gate);
+        sched_yield(); /* else there may always be somebody inside */
+    }
+    return uses >= 0 ? argument : NULL;
+}
+
+static void closing_waits_for_nobody_and_lets_nobody_in(void)
+{
+    pthread_t users[USERS];
+    int round, i;
+
+    for (round = 0; round < ROUNDS; round++) {
+        shared.gate = 0;
+        shared.object = calloc(1, sizeof(*shared.object));
+        REQUIRE(shared.object != NULL);
+        *shared.object = 1;
+        atomic_store(&shared.ready, 0);
+        for (i = 0; i < USERS; i++)
+            REQUIRE_EQ(pthread_create(&users[i], NULL, use, &shared), 0);
+        while (atomic_load(&shared.ready) < USERS)
+            sched_yield();
+        while (!gate_close(&shared.gate))
+            sched_yield();
+        free(shared.object);
+        for (i = 0; i < USERS; i++)
+            CHECK_EQ(pthread_join(users[i], NULL), 0);
+    }
+}
+
+CHECK_MAIN(CASE(counts), CASE(closing_waits_for_nobody_and_lets_nobody_in))

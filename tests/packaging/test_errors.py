@@ -1,0 +1,97 @@
+"""What errors say, and what they are."""
+
+import copy
+import errno
+import inspect
+import pickle
+
+import anyio
+import pytest
+
+from aioverbs import errors
+from aioverbs.types import WcOpcode, WcStatus
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            errors.VerbsError("ibv_create_qp", errno.EINVAL),
+            "ibv_create_qp failed: EINVAL (Invalid argument): "
+            "an argument does not fit the device's limits, its port or the object's state",
+        ),
+        (
+            errors.VerbsError("ibv_alloc_td", errno.EOPNOTSUPP),
+            "ibv_alloc_td failed: EOPNOTSUPP (Operation not supported): this device or its driver does not have it",
+        ),
+        (
+            errors.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise the limit"),
+            "ibv_reg_mr failed: ENOMEM (Cannot allocate memory): raise the limit",
+        ),
+        (errors.VerbsError("ibv_x", errno.EXDEV), "ibv_x failed: EXDEV (Invalid cross-device link)"),
+        (errors.VerbsError("ibv_x", 4000), "ibv_x failed: error 4000 (Unknown error 4000)"),
+        (
+            errors.WorkCompletionError(WcStatus.RNR_RETRY_EXC_ERR, WcOpcode.SEND, 0x2A, 17),
+            "SEND on queue pair 17 ended with RNR_RETRY_EXC_ERR (vendor error 0x2a): "
+            "the peer had no receive posted for as long as it was asked to wait",
+        ),
+        (
+            errors.WorkCompletionError(WcStatus.GENERAL_ERR, None, 0, 17),
+            "a work request on queue pair 17 ended with GENERAL_ERR (vendor error 0x0)",
+        ),
+        (errors.ForkedProcessError("soft0"), "soft0 was opened before fork: open the device again in this process"),
+        (errors.DeviceNotFoundError("mlx5_0", ["soft0"]), "there is no device 'mlx5_0'; here are: soft0"),
+        (errors.DeviceNotFoundError("mlx5_0"), "there is no device 'mlx5_0'; here are: none"),
+        (
+            errors.LibraryNotFoundError("libibverbs.so.1", "no such file"),
+            "libibverbs.so.1 cannot be loaded: on Debian and Ubuntu, install the package libibverbs1 (no such file)",
+        ),
+        (
+            errors.LibraryNotFoundError("pyverbs"),
+            "pyverbs cannot be loaded: on Debian and Ubuntu, install the package python3-pyverbs",
+        ),
+        (errors.BusyResourceError("the queue pair is still open"), "the queue pair is still open"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_message_survives_pickling_and_copying(error: Exception, message: str) -> None:
+    assert str(error) == message
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == message
+        assert vars(twin) == vars(error)
+
+
+def test_verbs_error_is_an_os_error() -> None:
+    error = errors.VerbsError("ibv_create_qp", errno.ENOMEM)
+    assert isinstance(error, OSError)
+    assert (error.verb, error.errno) == ("ibv_create_qp", errno.ENOMEM)
+
+
+def test_work_completion_error_has_its_parts() -> None:
+    error = errors.WorkCompletionError(WcStatus.REM_ACCESS_ERR, WcOpcode.RDMA_READ, 3, 4)
+    assert (error.status, error.opcode, error.vendor_err, error.qp_num) == (10, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "base"),
+    [
+        (errors.ClosedResourceError, anyio.ClosedResourceError),
+        (errors.BrokenResourceError, anyio.BrokenResourceError),
+        (errors.BusyResourceError, anyio.BusyResourceError),
+        (errors.ForkedProcessError, errors.ClosedResourceError),
+        (errors.AffinityError, RuntimeError),
+        (errors.ConcurrentAccessError, RuntimeError),
+        (errors.DeviceNotFoundError, LookupError),
+        (errors.LibraryNotFoundError, OSError),
+    ],
+)
+def test_bases(ours: type[Exception], base: type[Exception]) -> None:
+    assert issubclass(ours, base)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_each_error_is_documented(name: str) -> None:
+    documented = getattr(errors, name)
+    assert documented.__doc__
+    assert documented.__doc__ != inspect.getdoc(documented.__mro__[1])

@@ -1,0 +1,60 @@
+"""The package as its users import it."""
+
+import importlib.metadata
+import subprocess
+import sys
+import types as modules
+
+import pytest
+
+import aioverbs
+from aioverbs import errors, types
+
+IMPORT_BUDGET_S = 0.060
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints, far from the source tree."""
+    command = [sys.executable, "-P", "-W", "error", "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip()
+
+
+def test_exports_are_what_is_there() -> None:
+    public = {
+        name
+        for name, value in vars(aioverbs).items()
+        if not name.startswith("_") and name != "TYPE_CHECKING" and not isinstance(value, modules.ModuleType)
+    }
+    assert public == set(aioverbs.__all__)
+    assert aioverbs.__all__ == sorted(aioverbs.__all__)
+
+
+def test_errors_and_types_are_exported() -> None:
+    assert set(aioverbs.__all__) >= {*errors.__all__, *types.__all__}
+
+
+def test_version() -> None:
+    assert aioverbs.__version__ == importlib.metadata.version("aioverbs")
+    name = "no_such_name"
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        getattr(aioverbs, name)
+
+
+def test_import_is_light() -> None:
+    """At most 60 ms beyond anyio, and nothing compiled, no event loop and no pyverbs with it."""
+    code = """
+import time, anyio, sys
+start = time.perf_counter()
+import aioverbs
+print(time.perf_counter() - start)
+print(*(name for name in sys.modules if name.startswith(("aioverbs._core.", "pyverbs", "importlib.metadata"))))
+"""
+    runs = [run(code).splitlines() for _ in range(5)]
+    assert [loaded[1:] for loaded in runs] == [[]] * 5
+    assert min(float(loaded[0]) for loaded in runs) <= IMPORT_BUDGET_S
+
+
+def test_it_is_typed() -> None:
+    files = {str(file) for file in importlib.metadata.files("aioverbs") or ()}
+    assert "aioverbs/py.typed" in files
+    assert not any(name.endswith((".pyx", ".pxd", ".c", ".h")) or name.startswith("aioverbs/_build") for name in files)

@@ -1,0 +1,101 @@
+/* Thread domains, parent domains and XRC domains for a live context of a provider that has none.
+ *
+ * Kernel soft-RoCE answers EOPNOTSUPP for all of them. This test-only library puts ops of its own
+ * into the provider's `struct verbs_context`, as libibverbs made it, so that the calling
+ * convention, lifetime and order of the documented verbs are proven there: ibv_alloc_td(3),
+ * ibv_alloc_parent_domain(3), ibv_open_xrcd(3). Nothing here makes a queue faster.
+ *
+ * It serves one context at a time. `shim_lock` guards every variable and every object; it is never
+ * held while a caller's allocator runs.
+ */
+#ifndef AIOVERBS_TESTS_SHIM_H
+#define AIOVERBS_TESTS_SHIM_H
+
+#include "verbs_abi.h"
+
+#include <stdbool.h>
+
+/* -- For the tests ----------------------------------------------------------------------------- */
+
+/* Objects alive, and calls made to callers' allocators since the installation. */
+struct shim_counts {
+    uint32_t tds;
+    uint32_t parents;
+    uint32_t xrcds;
+    uint32_t xrc_domains; /* several `struct ibv_xrcd` may stand for one domain */
+    uint32_t alloc_calls;
+    uint32_t free_calls;
+};
+
+/* Fills the ops of a live context and replaces `*slot`, an `int (*)(struct ibv_pd *)` through which
+ * everyone who may hold a parent domain calls ibv_dealloc_pd. 0, EBUSY (already done), EINVAL, or
+ * EOPNOTSUPP (the context is too old to have the ops). No verb may run on the context meanwhile. */
+int shim_install(struct verbs_context *context, void **slot);
+
+/* Puts everything back while the context is still open. 0, EBUSY (an object of ours is alive, and
+ * nobody else could destroy it) or EINVAL (nothing is installed). */
+int shim_uninstall(void);
+
+void shim_counts(struct shim_counts *counts);
+
+/* Adds to the number of queues that count as associated with an XRC domain: rxe has no XRC queues.
+ * 0 or EINVAL. */
+int shim_associate(struct ibv_xrcd *address, int difference);
+
+/* -- Between the shim's own files -------------------------------------------------------------- */
+
+enum kind { TD, PARENT, XRCD };
+
+struct xrc_domain;
+
+struct object {
+    union {
+        struct ibv_td td;
+        struct ibv_pd pd;
+        struct {
+            struct ibv_xrcd xrcd;
+            /* libibverbs reads these when a queue is made with the domain. The kernel knows no
+             * such handle and refuses it. */
+            uint32_t comp_mask;
+            uint32_t handle;
+        };
+    }; /* first, so that what the caller holds is the object's address */
+    enum kind kind;
+    struct object *next;
+
+    /* Of a parent domain. */
+    struct ibv_pd *base;
+    struct ibv_td *thread_domain;
+    void *(*alloc)(struct ibv_pd *, void *, size_t, size_t, uint64_t);
+    void (*free)(struct ibv_pd *, void *, void *, uint64_t);
+    void *pd_context;
+    void *control_page;
+    bool page_is_ours;
+
+    /* Of an XRC domain. */
+    struct xrc_domain *domain;
+    unsigned int associated;
+};
+
+extern pthread_mutex_t shim_lock;
+extern struct object *shim_objects;
+extern uint32_t shim_alloc_calls, shim_free_calls;
+extern int (*shim_original_dealloc_pd)(struct ibv_pd *);
+
+/* With `shim_lock` held. `shim_add` answers NULL when there is no memory; `shim_drop` frees nothing. */
+struct object *shim_find(enum kind kind, const void *address);
+struct object *shim_add(enum kind kind);
+void shim_drop(struct object *object);
+
+/* NULL, with errno set. */
+void *shim_refused(int error);
+
+struct ibv_td *shim_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr);
+int shim_dealloc_td(struct ibv_td *address);
+struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context,
+                                        struct ibv_parent_domain_init_attr *attr);
+int shim_dealloc_pd(struct ibv_pd *pd);
+struct ibv_xrcd *shim_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_attr *attr);
+int shim_close_xrcd(struct ibv_xrcd *address);
+
+#endif

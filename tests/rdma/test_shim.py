@@ -1,0 +1,253 @@
+"""The documents' domains on a live kernel context: ibv_alloc_td, ibv_alloc_parent_domain, ibv_open_xrcd.
+
+Kernel soft-RoCE has none of them. A test-only library (`shim.h`) puts ops that follow the documents into the
+context's own ``struct verbs_context``, so that calling convention, lifetime and order are proven in the very
+structures that libibverbs made.
+"""
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
+from aioverbs._core import domains, engine
+from tests.rdma.seam import Pair, opened, rdma_devices
+
+pytestmark = pytest.mark.rdma
+
+CONTROL_PAGE = 1 << 32 | 1  # what the shim asks an allocator for
+COUNTS = ("tds", "parents", "xrcds", "xrc_domains", "alloc_calls", "free_calls")
+
+
+class Counts(ctypes.Structure):
+    """``struct shim_counts``."""
+
+    _fields_ = [(name, ctypes.c_uint32) for name in COUNTS]
+
+
+class Shim:
+    """The shim, installed in a context."""
+
+    def __init__(self, context: engine.Context) -> None:
+        path = os.environ.get("AIOVERBS_TEST_SHIM")
+        if not path:
+            pytest.fail("AIOVERBS_TEST_SHIM must name the shim's library: use `nox -s rdma`")
+        self.library = ctypes.CDLL(path)
+        verbs, slot = ctypes.c_void_p(context.extended_address), ctypes.c_void_p(context.table_slot("dealloc_pd"))
+        assert self.library.shim_install(verbs, slot) == 0
+
+    def counts(self) -> dict[str, int]:
+        """What is alive, and the calls of allocators."""
+        counts = Counts()
+        self.library.shim_counts(ctypes.byref(counts))
+        return {name: getattr(counts, name) for name in COUNTS}
+
+    def associate(self, xrcd: domains.XrcDomain, difference: int) -> None:
+        """Have a queue associated with an XRC domain, or no more."""
+        assert self.library.shim_associate(ctypes.c_void_p(xrcd.address), difference) == 0
+
+
+@pytest.fixture
+def context() -> Iterator[engine.Context]:
+    with opened(rdma_devices()[0]) as context:
+        yield context
+
+
+@pytest.fixture
+def shim(context: engine.Context) -> Iterator[Shim]:
+    shim = Shim(context)
+    yield shim
+    for handle in reversed(engine.open_handles()):
+        if handle is not context:
+            handle.destroy()
+    alive = {name: count for name, count in shim.counts().items() if not name.endswith("calls")}
+    assert alive == dict.fromkeys(alive, 0)
+    assert shim.library.shim_uninstall() == 0
+
+
+class Pages:
+    """An allocator of whole pages that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, mmap.mmap] = {}
+        self.asked: list[tuple[int, int, int]] = []
+        self.freed: list[int] = []
+
+    def allocate(self, size: int, alignment: int, resource_type: int) -> int:
+        """Fresh shared anonymous memory, which is zero and is not copied by a fork."""
+        self.asked.append((size, alignment, resource_type))
+        pages = mmap.mmap(-1, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        self.pages[address] = pages
+        return address
+
+    def free(self, address: int, resource_type: int) -> None:
+        """Give it back; a second time is a KeyError."""
+        del self.pages[address]
+        self.freed.append(resource_type)
+
+
+def transfer(pair: Pair) -> None:
+    """Prove that a pair works."""
+    pair.memory[0][:8] = b"proof..."
+    pair.qps[0].post_send(
+        SendOpcode.RDMA_WRITE,
+        [pair.sge(0, 0, 8)],
+        flags=SendFlags.SIGNALED,
+        remote_addr=pair.regions[1].address,
+        rkey=pair.regions[1].rkey,
+    )
+    pair.succeed(0)
+    assert pair.memory[1][:8] == b"proof..."
+
+
+def test_thread_domain(context: engine.Context, shim: Shim) -> None:
+    first, second = domains.ThreadDomain(context), domains.ThreadDomain(context)
+    assert shim.counts()["tds"] == 2
+    first.destroy()
+    assert shim.counts()["tds"] == 1
+    second.destroy()
+
+
+def test_a_parent_domain_takes_its_base_s_place(context: engine.Context, shim: Shim) -> None:
+    pd, td = engine.ProtectionDomain(context), domains.ThreadDomain(context)
+    parent = domains.ParentDomain(pd, td)
+    pair = Pair(parent, pd)  # one side on the parent domain, the other on the base: one protection domain
+    transfer(pair)
+    pair.destroy()
+
+
+def test_destroying_a_parent_domain_leaves_the_base_s_kernel_object(context: engine.Context, shim: Shim) -> None:
+    pd = engine.ProtectionDomain(context)
+    parent = domains.ParentDomain(pd)
+    parent.destroy()
+    assert shim.counts()["parents"] == 0
+    transfer(Pair(pd, pd))
+
+
+def test_parents_with_children_are_refused(context: engine.Context, shim: Shim) -> None:
+    pd, td = engine.ProtectionDomain(context), domains.ThreadDomain(context)
+    parent = domains.ParentDomain(pd, td)
+    region = engine.MemoryRegion(parent, bytearray(64))
+    for held in (td, pd, parent, context):
+        with pytest.raises(BusyResourceError):
+            held.destroy()
+    region.destroy()
+    parent.destroy()
+    td.destroy()
+
+
+ORDERS = list(itertools.permutations(("parent", "td", "pd")))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_every_order_of_destruction(context: engine.Context, shim: Shim, order: tuple[str, ...]) -> None:
+    handles: dict[str, engine.Handle] = {}
+    pd, td = engine.ProtectionDomain(context), domains.ThreadDomain(context)
+    handles.update(pd=pd, td=td, parent=domains.ParentDomain(pd, td))
+    remaining = list(order)
+    for _ in range(len(order)):
+        for name in list(remaining):
+            if "parent" in remaining and name != "parent":
+                with pytest.raises(BusyResourceError):
+                    handles[name].destroy()
+            else:
+                handles[name].destroy()
+                remaining.remove(name)
+    assert remaining == []
+
+
+def test_nesting_is_refused(context: engine.Context, shim: Shim) -> None:
+    parent = domains.ParentDomain(engine.ProtectionDomain(context))
+    with pytest.raises(ValueError, match="parent domain"):
+        domains.ParentDomain(parent)
+
+
+def test_an_allocator_is_called_as_documented(context: engine.Context, shim: Shim) -> None:
+    pages = Pages()
+    pd = engine.ProtectionDomain(context)
+    parent = domains.ParentDomain(pd, None, pages)
+    assert pages.asked == [(4096, 4096, CONTROL_PAGE)]
+    assert parent.held == len(pages.pages) == 1
+    parent.destroy()
+    assert pages.freed == [CONTROL_PAGE]
+    assert pages.pages == {}
+    assert (shim.counts()["alloc_calls"], shim.counts()["free_calls"]) == (1, 1)
+
+
+def test_an_allocator_may_leave_it_to_the_provider(context: engine.Context, shim: Shim) -> None:
+    class Default:
+        freed = 0
+
+        def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+            return domains.USE_DEFAULT
+
+        def free(self, address: int, resource_type: int) -> None:
+            self.freed += 1
+
+    pages = Default()
+    parent = domains.ParentDomain(engine.ProtectionDomain(context), None, pages)
+    parent.destroy()
+    assert pages.freed == 0
+
+
+def test_an_allocator_that_raises(context: engine.Context, shim: Shim) -> None:
+    class Failing(Pages):
+        def allocate(self, size: int, alignment: int, resource_type: int) -> int:
+            raise MemoryError("no pages left")
+
+    pd = engine.ProtectionDomain(context)
+    with pytest.raises(VerbsError, match="ibv_alloc_parent_domain") as caught:
+        domains.ParentDomain(pd, None, Failing())
+    assert caught.value.errno == errno.ENOMEM
+    assert isinstance(caught.value.__cause__, MemoryError)
+    pd.destroy()
+
+
+class TestXrcDomain:
+    """``ibv_open_xrcd``: fd, oflag, the inode, the last close."""
+
+    @pytest.fixture
+    def fd(self, tmp_path: Path) -> Iterator[int]:
+        fd = os.open(tmp_path / "domain", os.O_CREAT | os.O_RDWR)
+        yield fd
+        os.close(fd)
+
+    def test_without_an_inode(self, context: engine.Context, shim: Shim) -> None:
+        first, second = (domains.XrcDomain(context, -1, os.O_CREAT) for _ in range(2))
+        assert shim.counts()["xrc_domains"] == 2
+        first.destroy()
+        second.destroy()
+
+    def test_one_domain_for_an_inode(self, context: engine.Context, shim: Shim, fd: int) -> None:
+        with pytest.raises(VerbsError, match="ibv_open_xrcd"):
+            domains.XrcDomain(context, fd)  # there is none yet, and O_CREAT was not asked for
+        first = domains.XrcDomain(context, fd, os.O_CREAT)
+        again = domains.XrcDomain(context, fd)
+        same = domains.XrcDomain(context, fd, os.O_CREAT)  # no effect: it exists
+        counts = shim.counts()
+        assert (counts["xrcds"], counts["xrc_domains"]) == (3, 1)
+        with pytest.raises(VerbsError) as caught:
+            domains.XrcDomain(context, fd, os.O_CREAT | os.O_EXCL)
+        assert caught.value.errno == errno.EINVAL  # as the kernel answers it
+        first.destroy()
+        again.destroy()
+        assert shim.counts()["xrc_domains"] == 1
+        same.destroy()  # the last reference destroys it
+        assert shim.counts()["xrc_domains"] == 0
+
+    def test_closing_fails_while_associated(self, context: engine.Context, shim: Shim) -> None:
+        xrcd = domains.XrcDomain(context, -1, os.O_CREAT)
+        shim.associate(xrcd, 1)
+        with pytest.raises(VerbsError, match="ibv_close_xrcd") as caught:
+            xrcd.destroy()
+        assert caught.value.errno == errno.EBUSY
+        assert not xrcd.closed
+        shim.associate(xrcd, -1)
+        xrcd.destroy()

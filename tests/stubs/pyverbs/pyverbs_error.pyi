@@ -1,0 +1,9 @@
+class PyverbsError(Exception):
+    def __init__(self, msg: str, error_code: int = -1) -> None: ...
+
+class PyverbsRDMAError(PyverbsError):
+    @property
+    def error_code(self) -> int: ...
+
+class PyverbsUserError(PyverbsError):
+    def __init__(self, msg: str) -> None: ...

@@ -84,11 +84,12 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format of Python and Cython."""
+    """Check style and format of Python, Cython and C."""
     session.install(*group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
     session.run("cython-lint", "aioverbs")
+    session.run("clang-format", "--dry-run", "-Werror", *map(str, sorted(Path().glob("[at]*/*/*.[ch]"))))
 
 
 @nox.session
@@ -96,7 +97,7 @@ def types(session: nox.Session) -> None:
     """Check all types strictly, and the stubs of the compiled modules against what was compiled."""
     install_project(session, *group("types"))
     session.run("mypy", *session.posargs)
-    env = {"PYTHONPATH": "tests/checks/stand_ins"}  # pyverbs, which the bridge imports and no registry has ready-made
+    env = {"PYTHONPATH": "tests/checks/stand_ins"}  # for pyverbs, which the bridge imports
     session.run("python", "-P", "-m", "mypy.stubtest", "--mypy-config-file", "pyproject.toml", *COMPILED, env=env)
 
 
@@ -166,12 +167,10 @@ def free_threaded(session: nox.Session) -> None:
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Measure what pytest and the C programs reach, in Python and in the software device."""
+    shutil.rmtree(folder(session, "."))  # counts of before, and of sources that are gone
     flags = "--coverage -fprofile-update=atomic -O0 -g"
     objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage")
-    programs = build_native(session, "coverage")
-    for counts in folder(session, ".").rglob("*.gcda"):
-        counts.unlink()
-    for program in programs:
+    for program in build_native(session, "coverage"):
         session.run(*LIMITED, program, silent=True, external=True)
     env = {"COVERAGE_FILE": str(folder(session, "python-coverage") / "data")}
     session.run("coverage", "erase", env=env)
@@ -219,7 +218,7 @@ def rdma(session: nox.Session) -> None:
 
     install_project(session, *group("test"))
     if not here:  # also installs what the tests need of the distribution, pyverbs among it
-        session.run(*vm, "--", "true")
+        session.run(*vm, "--prepare")
     session.run("python", "tests/rdma/pyverbs_path.py")
     shim = folder(session, "shim") / "shim.so"
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-fPIC", "-shared", "-pthread", "-Iaioverbs/_core")

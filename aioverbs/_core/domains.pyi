@@ -1,5 +1,7 @@
 from typing import Final, Protocol, final
 
+from typing_extensions import disjoint_base
+
 from aioverbs._core.engine import Context, Handle, ProtectionDomain
 
 @final
@@ -11,9 +13,11 @@ class _Allocator(Protocol):
     def allocate(self, size: int, alignment: int, resource_type: int, /) -> object: ...
     def free(self, address: int, resource_type: int, /) -> object: ...
 
+@disjoint_base
 class ThreadDomain(Handle):
     def __init__(self, context: Context) -> None: ...
 
+@disjoint_base
 class ParentDomain(ProtectionDomain):
     def __init__(
         self, pd: ProtectionDomain, td: ThreadDomain | None = None, allocator: _Allocator | None = None
@@ -27,6 +31,7 @@ class ParentDomain(ProtectionDomain):
     @property
     def held(self) -> int: ...
 
+@disjoint_base
 class XrcDomain(Handle):
     def __init__(self, context: Context, fd: int = -1, oflag: int = 0) -> None: ...
     @property

@@ -1,34 +1,17 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
 """Handles of thread domains, parent domains with their allocators, and XRC domains."""
 
-import sys
 import threading
 
 from aioverbs.errors import VerbsError
 
+from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
 from libc.errno cimport EINVAL, ENOMEM, errno
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memset
 
 from aioverbs._core.engine cimport Context, Handle, ProtectionDomain
-from aioverbs._core.verbs cimport (
-    IBV_ALLOCATOR_USE_DEFAULT,
-    IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS,
-    IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT,
-    IBV_XRCD_INIT_ATTR_FD,
-    IBV_XRCD_INIT_ATTR_OFLAGS,
-    ibv_parent_domain_init_attr,
-    ibv_pd,
-    ibv_td,
-    ibv_td_init_attr,
-    ibv_xrcd,
-    ibv_xrcd_init_attr,
-    verbs_alloc_parent_domain,
-    verbs_alloc_td,
-    verbs_close_xrcd,
-    verbs_dealloc_td,
-    verbs_open_xrcd,
-)
+cimport aioverbs._core.verbs as v
 
 
 class _UseDefault:
@@ -49,23 +32,25 @@ cdef class ThreadDomain(Handle):
     :raises VerbsError: with EOPNOTSUPP where the provider has none.
     """
 
-    cdef ibv_td *pointer
+    cdef v.ibv_td *pointer
 
     def __init__(self, Context context not None):
-        cdef ibv_td_init_attr attr
+        cdef v.ibv_td_init_attr attr
         cdef int error = 0
         self._begin()
         memset(&attr, 0, sizeof(attr))
         context._enter()
+        self.context = context
         try:
             with nogil:
-                self.pointer = verbs_alloc_td(context.pointer, &attr)
+                self.pointer = v.verbs_alloc_td(context.pointer, &attr)
                 error = errno
             if not self.pointer:
                 raise VerbsError("ibv_alloc_td", error)
-            self.context = context
             self._opened("")
         except BaseException:
+            if self.pointer:
+                self._destroy_verb()
             context._leave()
             raise
 
@@ -75,10 +60,11 @@ cdef class ThreadDomain(Handle):
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:
-            error = verbs_dealloc_td(self.pointer)
-        if not error:
-            self.context._leave()
+            error = v.verbs_dealloc_td(self.pointer)
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.context._leave()
 
 
 cdef class ParentDomain(ProtectionDomain):
@@ -99,7 +85,7 @@ cdef class ParentDomain(ProtectionDomain):
     cdef dict _sizes                    # address -> size of what the provider holds
 
     def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None):
-        cdef ibv_parent_domain_init_attr attr
+        cdef v.ibv_parent_domain_init_attr attr
         cdef int error = 0
         self._begin()
         if isinstance(pd, ParentDomain):
@@ -110,6 +96,9 @@ cdef class ParentDomain(ProtectionDomain):
         self._causes = {}
         self._sizes = {}
         self.allocator = allocator
+        self.context = pd.context
+        self.base = pd
+        self.td = td
         pd._enter()
         try:
             if td is not None:
@@ -118,20 +107,21 @@ cdef class ParentDomain(ProtectionDomain):
                 attr.pd = pd.pointer
                 attr.td = td.pointer if td is not None else NULL
                 if allocator is not None:
-                    attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
+                    attr.comp_mask = (
+                        v.IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | v.IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
+                    )
                     attr.alloc = _allocate
                     attr.free = _free
                     attr.pd_context = <void *>self      # the ledger keeps it until the provider has let go of it
                 with nogil:
-                    self.pointer = verbs_alloc_parent_domain(pd.context.pointer, &attr)
+                    self.pointer = v.verbs_alloc_parent_domain(pd.context.pointer, &attr)
                     error = errno
                 if not self.pointer:
                     raise VerbsError("ibv_alloc_parent_domain", error) from self._take_cause()
-                self.context = pd.context
-                self.base = pd
-                self.td = td
                 self._opened(f"{self.pointer.handle}")
             except BaseException:
+                if self.pointer:
+                    self._destroy_verb()
                 if td is not None:
                     td._leave()
                 raise
@@ -143,11 +133,12 @@ cdef class ParentDomain(ProtectionDomain):
         cdef int error
         with nogil:
             error = self.context.table.dealloc_pd(self.pointer)
-        if not error:
-            if self.td is not None:
-                self.td._leave()
-            self.base._leave()
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        if self.td is not None:
+            self.td._leave()
+        self.base._leave()
 
     cdef object _take_cause(self):
         return self._causes.pop(threading.get_ident(), None)
@@ -188,40 +179,53 @@ def _unfit(address, size_t size, uint64_t alignment):
 
 # The callbacks come in the thread that calls a verb. The verbs that call them are called without the GIL.
 
+cdef extern from *:
+    """
+    #include <errno.h>
+    static inline void aioverbs_set_errno(int error)
+    {
+        errno = error;
+    }
+    """
+    void aioverbs_set_errno(int error) nogil
+
+
 cdef void *_allocate(
-    ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type
+    v.ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type
+) noexcept nogil:
+    cdef int error = 0
+    cdef void *address = _allocate_with_gil(pd_context, size, alignment, resource_type, &error)
+    if error:
+        aioverbs_set_errno(error)       # last of all: giving the GIL back may change it
+    return address
+
+
+cdef void *_allocate_with_gil(
+    void *pd_context, size_t size, size_t alignment, uint64_t resource_type, int *error
 ) noexcept with gil:
     domain = <ParentDomain>pd_context
     try:
         address = domain._allocate(size, alignment, resource_type)
-    except BaseException as error:
-        domain._causes[threading.get_ident()] = error
-        errno = EINVAL if isinstance(error, (TypeError, ValueError)) else ENOMEM
+    except BaseException as cause:
+        domain._causes[threading.get_ident()] = cause
+        error[0] = EINVAL if isinstance(cause, (TypeError, ValueError)) else ENOMEM
         return NULL
     if address is USE_DEFAULT:
-        return IBV_ALLOCATOR_USE_DEFAULT
+        return v.IBV_ALLOCATOR_USE_DEFAULT
     if address is None:
-        errno = ENOMEM
+        error[0] = ENOMEM
         return NULL
     return <void *><uintptr_t>address
 
 
-cdef void _free(ibv_pd *pd, void *pd_context, void *address, uint64_t resource_type) noexcept with gil:
+cdef void _free(v.ibv_pd *pd, void *pd_context, void *address, uint64_t resource_type) noexcept with gil:
     domain = <ParentDomain>pd_context
     try:
         domain._free(<uintptr_t>address, resource_type)
-    except BaseException:
-        # The verb cannot fail any more, and nobody awaits this.
-        sys.unraisablehook(sys.exc_info() and _Unraisable(sys.exc_info(), domain))
-
-
-class _Unraisable:
-    """What `sys.unraisablehook` takes."""
-
-    def __init__(self, exc_info, domain):
-        self.exc_type, self.exc_value, self.exc_traceback = exc_info
-        self.err_msg = "Exception ignored in an allocator's free()"
-        self.object = domain
+    except BaseException as error:
+        # The verb around it cannot fail any more, and nobody awaits this: it goes to sys.unraisablehook.
+        PyErr_SetObject(type(error), error)
+        PyErr_WriteUnraisable(domain)
 
 
 cdef class XrcDomain(Handle):
@@ -232,26 +236,28 @@ cdef class XrcDomain(Handle):
     :raises VerbsError: with EOPNOTSUPP where the provider has none.
     """
 
-    cdef ibv_xrcd *pointer
+    cdef v.ibv_xrcd *pointer
 
     def __init__(self, Context context not None, int fd=-1, int oflag=0):
-        cdef ibv_xrcd_init_attr attr
+        cdef v.ibv_xrcd_init_attr attr
         cdef int error = 0
         self._begin()
         memset(&attr, 0, sizeof(attr))
-        attr.comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS
+        attr.comp_mask = v.IBV_XRCD_INIT_ATTR_FD | v.IBV_XRCD_INIT_ATTR_OFLAGS
         attr.fd = fd
         attr.oflags = oflag
         context._enter()
+        self.context = context
         try:
             with nogil:
-                self.pointer = verbs_open_xrcd(context.pointer, &attr)
+                self.pointer = v.verbs_open_xrcd(context.pointer, &attr)
                 error = errno
             if not self.pointer:
                 raise VerbsError("ibv_open_xrcd", error)
-            self.context = context
             self._opened("")
         except BaseException:
+            if self.pointer:
+                self._destroy_verb()
             context._leave()
             raise
 
@@ -261,10 +267,11 @@ cdef class XrcDomain(Handle):
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:
-            error = verbs_close_xrcd(self.pointer)
-        if not error:
-            self.context._leave()
+            error = v.verbs_close_xrcd(self.pointer)
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.context._leave()
 
     @property
     def address(self):

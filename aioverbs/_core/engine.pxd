@@ -22,12 +22,15 @@ cdef class Handle:
     cdef readonly Context context
     cdef object __weakref__
 
+    cdef str _name(self)
     cdef int _begin(self) except -1
     cdef int _enter(self) except -1
     cdef void _leave(self) noexcept
     cdef int _opened(self, str label) except -1
     cdef int _destroy_verb(self) except? -1
     cdef str _destroy_name(self)
+    cdef str _users(self)
+    cdef void _leave_parents(self) noexcept
     cdef int _check(self, str verb, int error) except -1
 
 
@@ -39,6 +42,8 @@ cdef class Context(Handle):
     cdef readonly int num_comp_vectors
     cdef readonly bint software
     cdef object _owner
+
+    cdef int _halt(self) except -1
 
 
 cdef class ProtectionDomain(Handle):
@@ -53,6 +58,8 @@ cdef class MemoryRegion(Handle):
     cdef Py_buffer _buffer
     cdef bint _has_buffer
 
+    cdef void _release(self) noexcept
+
 
 cdef class CompletionChannel(Handle):
     cdef ibv_comp_channel *pointer
@@ -63,10 +70,9 @@ cdef class CompletionQueue(Handle):
     cdef ibv_cq_ex *extended_pointer
     cdef readonly CompletionChannel channel
     cdef readonly ProtectionDomain parent_domain
-    cdef int _unacknowledged
+    cdef int _unacknowledged            # events taken, counted by the functions of handle_gate.h
 
-    cdef list _poll_basic(self, int count)
-    cdef list _poll_extended(self, int count)
+    cdef list _poll(self, int count)
 
 
 cdef class WorkCompletion:

@@ -1,9 +1,10 @@
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Never, Protocol
+
+from typing_extensions import Buffer, TypedDict, disjoint_base
 
 from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
 from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendOpcode, WcStatus
-from typing_extensions import Buffer, TypedDict
 
 class _Owner(Protocol):
     def close(self) -> object: ...
@@ -21,6 +22,7 @@ class _Counts(TypedDict):
 def open_handles() -> list[Handle]: ...
 def load_libibverbs(library: str = "libibverbs.so.1") -> None: ...
 
+@disjoint_base
 class Handle:
     @property
     def context(self) -> Context: ...
@@ -28,7 +30,9 @@ class Handle:
     def closed(self) -> bool: ...
     def destroy(self) -> None: ...
 
+@disjoint_base
 class Context(Handle):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def name(self) -> str: ...
     @property
@@ -53,9 +57,11 @@ class Context(Handle):
     def counts(self) -> _Counts: ...
     def set_delay(self, delay_ns: int) -> None: ...
 
+@disjoint_base
 class ProtectionDomain(Handle):
     def __init__(self, context: Context) -> None: ...
 
+@disjoint_base
 class MemoryRegion(Handle):
     def __init__(
         self,
@@ -74,12 +80,15 @@ class MemoryRegion(Handle):
     @property
     def rkey(self) -> int: ...
 
+@disjoint_base
 class CompletionChannel(Handle):
     def __init__(self, context: Context) -> None: ...
     def fileno(self) -> int: ...
     def get_event(self) -> CompletionQueue | None: ...
 
+@disjoint_base
 class WorkCompletion:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def wr_id(self) -> int: ...
     @property
@@ -99,6 +108,7 @@ class WorkCompletion:
     @property
     def wc_flags(self) -> int: ...
 
+@disjoint_base
 class CompletionQueue(Handle):
     def __init__(
         self,
@@ -121,6 +131,7 @@ class CompletionQueue(Handle):
     def ack_events(self, count: int = 1) -> None: ...
     def poll(self, count: int = 16) -> list[WorkCompletion]: ...
 
+@disjoint_base
 class QueuePair(Handle):
     def __init__(
         self,

@@ -2,9 +2,9 @@
 """Thin handles over verbs objects, for any provider.
 
 A handle is one object of the verbs: its constructor creates it, `destroy` destroys it, methods are verbs. Nothing
-here waits, and no policy lives here. What it does guarantee is that Python cannot crash the provider: a closed
-handle raises, a parent with open children is refused before the verb, memory stays where it is as long as it is
-registered, and a handle that was made before a fork is closed in the child.
+here sleeps, and no policy lives here. What it does guarantee is the lifetime of everything: a closed handle raises, a
+parent with open children is refused before the verb, a buffer stays where it is as long as it is registered, and a
+handle that was made before a fork is closed in the child. Addresses given as numbers are the caller's to keep good.
 
 An open handle is in the ledger, which keeps it alive: forgetting one leaks it, visibly (`open_handles`), and never
 destroys an object that the hardware still works with.
@@ -28,6 +28,7 @@ from aioverbs.types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, Qp
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.number cimport PyNumber_Index
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.errno cimport EAGAIN, EBUSY, EIO, ENOENT, errno
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
@@ -68,7 +69,10 @@ def _halt_software():
     # The end of the interpreter frees registered memory; the device's threads must not write into it any more.
     for handle in open_handles():
         if isinstance(handle, Context) and (<Context>handle).software:
-            v.soft_halt((<Context>handle).pointer)
+            try:
+                (<Context>handle)._halt()
+            except ClosedResourceError:
+                pass                            # a daemon thread closes it: then nothing is in flight
 
 
 if v.soft_watch_forks():
@@ -112,12 +116,16 @@ cdef class Handle:
         v.gate_leave(&self._gate)
 
     def __repr__(self):
+        return f"<{self._name()}{' (closed)' if self.closed else ''}>"
+
+    cdef str _name(self):
         label = f" {self._label}" if self._label else ""
         device = f" of {self.context.name}" if self.context is not None else ""
-        return f"<{type(self).__name__}{label}{device}{' (closed)' if self.closed else ''}>"
+        return f"{type(self).__name__}{label}{device}"
 
     cdef int _opened(self, str label) except -1:
-        # The verb has succeeded and the pointer is set: from here on the handle is somebody's responsibility.
+        # The last step of each constructor, which cannot fail any more after it. Whatever fails between the verb and
+        # here (a signal handler may raise, memory may run out) makes the constructor destroy what the verb made.
         self._label = label
         _ledger[id(self)] = self
         v.gate_reopen(&self._gate)
@@ -126,10 +134,12 @@ cdef class Handle:
     cdef int _check(self, str verb, int error) except -1:
         if not error:
             return 0
+        if error < 0:
+            error = -error                      # some providers have it so
         if error == EBUSY and self.context.software:
             # The software device answers so only to calls that overlap: children were counted before the verb.
             raise ConcurrentAccessError(
-                f"{verb} on {self!r}: another thread is inside of its thread domain; the call was refused"
+                f"{verb} on <{self._name()}>: another call is inside of it or its thread domain; this one was refused"
             )
         raise VerbsError(verb, error)
 
@@ -138,6 +148,12 @@ cdef class Handle:
 
     cdef str _destroy_name(self):
         return "destroy"
+
+    cdef void _leave_parents(self) noexcept:
+        pass
+
+    cdef str _users(self):
+        return f"{v.gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
         """Destroy the object. Nothing happens where that was done already, or where it belongs to another process.
@@ -151,16 +167,14 @@ cdef class Handle:
         if not v.gate_close(&self._gate):
             if v.gate_holders(&self._gate) < 0:
                 return                          # another thread was faster
-            raise BusyResourceError(
-                f"{self!r} cannot be destroyed: {v.gate_holders(&self._gate)} open objects or calls use it; "
-                "destroy those first"
-            )
+            raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
         try:
             error = self._destroy_verb()
             self._check(self._destroy_name(), error)
         except BaseException:
             v.gate_reopen(&self._gate)
             raise
+        self._leave_parents()
         del _ledger[id(self)]
 
 

@@ -7,19 +7,19 @@ cdef class CompletionChannel(Handle):
         cdef int error = 0
         self._begin()
         context._enter()
+        self.context = context
         try:
             with nogil:
                 self.pointer = context.table.create_comp_channel(context.pointer)
                 error = errno
             if not self.pointer:
                 raise VerbsError("ibv_create_comp_channel", error)
-            self.context = context
             flags = fcntl.fcntl(self.pointer.fd, fcntl.F_GETFL)
             fcntl.fcntl(self.pointer.fd, fcntl.F_SETFL, flags | os.O_NONBLOCK)
             self._opened(f"fd {self.pointer.fd}")
         except BaseException:
             if self.pointer:
-                context.table.destroy_comp_channel(self.pointer)
+                self._destroy_verb()
             context._leave()
             raise
 
@@ -30,9 +30,10 @@ cdef class CompletionChannel(Handle):
         cdef int error
         with nogil:
             error = self.context.table.destroy_comp_channel(self.pointer)
-        if not error:
-            self.context._leave()
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.context._leave()
 
     def fileno(self):
         """The file descriptor, readable while an event waits."""
@@ -49,19 +50,23 @@ cdef class CompletionChannel(Handle):
         """
         cdef ibv_cq *cq = NULL
         cdef void *handle = NULL
-        cdef int failed
+        cdef CompletionQueue queue
+        cdef int error
         self._enter()
         try:
-            failed = self.context.table.get_cq_event(self.pointer, &cq, &handle)
-            if failed:
-                if errno == EAGAIN:
-                    return None
-                raise VerbsError("ibv_get_cq_event", errno)
-            # The context of a queue is its handle, which the ledger keeps until the queue is destroyed; and that is
-            # refused while an event of it is not acknowledged.
-            queue = <CompletionQueue>handle
-            queue._unacknowledged += 1
-            return queue
+            while True:
+                if self.context.table.get_cq_event(self.pointer, &cq, &handle):
+                    error = errno
+                    if error == EAGAIN:
+                        return None
+                    raise VerbsError("ibv_get_cq_event", error)
+                # The context of a queue is its handle. The ledger keeps it until the verb that destroys the queue has
+                # returned, and that waits for this event.
+                queue = <CompletionQueue>handle
+                if v.gate_enter(&queue._gate):  # left by ack_events
+                    v.gate_enter(&queue._unacknowledged)
+                    return queue
+                self.context.table.ack_cq_events(cq, 1)
         finally:
             self._leave()
 
@@ -109,6 +114,9 @@ cdef class CompletionQueue(Handle):
                 raise ValueError(f"{part!r} is of another context")
         use_ex = extended or single_threaded or parent_domain is not None
         held = _enter_all((context, channel, parent_domain))
+        self.context = context
+        self.channel = channel
+        self.parent_domain = parent_domain
         try:
             if use_ex:
                 error = self._create_extended(context, cqe, channel, comp_vector, parent_domain, single_threaded)
@@ -119,11 +127,10 @@ cdef class CompletionQueue(Handle):
                 raise VerbsError("ibv_create_cq_ex" if use_ex else "ibv_create_cq", error) from cause
             if not extended:
                 self.extended_pointer = NULL
-            self.context = context
-            self.channel = channel
-            self.parent_domain = parent_domain
             self._opened("")
         except BaseException:
+            if self.pointer:
+                self._destroy_verb()
             _leave_all(held)
             raise
 
@@ -165,14 +172,22 @@ cdef class CompletionQueue(Handle):
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error
-        if self._unacknowledged:
-            # The verb would wait for them, for ever where nobody acknowledges.
-            raise BusyResourceError(f"{self!r} has {self._unacknowledged} events that were not acknowledged")
         with nogil:
             error = self.context.table.destroy_cq(self.pointer)
-        if not error:
-            _leave_all([part for part in (self.context, self.channel, self.parent_domain) if part is not None])
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.context._leave()
+        if self.channel is not None:
+            self.channel._leave()
+        if self.parent_domain is not None:
+            self.parent_domain._leave()
+
+    cdef str _users(self):
+        # Each event holds the gate: the verb would wait for it, for ever where nobody acknowledges.
+        if self._unacknowledged:
+            return f"{self._unacknowledged} of its events were not acknowledged"
+        return Handle._users(self)
 
     @property
     def cqe(self):
@@ -195,10 +210,10 @@ cdef class CompletionQueue(Handle):
         """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``."""
         self._enter()
         try:
-            if not 0 <= count <= self._unacknowledged:
+            if count < 0 or not v.gate_leave_many(&self._unacknowledged, count):
                 raise ValueError(f"{self._unacknowledged} events of {self!r} can be acknowledged, not {count}")
-            self._unacknowledged -= count
             self.context.table.ack_cq_events(self.pointer, count)
+            v.gate_leave_many(&self._gate, count)
         finally:
             self._leave()
 
@@ -208,29 +223,33 @@ cdef class CompletionQueue(Handle):
         try:
             if count < 1:
                 raise ValueError(f"poll takes 1 completion at least, not {count}")
-            if self.extended_pointer:
-                return self._poll_extended(count)
-            return self._poll_basic(count)
+            return self._poll(count)
         finally:
             self._leave()
 
-    cdef list _poll_basic(self, int count):
+    cdef list _poll(self, int count):
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef v.ibv_wc *wc
         cdef WorkCompletion completion
-        cdef int wanted, found, i
+        cdef int wanted, found, error, i
         result = []
         while True:
             wanted = min(count, POLL_BATCH)
-            found = v.verbs_poll_cq(self.pointer, wanted, wcs)
-            if found < 0 and not result:
-                # The software device tells the error, others just fail.
-                self._check("ibv_poll_cq", -found if self.context.software else EIO)
+            error = 0
+            if self.extended_pointer:
+                found = _take_extended(self.extended_pointer, wanted, wcs, &error)
+            else:
+                found = v.verbs_poll_cq(self.pointer, wanted, wcs)
+                if found < 0:
+                    # The software device tells the error, others just fail.
+                    error = -found if self.context.software else EIO
+            if error and found <= 0 and not result:
+                self._check("ibv_start_poll" if self.extended_pointer else "ibv_poll_cq", error)
             for i in range(found):
                 wc = &wcs[i]
                 completion = WorkCompletion.__new__(WorkCompletion)
                 completion.wr_id = wc.wr_id
-                completion.status = _statuses[wc.status]
+                completion.status = _statuses.get(wc.status, wc.status)
                 completion.opcode = wc.opcode
                 completion.vendor_err = wc.vendor_err
                 completion.byte_len = wc.byte_len
@@ -243,38 +262,33 @@ cdef class CompletionQueue(Handle):
             if found < wanted or not count:
                 return result
 
-    cdef list _poll_extended(self, int count):
-        cdef v.ibv_poll_cq_attr attr
-        cdef WorkCompletion completion
-        cdef int error
-        cdef ibv_cq_ex *cq = self.extended_pointer
-        result = []
-        attr.comp_mask = 0
-        error = cq.start_poll(cq, &attr)
-        if error == ENOENT:
-            return result
-        self._check("ibv_start_poll", error)
-        try:
-            while True:
-                completion = WorkCompletion.__new__(WorkCompletion)
-                completion.wr_id = cq.wr_id
-                completion.status = _statuses[cq.status]
-                completion.vendor_err = cq.read_vendor_err(cq)
-                completion.qp_num = cq.read_qp_num(cq)
-                if cq.status == 0:
-                    completion.opcode = cq.read_opcode(cq)
-                    completion.byte_len = cq.read_byte_len(cq)
-                    completion.imm_data = socket.ntohl(cq.read_imm_data(cq))
-                    completion.src_qp = cq.read_src_qp(cq)
-                    completion.wc_flags = cq.read_wc_flags(cq)
-                result.append(completion)
-                if len(result) == count:
-                    break
-                error = cq.next_poll(cq)
-                if error:
-                    break
-        finally:
-            cq.end_poll(cq)
-        if error and error != ENOENT and not result:
-            self._check("ibv_next_poll", error)
-        return result
+
+# No Python object is made or dropped between start_poll and end_poll: that could run a finalizer, which may use this
+# queue, or let another thread run, which would wait for the queue's lock while it keeps the GIL from this one.
+cdef int _take_extended(ibv_cq_ex *cq, int wanted, v.ibv_wc *wcs, int *error) noexcept:
+    cdef v.ibv_poll_cq_attr attr
+    cdef v.ibv_wc *wc
+    cdef int found = 0, last
+    attr.comp_mask = 0
+    last = cq.start_poll(cq, &attr)
+    if last:
+        error[0] = 0 if last == ENOENT else last
+        return 0
+    while True:
+        wc = &wcs[found]
+        memset(wc, 0, sizeof(wc[0]))
+        wc.wr_id = cq.wr_id
+        wc.status = <v.ibv_wc_status>cq.status
+        wc.vendor_err = cq.read_vendor_err(cq)
+        wc.qp_num = cq.read_qp_num(cq)
+        if cq.status == 0:
+            wc.opcode = <v.ibv_wc_opcode>cq.read_opcode(cq)
+            wc.byte_len = cq.read_byte_len(cq)
+            wc.imm_data = cq.read_imm_data(cq)
+            wc.src_qp = cq.read_src_qp(cq)
+            wc.wc_flags = cq.read_wc_flags(cq)
+        found += 1
+        if found == wanted or cq.next_poll(cq):
+            break
+    cq.end_poll(cq)
+    return found

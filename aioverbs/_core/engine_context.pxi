@@ -35,14 +35,17 @@ cdef class Context(Handle):
         :param delay_ns: with `engine`, how long after its posting a request is executed at the earliest.
         """
         cdef v.soft_options options
+        cdef int error
         cdef Context self = Context.__new__(Context)
         if delay_ns < 0 or (delay_ns and not engine):
             raise ValueError("delay_ns is for engine=True, and not negative")
         options.mode = v.SOFT_ENGINE if engine else v.SOFT_INLINE
         options.delay_ns = delay_ns
-        self.pointer = v.soft_open(&options)
+        with nogil:
+            self.pointer = v.soft_open(&options)
+            error = errno
         if not self.pointer:
-            raise VerbsError("ibv_open_device", errno)
+            raise VerbsError("ibv_open_device", error)
         self.table = v.soft_verbs
         self.software = True
         self.context = self
@@ -74,6 +77,15 @@ cdef class Context(Handle):
 
     cdef str _destroy_name(self):
         return "ibv_close_device"
+
+    cdef int _halt(self) except -1:
+        self._enter()
+        try:
+            with nogil:
+                v.soft_halt(self.pointer)
+        finally:
+            self._leave()
+        return 0
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
@@ -111,6 +123,8 @@ cdef class Context(Handle):
         cdef void **slot = v.verbs_table_slot(&self.table, name)
         if not slot:
             raise ValueError(f"ibv_{verb} is not in the table of exported verbs")
+        self._enter()
+        self._leave()
         return <uintptr_t>slot
 
     def query_device(self):

@@ -7,15 +7,17 @@ cdef class ProtectionDomain(Handle):
         cdef int error = 0
         self._begin()
         context._enter()
+        self.context = context
         try:
             with nogil:
                 self.pointer = context.table.alloc_pd(context.pointer)
                 error = errno
             if not self.pointer:
                 raise VerbsError("ibv_alloc_pd", error)
-            self.context = context
             self._opened(f"{self.pointer.handle}")
         except BaseException:
+            if self.pointer:
+                self._destroy_verb()
             context._leave()
             raise
 
@@ -26,9 +28,10 @@ cdef class ProtectionDomain(Handle):
         cdef int error
         with nogil:
             error = self.context.table.dealloc_pd(self.pointer)
-        if not error:
-            self.context._leave()
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.context._leave()
 
     cdef object _take_cause(self):
         # What a Python allocator raised while the verb that just failed was under way.
@@ -53,10 +56,12 @@ cdef class MemoryRegion(Handle):
         if access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC) and not access & AccessFlags.LOCAL_WRITE:
             raise ValueError("REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE as well")
         pd._enter()
+        self.context = pd.context
+        self.pd = pd
         try:
             if isinstance(memory, tuple):
                 start, size = memory
-                address, length = <void *><uintptr_t>start, size
+                address, length = <void *><uintptr_t>PyNumber_Index(start), PyNumber_Index(size)
             else:
                 if not PyObject_CheckBuffer(memory):
                     raise TypeError(f"memory must support the buffer protocol, which {type(memory).__name__} does not")
@@ -70,15 +75,15 @@ cdef class MemoryRegion(Handle):
                 error = errno
             if not self.pointer:
                 raise VerbsError("ibv_reg_mr", error)
-            self.context = pd.context
-            self.pd = pd
             self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes")
         except BaseException:
+            if self.pointer:
+                self._destroy_verb()
             self._release()
             pd._leave()
             raise
 
-    def _release(self):
+    cdef void _release(self) noexcept:
         if self._has_buffer:
             self._has_buffer = False
             PyBuffer_Release(&self._buffer)
@@ -90,10 +95,11 @@ cdef class MemoryRegion(Handle):
         cdef int error
         with nogil:
             error = self.context.table.dereg_mr(self.pointer)
-        if not error:
-            self._release()
-            self.pd._leave()
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self._release()
+        self.pd._leave()
 
     @property
     def address(self):

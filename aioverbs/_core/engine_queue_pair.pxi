@@ -34,6 +34,10 @@ cdef class QueuePair(Handle):
         attr.qp_type = <v.ibv_qp_type><int>qp_type
         attr.sq_sig_all = sq_sig_all
         held = _enter_all((pd, send_cq, recv_cq))
+        self.context = pd.context
+        self.pd = pd
+        self.send_cq = send_cq
+        self.recv_cq = recv_cq
         try:
             attr.send_cq = send_cq.pointer
             attr.recv_cq = recv_cq.pointer
@@ -42,10 +46,6 @@ cdef class QueuePair(Handle):
                 error = errno
             if not self.pointer:
                 raise VerbsError("ibv_create_qp", error) from pd._take_cause()
-            self.context = pd.context
-            self.pd = pd
-            self.send_cq = send_cq
-            self.recv_cq = recv_cq
             self.capabilities = QpCapabilities(
                 max_send_wr=attr.cap.max_send_wr,
                 max_recv_wr=attr.cap.max_recv_wr,
@@ -55,8 +55,8 @@ cdef class QueuePair(Handle):
             )
             self._opened(f"{self.pointer.qp_num}")
         except BaseException:
-            if self.pointer:                    # what followed the verb failed: a signal handler may raise there
-                pd.context.table.destroy_qp(self.pointer)
+            if self.pointer:
+                self._destroy_verb()
             _leave_all(held)
             raise
 
@@ -67,9 +67,12 @@ cdef class QueuePair(Handle):
         cdef int error
         with nogil:
             error = self.context.table.destroy_qp(self.pointer)
-        if not error:
-            _leave_all([self.pd, self.send_cq, self.recv_cq])
         return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.pd._leave()
+        self.send_cq._leave()
+        self.recv_cq._leave()
 
     @property
     def qp_num(self):
@@ -167,9 +170,10 @@ cdef class QueuePair(Handle):
         cdef v.ibv_qp_init_attr init
         cdef int error, mask
         mask = (
-            v.IBV_QP_STATE | v.IBV_QP_PATH_MTU | v.IBV_QP_RQ_PSN | v.IBV_QP_SQ_PSN | v.IBV_QP_DEST_QPN | v.IBV_QP_ACCESS_FLAGS
-            | v.IBV_QP_CAP | v.IBV_QP_AV | v.IBV_QP_PKEY_INDEX | v.IBV_QP_PORT | v.IBV_QP_MAX_QP_RD_ATOMIC
-            | v.IBV_QP_MAX_DEST_RD_ATOMIC | v.IBV_QP_MIN_RNR_TIMER | v.IBV_QP_TIMEOUT | v.IBV_QP_RETRY_CNT | v.IBV_QP_RNR_RETRY
+            v.IBV_QP_STATE | v.IBV_QP_PATH_MTU | v.IBV_QP_RQ_PSN | v.IBV_QP_SQ_PSN | v.IBV_QP_DEST_QPN
+            | v.IBV_QP_ACCESS_FLAGS | v.IBV_QP_CAP | v.IBV_QP_AV | v.IBV_QP_PKEY_INDEX | v.IBV_QP_PORT
+            | v.IBV_QP_MAX_QP_RD_ATOMIC | v.IBV_QP_MAX_DEST_RD_ATOMIC | v.IBV_QP_MIN_RNR_TIMER | v.IBV_QP_TIMEOUT
+            | v.IBV_QP_RETRY_CNT | v.IBV_QP_RNR_RETRY
         )
         memset(&attr, 0, sizeof(attr))
         memset(&init, 0, sizeof(init))
@@ -295,9 +299,9 @@ cdef v.ibv_sge *_make_sges(sges, int *entries, uint64_t *total) except? NULL:
     try:
         for i in range(count):
             address, length, lkey = sges[i]
-            result[i].addr = address
-            result[i].length = length
-            result[i].lkey = lkey
+            result[i].addr = PyNumber_Index(address)     # a float would be cut off
+            result[i].length = PyNumber_Index(length)
+            result[i].lkey = PyNumber_Index(lkey)
             total[0] += result[i].length
     except BaseException:
         PyMem_Free(result)

@@ -37,6 +37,17 @@ static inline bool gate_close(int *gate)
     return __atomic_compare_exchange_n(gate, &nobody, GATE_CLOSED, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
+/* Gives back what `count` entries took; false, and nothing, where there were fewer. For counters that are no gates. */
+static inline bool gate_leave_many(int *gate, int count)
+{
+    int holders = __atomic_load_n(gate, __ATOMIC_RELAXED);
+
+    while (holders >= count)
+        if (__atomic_compare_exchange_n(gate, &holders, holders - count, true, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+            return true;
+    return false;
+}
+
 static inline void gate_reopen(int *gate)
 {
     __atomic_store_n(gate, 0, __ATOMIC_RELEASE);
@@ -67,6 +78,14 @@ static inline bool gate_close(int *gate)
     if (*gate)
         return false;
     *gate = GATE_CLOSED;
+    return true;
+}
+
+static inline bool gate_leave_many(int *gate, int count)
+{
+    if (*gate < count)
+        return false;
+    *gate -= count;
     return true;
 }
 

@@ -10,164 +10,166 @@
 
 struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *ibv_context)
 {
-	struct soft_context *context = to_soft_context(ibv_context);
-	struct soft_channel *channel;
-	int error;
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_channel *channel;
+    int error;
 
-	if (soft_stale(context)) {
-		errno = ENODEV;
-		return NULL;
-	}
-	channel = calloc(1, sizeof(*channel));
-	if (!channel) {
-		errno = ENOMEM;
-		return NULL;
-	}
-	channel->channel.context = ibv_context;
-	channel->channel.fd = eventfd(0, EFD_CLOEXEC);
-	if (channel->channel.fd < 0) {
-		error = errno;
-		goto free_channel;
-	}
-	error = pthread_mutex_init(&channel->lock, NULL);
-	if (error)
-		goto close_fd;
-	atomic_fetch_add(&context->channels, 1);
-	return &channel->channel;
+    if (soft_stale(context)) {
+        errno = ENODEV;
+        return NULL;
+    }
+    channel = calloc(1, sizeof(*channel));
+    if (!channel) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    channel->channel.context = ibv_context;
+    channel->channel.fd = eventfd(0, EFD_CLOEXEC);
+    if (channel->channel.fd < 0) {
+        error = errno;
+        goto free_channel;
+    }
+    error = pthread_mutex_init(&channel->lock, NULL);
+    if (error)
+        goto close_fd;
+    atomic_fetch_add(&context->channels, 1);
+    return &channel->channel;
 
 close_fd:
-	close(channel->channel.fd);
+    close(channel->channel.fd);
 free_channel:
-	free(channel);
-	errno = error;
-	return NULL;
+    free(channel);
+    errno = error;
+    return NULL;
 }
 
 int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
 {
-	struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
-	struct soft_context *context = to_soft_context(ibv_channel->context);
+    struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
+    struct soft_context *context = to_soft_context(ibv_channel->context);
 
-	if (soft_stale(context))
-		return ENODEV;
-	if (atomic_load(&channel->references))
-		return EBUSY;
-	close(ibv_channel->fd);
-	pthread_mutex_destroy(&channel->lock);
-	atomic_fetch_sub(&context->channels, 1);
-	free(channel);
-	return 0;
+    if (soft_stale(context))
+        return ENODEV;
+    if (atomic_load(&channel->references))
+        return EBUSY;
+    close(ibv_channel->fd);
+    pthread_mutex_destroy(&channel->lock);
+    atomic_fetch_sub(&context->channels, 1);
+    free(channel);
+    return 0;
 }
 
 /* Under the lock, when the list became empty or stopped being so. The counter is 0 or 1, so neither call waits,
  * whatever the user made of the descriptor's flags; a failure would mean that somebody closed it. */
 static void set_readable(struct soft_channel *channel, bool readable)
 {
-	eventfd_t value;
+    eventfd_t value;
 
-	if (readable)
-		(void)eventfd_write(channel->channel.fd, 1);
-	else
-		(void)eventfd_read(channel->channel.fd, &value);
+    if (readable)
+        (void)eventfd_write(channel->channel.fd, 1);
+    else
+        (void)eventfd_read(channel->channel.fd, &value);
 }
 
 static void append(struct soft_channel *channel, struct soft_cq *cq)
 {
-	cq->next_event = NULL;
-	if (channel->last)
-		channel->last->next_event = cq;
-	else
-		channel->first = cq;
-	channel->last = cq;
+    cq->next_event = NULL;
+    if (channel->last)
+        channel->last->next_event = cq;
+    else
+        channel->first = cq;
+    channel->last = cq;
 }
 
 static struct soft_cq *pop(struct soft_channel *channel)
 {
-	struct soft_cq *cq = channel->first;
+    struct soft_cq *cq = channel->first;
 
-	if (cq) {
-		channel->first = cq->next_event;
-		if (!channel->first)
-			channel->last = NULL;
-	}
-	return cq;
+    if (cq) {
+        channel->first = cq->next_event;
+        if (!channel->first)
+            channel->last = NULL;
+    }
+    return cq;
 }
 
 void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
 {
-	pthread_mutex_lock(&channel->lock);
-	if (cq->events_waiting++ == 0) {
-		bool was_empty = !channel->first;
+    pthread_mutex_lock(&channel->lock);
+    if (cq->events_waiting++ == 0) {
+        bool was_empty = !channel->first;
 
-		append(channel, cq);
-		if (was_empty)
-			set_readable(channel, true);
-	}
-	pthread_mutex_unlock(&channel->lock);
+        append(channel, cq);
+        if (was_empty)
+            set_readable(channel, true);
+    }
+    pthread_mutex_unlock(&channel->lock);
 }
 
 /* Drops the events of a queue that goes away; returns how many of its events were ever taken. */
 uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
 {
-	struct soft_cq **link, *last = NULL;
-	uint32_t taken;
+    struct soft_cq **link, *last = NULL;
+    uint32_t taken;
 
-	pthread_mutex_lock(&channel->lock);
-	if (cq->events_waiting) {
-		for (link = &channel->first; *link != cq; link = &(*link)->next_event)
-			last = *link;
-		*link = cq->next_event;
-		if (channel->last == cq)
-			channel->last = last;
-		cq->events_waiting = 0;
-		if (!channel->first)
-			set_readable(channel, false);
-	}
-	taken = cq->events_taken;
-	pthread_mutex_unlock(&channel->lock);
-	return taken;
+    pthread_mutex_lock(&channel->lock);
+    if (cq->events_waiting) {
+        for (link = &channel->first; *link != cq; link = &(*link)->next_event)
+            last = *link;
+        *link = cq->next_event;
+        if (channel->last == cq)
+            channel->last = last;
+        cq->events_waiting = 0;
+        if (!channel->first)
+            set_readable(channel, false);
+    }
+    taken = cq->events_taken;
+    pthread_mutex_unlock(&channel->lock);
+    return taken;
 }
 
 int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_cq, void **cq_context)
 {
-	struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
-	struct soft_cq *cq;
+    struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
+    struct soft_cq *cq;
 
-	for (;;) {
-		struct pollfd readable = {.fd = ibv_channel->fd, .events = POLLIN};
+    for (;;) {
+        struct pollfd readable = {.fd = ibv_channel->fd, .events = POLLIN};
 
-		if (soft_stale(to_soft_context(ibv_channel->context))) {
-			errno = ENODEV;
-			return -1;
-		}
-		pthread_mutex_lock(&channel->lock);
-		cq = pop(channel);
-		if (cq) {
-			cq->events_taken++;
-			if (--cq->events_waiting)
-				append(channel, cq);
-			if (!channel->first)
-				set_readable(channel, false);
-		}
-		pthread_mutex_unlock(&channel->lock);
-		if (cq) {
-			*ibv_cq = (struct ibv_cq *)&cq->ex;
-			*cq_context = cq->ex.cq_context;
-			return 0;
-		}
-		if (fcntl(ibv_channel->fd, F_GETFL) & O_NONBLOCK) {
-			errno = EAGAIN;
-			return -1;
-		}
-		if (poll(&readable, 1, -1) < 0)
-			return -1;
-	}
+        if (soft_stale(to_soft_context(ibv_channel->context))) {
+            errno = ENODEV;
+            return -1;
+        }
+        pthread_mutex_lock(&channel->lock);
+        cq = pop(channel);
+        if (cq) {
+            cq->events_taken++;
+            if (--cq->events_waiting)
+                append(channel, cq);
+            if (!channel->first)
+                set_readable(channel, false);
+        }
+        pthread_mutex_unlock(&channel->lock);
+        if (cq) {
+            *ibv_cq = (struct ibv_cq *)&cq->ex;
+            *cq_context = cq->ex.cq_context;
+            return 0;
+        }
+        if (fcntl(ibv_channel->fd, F_GETFL) & O_NONBLOCK) {
+            errno = EAGAIN;
+            return -1;
+        }
+        if (poll(&readable, 1, -1) < 0)
+            return -1;
+    }
 }
 
 void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count)
 {
-	pthread_mutex_lock(&cq->mutex);
-	cq->comp_events_completed += count;
-	pthread_cond_signal(&cq->cond);
-	pthread_mutex_unlock(&cq->mutex);
+    if (soft_stale(to_soft_context(cq->context))) /* the mutex may have been held at the moment of the fork */
+        return;
+    pthread_mutex_lock(&cq->mutex);
+    cq->comp_events_completed += count;
+    pthread_cond_signal(&cq->cond);
+    pthread_mutex_unlock(&cq->mutex);
 }

@@ -7,19 +7,19 @@
 #include "verbs_table.h"
 
 enum soft_mode {
-	SOFT_INLINE, /* a request is executed in the call that posts it */
-	SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
+    SOFT_INLINE, /* a request is executed in the call that posts it */
+    SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
 };
 
 struct soft_options {
-	enum soft_mode mode;
-	uint64_t delay_ns; /* engine mode only */
+    enum soft_mode mode;
+    uint64_t delay_ns; /* engine mode only */
 };
 
 /* What is alive in a context. */
 struct soft_counts {
-	uint32_t pds, parent_domains, thread_domains, mrs, channels, cqs, qps;
-	uint32_t overlaps; /* calls that were refused because another was inside of the same unlocked half */
+    uint32_t pds, parent_domains, thread_domains, mrs, channels, cqs, qps;
+    uint32_t overlaps; /* calls that were refused because another was inside of the same unlocked half */
 };
 
 extern const struct verbs_table soft_verbs;

@@ -9,127 +9,127 @@
 
 struct ibv_pd *soft_alloc_pd(struct ibv_context *ibv_context)
 {
-	struct soft_context *context = to_soft_context(ibv_context);
-	struct soft_pd *pd;
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_pd *pd;
 
-	if (soft_stale(context)) {
-		errno = ENODEV;
-		return NULL;
-	}
-	pd = calloc(1, sizeof(*pd));
-	if (!pd) {
-		errno = ENOMEM;
-		return NULL;
-	}
-	pd->pd.context = ibv_context;
-	pd->pd.handle = atomic_fetch_add(&context->next_handle, 1);
-	pd->base = pd;
-	atomic_fetch_add(&context->pds, 1);
-	return &pd->pd;
+    if (soft_stale(context)) {
+        errno = ENODEV;
+        return NULL;
+    }
+    pd = calloc(1, sizeof(*pd));
+    if (!pd) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    pd->pd.context = ibv_context;
+    pd->pd.handle = atomic_fetch_add(&context->next_handle, 1);
+    pd->base = pd;
+    atomic_fetch_add(&context->pds, 1);
+    return &pd->pd;
 }
 
 int soft_dealloc_pd(struct ibv_pd *ibv_pd)
 {
-	struct soft_context *context = to_soft_context(ibv_pd->context);
-	struct soft_pd *pd = to_soft_pd(ibv_pd);
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_pd *pd = to_soft_pd(ibv_pd);
 
-	if (soft_stale(context))
-		return ENODEV;
-	if (atomic_load(&pd->references))
-		return EBUSY;
-	if (pd->base == pd) {
-		atomic_fetch_sub(&context->pds, 1);
-	} else {
-		atomic_fetch_sub(&pd->base->references, 1);
-		if (pd->td)
-			atomic_fetch_sub(&pd->td->references, 1);
-		atomic_fetch_sub(&context->parent_domains, 1);
-	}
-	free(pd);
-	return 0;
+    if (soft_stale(context))
+        return ENODEV;
+    if (atomic_load(&pd->references))
+        return EBUSY;
+    if (pd->base == pd) {
+        atomic_fetch_sub(&context->pds, 1);
+    } else {
+        atomic_fetch_sub(&pd->base->references, 1);
+        if (pd->td)
+            atomic_fetch_sub(&pd->td->references, 1);
+        atomic_fetch_sub(&context->parent_domains, 1);
+    }
+    free(pd);
+    return 0;
 }
 
 /* ---- Thread domains -------------------------------------------------------------------------------------- */
 
 struct ibv_td *soft_alloc_td(struct ibv_context *ibv_context, struct ibv_td_init_attr *attr)
 {
-	struct soft_context *context = to_soft_context(ibv_context);
-	struct soft_td *td;
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_td *td;
 
-	if (soft_stale(context) || attr->comp_mask) {
-		errno = attr->comp_mask ? EINVAL : ENODEV;
-		return NULL;
-	}
-	td = calloc(1, sizeof(*td));
-	if (!td) {
-		errno = ENOMEM;
-		return NULL;
-	}
-	td->td.context = ibv_context;
-	atomic_fetch_add(&context->thread_domains, 1);
-	return &td->td;
+    if (soft_stale(context) || attr->comp_mask) {
+        errno = soft_stale(context) ? ENODEV : EINVAL;
+        return NULL;
+    }
+    td = calloc(1, sizeof(*td));
+    if (!td) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    td->td.context = ibv_context;
+    atomic_fetch_add(&context->thread_domains, 1);
+    return &td->td;
 }
 
 int soft_dealloc_td(struct ibv_td *ibv_td)
 {
-	struct soft_td *td = container_of(ibv_td, struct soft_td, td);
-	struct soft_context *context = to_soft_context(ibv_td->context);
+    struct soft_td *td = container_of(ibv_td, struct soft_td, td);
+    struct soft_context *context = to_soft_context(ibv_td->context);
 
-	if (soft_stale(context))
-		return ENODEV;
-	if (atomic_load(&td->references))
-		return EBUSY;
-	atomic_fetch_sub(&context->thread_domains, 1);
-	free(td);
-	return 0;
+    if (soft_stale(context))
+        return ENODEV;
+    if (atomic_load(&td->references))
+        return EBUSY;
+    atomic_fetch_sub(&context->thread_domains, 1);
+    free(td);
+    return 0;
 }
 
 /* ---- Parent domains -------------------------------------------------------------------------------------- */
 
 static int check_parent_attr(struct ibv_context *context, const struct ibv_parent_domain_init_attr *attr)
 {
-	const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+    const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
 
-	if (soft_stale(to_soft_context(context)))
-		return ENODEV;
-	if ((attr->comp_mask & ~known) || !attr->pd || attr->pd->context != context)
-		return EINVAL;
-	if (attr->td && attr->td->context != context)
-		return EINVAL;
-	if (to_soft_pd(attr->pd)->base != to_soft_pd(attr->pd)) /* a parent domain of a parent domain */
-		return EINVAL;
-	if ((attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) && (!attr->alloc || !attr->free))
-		return EINVAL;
-	return 0;
+    if (soft_stale(to_soft_context(context)))
+        return ENODEV;
+    if ((attr->comp_mask & ~known) || !attr->pd || attr->pd->context != context)
+        return EINVAL;
+    if (attr->td && attr->td->context != context)
+        return EINVAL;
+    if (to_soft_pd(attr->pd)->base != to_soft_pd(attr->pd)) /* a parent domain of a parent domain */
+        return EINVAL;
+    if ((attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) && (!attr->alloc || !attr->free))
+        return EINVAL;
+    return 0;
 }
 
 struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct ibv_parent_domain_init_attr *attr)
 {
-	struct soft_context *context = to_soft_context(ibv_context);
-	int error = check_parent_attr(ibv_context, attr);
-	struct soft_pd *parent = NULL;
+    struct soft_context *context = to_soft_context(ibv_context);
+    int error = check_parent_attr(ibv_context, attr);
+    struct soft_pd *parent = NULL;
 
-	if (!error && !(parent = calloc(1, sizeof(*parent))))
-		error = ENOMEM;
-	if (error) {
-		errno = error;
-		return NULL;
-	}
-	parent->base = to_soft_pd(attr->pd);
-	parent->pd = parent->base->pd; /* the same handle: resources of both mix freely */
-	atomic_fetch_add(&parent->base->references, 1);
-	if (attr->td) {
-		parent->td = container_of(attr->td, struct soft_td, td);
-		atomic_fetch_add(&parent->td->references, 1);
-	}
-	if (attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) {
-		parent->alloc = attr->alloc;
-		parent->free = attr->free;
-	}
-	if (attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT)
-		parent->pd_context = attr->pd_context;
-	atomic_fetch_add(&context->parent_domains, 1);
-	return &parent->pd;
+    if (!error && !(parent = calloc(1, sizeof(*parent))))
+        error = ENOMEM;
+    if (error) {
+        errno = error;
+        return NULL;
+    }
+    parent->base = to_soft_pd(attr->pd);
+    parent->pd = parent->base->pd; /* the same handle: resources of both mix freely */
+    atomic_fetch_add(&parent->base->references, 1);
+    if (attr->td) {
+        parent->td = container_of(attr->td, struct soft_td, td);
+        atomic_fetch_add(&parent->td->references, 1);
+    }
+    if (attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) {
+        parent->alloc = attr->alloc;
+        parent->free = attr->free;
+    }
+    if (attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT)
+        parent->pd_context = attr->pd_context;
+    atomic_fetch_add(&context->parent_domains, 1);
+    return &parent->pd;
 }
 
 /* ---- Memory of queues ------------------------------------------------------------------------------------ */
@@ -137,52 +137,52 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
 /* The document's demands on what an allocator returns: aligned as asked for, and zero. */
 static bool fit_for_use(const uint8_t *memory, size_t size, size_t alignment)
 {
-	if ((uintptr_t)memory % alignment)
-		return false;
-	return memory[0] == 0 && !memcmp(memory, memory + 1, size - 1);
+    if ((uintptr_t)memory % alignment)
+        return false;
+    return memory[0] == 0 && !memcmp(memory, memory + 1, size - 1);
 }
 
 static int get_default(struct soft_memory *memory, size_t size, size_t alignment)
 {
-	if (alignment < sizeof(void *))
-		alignment = sizeof(void *);
-	if (posix_memalign(&memory->address, alignment, size))
-		return ENOMEM;
-	memset(memory->address, 0, size);
-	memory->owner = NULL;
-	return 0;
+    if (alignment < sizeof(void *))
+        alignment = sizeof(void *);
+    if (posix_memalign(&memory->address, alignment, size))
+        return ENOMEM;
+    memset(memory->address, 0, size);
+    memory->owner = NULL;
+    return 0;
 }
 
 /* Calls the user's allocator, which may do as it likes: no lock is held here. */
 int soft_memory_get(struct soft_memory *memory, struct soft_pd *pd, size_t size, size_t alignment, uint32_t kind)
 {
-	memory->size = size;
-	memory->resource_type = SOFT_RESOURCE(kind);
-	memory->owner = pd;
-	if (!pd || !pd->alloc)
-		return get_default(memory, size, alignment);
-	errno = 0;
-	memory->address = pd->alloc(&pd->pd, pd->pd_context, size, alignment, memory->resource_type);
-	if (memory->address == IBV_ALLOCATOR_USE_DEFAULT)
-		return get_default(memory, size, alignment);
-	if (!memory->address)
-		return errno ? errno : ENOMEM;
-	if (!fit_for_use(memory->address, size, alignment)) {
-		soft_memory_put(memory);
-		return EINVAL;
-	}
-	return 0;
+    memory->size = size;
+    memory->resource_type = SOFT_RESOURCE(kind);
+    memory->owner = pd;
+    if (!pd || !pd->alloc)
+        return get_default(memory, size, alignment);
+    errno = 0;
+    memory->address = pd->alloc(&pd->pd, pd->pd_context, size, alignment, memory->resource_type);
+    if (memory->address == IBV_ALLOCATOR_USE_DEFAULT)
+        return get_default(memory, size, alignment);
+    if (!memory->address)
+        return errno ? errno : ENOMEM;
+    if (!fit_for_use(memory->address, size, alignment)) {
+        soft_memory_put(memory);
+        return EINVAL;
+    }
+    return 0;
 }
 
 void soft_memory_put(struct soft_memory *memory)
 {
-	struct soft_pd *owner = memory->owner;
+    struct soft_pd *owner = memory->owner;
 
-	if (!memory->address)
-		return;
-	if (owner)
-		owner->free(&owner->pd, owner->pd_context, memory->address, memory->resource_type);
-	else
-		free(memory->address);
-	memory->address = NULL;
+    if (!memory->address)
+        return;
+    if (owner)
+        owner->free(&owner->pd, owner->pd_context, memory->address, memory->resource_type);
+    else
+        free(memory->address);
+    memory->address = NULL;
 }

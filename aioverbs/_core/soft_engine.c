@@ -12,91 +12,90 @@
 
 static void place(struct soft_engine *engine, uint32_t slot, struct soft_qp *qp)
 {
-	engine->timers[slot] = qp;
-	qp->timer_slot = slot + 1;
+    engine->timers[slot] = qp;
+    qp->timer_slot = slot + 1;
 }
 
 static void sift_up(struct soft_engine *engine, uint32_t slot, struct soft_qp *qp)
 {
-	while (slot) {
-		uint32_t above = (slot - 1) / 2;
+    while (slot) {
+        uint32_t above = (slot - 1) / 2;
 
-		if (engine->timers[above]->timer_due <= qp->timer_due)
-			break;
-		place(engine, slot, engine->timers[above]);
-		slot = above;
-	}
-	place(engine, slot, qp);
+        if (engine->timers[above]->timer_due <= qp->timer_due)
+            break;
+        place(engine, slot, engine->timers[above]);
+        slot = above;
+    }
+    place(engine, slot, qp);
 }
 
 static void sift_down(struct soft_engine *engine, uint32_t slot, struct soft_qp *qp)
 {
-	uint32_t below;
+    uint32_t below;
 
-	while ((below = 2 * slot + 1) < engine->timer_count) {
-		if (below + 1 < engine->timer_count &&
-		    engine->timers[below + 1]->timer_due < engine->timers[below]->timer_due)
-			below++;
-		if (engine->timers[below]->timer_due >= qp->timer_due)
-			break;
-		place(engine, slot, engine->timers[below]);
-		slot = below;
-	}
-	place(engine, slot, qp);
+    while ((below = 2 * slot + 1) < engine->timer_count) {
+        if (below + 1 < engine->timer_count && engine->timers[below + 1]->timer_due < engine->timers[below]->timer_due)
+            below++;
+        if (engine->timers[below]->timer_due >= qp->timer_due)
+            break;
+        place(engine, slot, engine->timers[below]);
+        slot = below;
+    }
+    place(engine, slot, qp);
 }
 
 static void cancel_timer(struct soft_engine *engine, struct soft_qp *qp)
 {
-	uint32_t slot = qp->timer_slot - 1;
-	struct soft_qp *last;
+    uint32_t slot = qp->timer_slot - 1;
+    struct soft_qp *last;
 
-	if (!qp->timer_slot)
-		return;
-	qp->timer_slot = 0;
-	last = engine->timers[--engine->timer_count];
-	if (last == qp)
-		return;
-	if (slot && engine->timers[(slot - 1) / 2]->timer_due > last->timer_due)
-		sift_up(engine, slot, last);
-	else
-		sift_down(engine, slot, last);
+    if (!qp->timer_slot)
+        return;
+    qp->timer_slot = 0;
+    last = engine->timers[--engine->timer_count];
+    if (last == qp)
+        return;
+    if (slot && engine->timers[(slot - 1) / 2]->timer_due > last->timer_due)
+        sift_up(engine, slot, last);
+    else
+        sift_down(engine, slot, last);
 }
 
 static void set_timer(struct soft_engine *engine, struct soft_qp *qp, uint64_t due)
 {
-	if (qp->forgotten || (qp->timer_slot && qp->timer_due <= due))
-		return;
-	cancel_timer(engine, qp);
-	qp->timer_due = due;
-	sift_up(engine, engine->timer_count++, qp);
+    if (qp->forgotten || (qp->timer_slot && qp->timer_due <= due))
+        return;
+    cancel_timer(engine, qp);
+    qp->timer_due = due;
+    sift_up(engine, engine->timer_count++, qp);
 }
 
 /* ---- The list of queue pairs to execute, under engine->lock ----------------------------------------------- */
 
 static void enqueue(struct soft_engine *engine, struct soft_qp *qp)
 {
-	if (qp->forgotten || qp->queued)
-		return;
-	qp->queued = true;
-	qp->next_queued = NULL;
-	if (engine->last)
-		engine->last->next_queued = qp;
-	else
-		engine->first = qp;
-	engine->last = qp;
+    if (qp->forgotten || qp->queued)
+        return;
+    qp->queued = true;
+    qp->next_queued = NULL;
+    if (engine->last)
+        engine->last->next_queued = qp;
+    else
+        engine->first = qp;
+    engine->last = qp;
 }
 
 static struct soft_qp *dequeue(struct soft_engine *engine)
 {
-	struct soft_qp *qp = engine->first;
+    struct soft_qp *qp = engine->first;
 
-	if (qp) {
-		engine->first = qp->next_queued;
-		if (!engine->first)
-			engine->last = NULL;
-		qp->queued = false;
-	}
-	return qp;
+    if (qp) {
+        engine->first = qp->next_queued;
+        if (!engine->first)
+            engine->last = NULL;
+        qp->queued = false;
+    }
+    return qp;
 }
 
 /* ---- The thread ------------------------------------------------------------------------------------------ */
@@ -104,223 +103,223 @@ static struct soft_qp *dequeue(struct soft_engine *engine)
 /* Under the lock: sleeps until there is something to do. */
 static void sleep_until_work(struct soft_engine *engine)
 {
-	struct timespec due;
+    struct timespec due;
 
-	engine->asleep = true;
-	if (engine->timer_count) {
-		due.tv_sec = (time_t)(engine->timers[0]->timer_due / 1000000000u);
-		due.tv_nsec = (long)(engine->timers[0]->timer_due % 1000000000u);
-		pthread_cond_timedwait(&engine->wake, &engine->lock, &due);
-	} else {
-		pthread_cond_wait(&engine->wake, &engine->lock);
-	}
-	engine->asleep = false;
+    engine->asleep = true;
+    if (engine->timer_count) {
+        due.tv_sec = (time_t)(engine->timers[0]->timer_due / 1000000000u);
+        due.tv_nsec = (long)(engine->timers[0]->timer_due % 1000000000u);
+        pthread_cond_timedwait(&engine->wake, &engine->lock, &due);
+    } else {
+        pthread_cond_wait(&engine->wake, &engine->lock);
+    }
+    engine->asleep = false;
 }
 
 /* Under the lock: timers that are due join the list. */
 static void expire_timers(struct soft_engine *engine)
 {
-	uint64_t now;
+    uint64_t now;
 
-	if (!engine->timer_count)
-		return;
-	now = soft_now_ns();
-	while (engine->timer_count && engine->timers[0]->timer_due <= now) {
-		struct soft_qp *qp = engine->timers[0];
+    if (!engine->timer_count)
+        return;
+    now = soft_now_ns();
+    while (engine->timer_count && engine->timers[0]->timer_due <= now) {
+        struct soft_qp *qp = engine->timers[0];
 
-		cancel_timer(engine, qp);
-		enqueue(engine, qp);
-	}
+        cancel_timer(engine, qp);
+        enqueue(engine, qp);
+    }
 }
 
 static void *engine_main(void *argument)
 {
-	struct soft_context *context = argument;
-	struct soft_engine *engine = &context->engine;
+    struct soft_context *context = argument;
+    struct soft_engine *engine = &context->engine;
 
-	prctl(PR_SET_NAME, "aioverbs-soft");
-	prctl(PR_SET_TIMERSLACK, 1000); /* ns: delays are to be what they are set to */
-	while (!grace_ready())
-		sched_yield(); /* memory for one record: requests wait until there is some */
-	pthread_mutex_lock(&engine->lock);
-	while (!engine->stop) {
-		struct grace_reader *grace;
-		struct soft_qp *qp;
-		uint64_t again;
+    prctl(PR_SET_NAME, "aioverbs-soft");
+    prctl(PR_SET_TIMERSLACK, 1000); /* ns: delays are to be what they are set to */
+    while (!grace_ready())
+        sched_yield(); /* memory for one record: requests wait until there is some */
+    pthread_mutex_lock(&engine->lock);
+    while (!engine->stop) {
+        struct grace_reader *grace;
+        struct soft_qp *qp;
+        uint64_t again;
 
-		expire_timers(engine);
-		if (!engine->first) {
-			sleep_until_work(engine);
-			continue;
-		}
-		/* The section begins before the lock is given back, so that soft_engine_forget, which then finds
+        expire_timers(engine);
+        if (!engine->first) {
+            sleep_until_work(engine);
+            continue;
+        }
+        /* The section begins before the lock is given back, so that soft_engine_forget, which then finds
 		 * the queue pair in no list, is followed by a grace_wait that sees us. Entering waits for nobody. */
-		grace = grace_enter();
-		qp = dequeue(engine);
-		pthread_mutex_unlock(&engine->lock);
-		again = soft_execute(qp);
-		if (again != UINT64_MAX)
-			soft_engine_timer(qp, again);
-		grace_leave(grace);
-		pthread_mutex_lock(&engine->lock);
-	}
-	pthread_mutex_unlock(&engine->lock);
-	return NULL;
+        grace = grace_enter();
+        qp = dequeue(engine);
+        pthread_mutex_unlock(&engine->lock);
+        again = soft_execute(qp);
+        if (again != UINT64_MAX)
+            soft_engine_timer(qp, again);
+        grace_leave(grace);
+        pthread_mutex_lock(&engine->lock);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return NULL;
 }
 
 /* Under the lock. Signals are for the user's threads. */
 static int start(struct soft_context *context)
 {
-	struct soft_engine *engine = &context->engine;
-	sigset_t all, before;
-	int error;
+    struct soft_engine *engine = &context->engine;
+    sigset_t all, before;
+    int error;
 
-	if (engine->started || engine->stop)
-		return engine->stop ? ECANCELED : 0;
-	sigfillset(&all);
-	pthread_sigmask(SIG_SETMASK, &all, &before);
-	error = pthread_create(&engine->thread, NULL, engine_main, context);
-	pthread_sigmask(SIG_SETMASK, &before, NULL);
-	engine->started = !error;
-	return error;
+    if (engine->started || engine->stop)
+        return engine->stop ? ECANCELED : 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&engine->thread, NULL, engine_main, context);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    engine->started = !error;
+    return error;
 }
 
 int soft_engine_start(struct soft_context *context)
 {
-	int error;
+    int error;
 
-	pthread_mutex_lock(&context->engine.lock);
-	error = start(context);
-	pthread_mutex_unlock(&context->engine.lock);
-	return error;
+    pthread_mutex_lock(&context->engine.lock);
+    error = start(context);
+    pthread_mutex_unlock(&context->engine.lock);
+    return error;
 }
 
 /* ---- What others call ------------------------------------------------------------------------------------ */
 
 int soft_engine_init(struct soft_context *context)
 {
-	struct soft_engine *engine = &context->engine;
-	pthread_condattr_t attr;
-	int error;
+    struct soft_engine *engine = &context->engine;
+    pthread_condattr_t attr;
+    int error;
 
-	error = pthread_mutex_init(&engine->lock, NULL);
-	if (error)
-		return error;
-	error = pthread_condattr_init(&attr);
-	if (!error) {
-		pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-		error = pthread_cond_init(&engine->wake, &attr);
-		pthread_condattr_destroy(&attr);
-	}
-	if (error)
-		pthread_mutex_destroy(&engine->lock);
-	return error;
+    error = pthread_mutex_init(&engine->lock, NULL);
+    if (error)
+        return error;
+    error = pthread_condattr_init(&attr);
+    if (!error) {
+        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+        error = pthread_cond_init(&engine->wake, &attr);
+        pthread_condattr_destroy(&attr);
+    }
+    if (error)
+        pthread_mutex_destroy(&engine->lock);
+    return error;
 }
 
 static void halt(struct soft_engine *engine)
 {
-	bool join;
+    bool join;
 
-	pthread_mutex_lock(&engine->lock);
-	join = engine->started;
-	engine->started = false;
-	engine->stop = true;
-	pthread_cond_signal(&engine->wake);
-	pthread_mutex_unlock(&engine->lock);
-	if (join)
-		pthread_join(engine->thread, NULL);
+    pthread_mutex_lock(&engine->lock);
+    join = engine->started;
+    engine->started = false;
+    engine->stop = true;
+    pthread_cond_signal(&engine->wake);
+    pthread_mutex_unlock(&engine->lock);
+    if (join)
+        pthread_join(engine->thread, NULL);
 }
 
 void soft_halt(struct ibv_context *context)
 {
-	if (!soft_is_stale(context))
-		halt(&to_soft_context(context)->engine);
+    if (!soft_is_stale(context))
+        halt(&to_soft_context(context)->engine);
 }
 
 void soft_engine_destroy(struct soft_context *context)
 {
-	struct soft_engine *engine = &context->engine;
+    struct soft_engine *engine = &context->engine;
 
-	halt(engine);
-	pthread_cond_destroy(&engine->wake);
-	pthread_mutex_destroy(&engine->lock);
-	free(engine->timers);
+    halt(engine);
+    pthread_cond_destroy(&engine->wake);
+    pthread_mutex_destroy(&engine->lock);
+    free(engine->timers);
 }
 
 int soft_engine_reserve(struct soft_context *context)
 {
-	struct soft_engine *engine = &context->engine;
-	int error = 0;
+    struct soft_engine *engine = &context->engine;
+    int error = 0;
 
-	pthread_mutex_lock(&engine->lock);
-	if (engine->reserved == engine->timer_room) {
-		uint32_t room = engine->timer_room ? 2 * engine->timer_room : 64;
-		struct soft_qp **timers = realloc(engine->timers, room * sizeof(struct soft_qp *));
+    pthread_mutex_lock(&engine->lock);
+    if (engine->reserved == engine->timer_room) {
+        uint32_t room = engine->timer_room ? 2 * engine->timer_room : 64;
+        struct soft_qp **timers = realloc(engine->timers, room * sizeof(struct soft_qp *));
 
-		if (timers) {
-			engine->timers = timers;
-			engine->timer_room = room;
-		} else {
-			error = ENOMEM;
-		}
-	}
-	if (!error && context->mode == SOFT_ENGINE)
-		error = start(context);
-	if (!error)
-		engine->reserved++;
-	pthread_mutex_unlock(&engine->lock);
-	return error;
+        if (timers) {
+            engine->timers = timers;
+            engine->timer_room = room;
+        } else {
+            error = ENOMEM;
+        }
+    }
+    if (!error && context->mode == SOFT_ENGINE)
+        error = start(context);
+    if (!error)
+        engine->reserved++;
+    pthread_mutex_unlock(&engine->lock);
+    return error;
 }
 
 void soft_engine_unreserve(struct soft_context *context)
 {
-	pthread_mutex_lock(&context->engine.lock);
-	context->engine.reserved--;
-	pthread_mutex_unlock(&context->engine.lock);
+    pthread_mutex_lock(&context->engine.lock);
+    context->engine.reserved--;
+    pthread_mutex_unlock(&context->engine.lock);
 }
 
 void soft_engine_ring(struct soft_qp *qp)
 {
-	struct soft_engine *engine = &qp->context->engine;
-	bool wake;
+    struct soft_engine *engine = &qp->context->engine;
+    bool wake;
 
-	pthread_mutex_lock(&engine->lock);
-	enqueue(engine, qp);
-	wake = engine->asleep;
-	pthread_mutex_unlock(&engine->lock);
-	if (wake)
-		pthread_cond_signal(&engine->wake);
+    pthread_mutex_lock(&engine->lock);
+    enqueue(engine, qp);
+    wake = engine->asleep;
+    pthread_mutex_unlock(&engine->lock);
+    if (wake)
+        pthread_cond_signal(&engine->wake);
 }
 
 void soft_engine_timer(struct soft_qp *qp, uint64_t due)
 {
-	struct soft_engine *engine = &qp->context->engine;
-	bool wake;
+    struct soft_engine *engine = &qp->context->engine;
+    bool wake;
 
-	pthread_mutex_lock(&engine->lock);
-	set_timer(engine, qp, due);
-	wake = engine->asleep && qp->timer_slot == 1;
-	pthread_mutex_unlock(&engine->lock);
-	if (wake)
-		pthread_cond_signal(&engine->wake);
+    pthread_mutex_lock(&engine->lock);
+    set_timer(engine, qp, due);
+    wake = engine->asleep && qp->timer_slot == 1;
+    pthread_mutex_unlock(&engine->lock);
+    if (wake)
+        pthread_cond_signal(&engine->wake);
 }
 
 void soft_engine_forget(struct soft_qp *qp)
 {
-	struct soft_engine *engine = &qp->context->engine;
-	struct soft_qp **link, *last = NULL;
+    struct soft_engine *engine = &qp->context->engine;
+    struct soft_qp **link, *last = NULL;
 
-	pthread_mutex_lock(&engine->lock);
-	/* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
-	qp->forgotten = true;
-	cancel_timer(engine, qp);
-	if (qp->queued) {
-		for (link = &engine->first; *link != qp; link = &(*link)->next_queued)
-			last = *link;
-		*link = qp->next_queued;
-		if (engine->last == qp)
-			engine->last = last;
-		qp->queued = false;
-	}
-	pthread_mutex_unlock(&engine->lock);
+    pthread_mutex_lock(&engine->lock);
+    /* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
+    qp->forgotten = true;
+    cancel_timer(engine, qp);
+    if (qp->queued) {
+        for (link = &engine->first; *link != qp; link = &(*link)->next_queued)
+            last = *link;
+        *link = qp->next_queued;
+        if (engine->last == qp)
+            engine->last = last;
+        qp->queued = false;
+    }
+    pthread_mutex_unlock(&engine->lock);
 }

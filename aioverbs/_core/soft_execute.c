@@ -5,277 +5,288 @@
 
 static uint16_t completion_opcode(uint8_t opcode)
 {
-	switch (opcode) {
-	case IBV_WR_RDMA_WRITE:
-	case IBV_WR_RDMA_WRITE_WITH_IMM:
-		return IBV_WC_RDMA_WRITE;
-	case IBV_WR_RDMA_READ:
-		return IBV_WC_RDMA_READ;
-	case IBV_WR_ATOMIC_CMP_AND_SWP:
-		return IBV_WC_COMP_SWAP;
-	case IBV_WR_ATOMIC_FETCH_AND_ADD:
-		return IBV_WC_FETCH_ADD;
-	default:
-		return IBV_WC_SEND;
-	}
+    switch (opcode) {
+    case IBV_WR_RDMA_WRITE:
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+        return IBV_WC_RDMA_WRITE;
+    case IBV_WR_RDMA_READ:
+        return IBV_WC_RDMA_READ;
+    case IBV_WR_ATOMIC_CMP_AND_SWP:
+        return IBV_WC_COMP_SWAP;
+    case IBV_WR_ATOMIC_FETCH_AND_ADD:
+        return IBV_WC_FETCH_ADD;
+    default:
+        return IBV_WC_SEND;
+    }
 }
 
 /* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
  * breaks the queue pair; so does a completion that found no room. */
 static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t byte_len)
 {
-	struct soft_cqe cqe;
+    struct soft_cqe cqe;
 
-	qp->sq.taken++;
-	if (status != IBV_WC_SUCCESS)
-		atomic_store(&qp->state, IBV_QPS_ERR);
-	else if (!qp->sq_sig_all && !(wqe->flags & IBV_SEND_SIGNALED))
-		return;
-	cqe = (struct soft_cqe){
-		.wr_id = wqe->wr_id,
-		.qp = qp,
-		.byte_len = byte_len,
-		.qp_num = qp->qp.qp_num,
-		.wqe_index = qp->sq.taken - 1,
-		.status = (uint16_t)status,
-		.opcode = completion_opcode(wqe->opcode),
-		.is_send = 1,
-	};
-	if (!soft_cq_push(qp->send_cq, &cqe))
-		atomic_store(&qp->state, IBV_QPS_ERR);
+    qp->sq.taken++;
+    if (status != IBV_WC_SUCCESS)
+        atomic_store(&qp->state, IBV_QPS_ERR);
+    else if (!qp->sq_sig_all && !(wqe->flags & IBV_SEND_SIGNALED))
+        return;
+    cqe = (struct soft_cqe){
+        .wr_id = wqe->wr_id,
+        .qp = qp,
+        .byte_len = byte_len,
+        .qp_num = qp->qp.qp_num,
+        .wqe_index = qp->sq.taken - 1,
+        .status = (uint16_t)status,
+        .opcode = completion_opcode(wqe->opcode),
+        .is_send = 1,
+    };
+    if (!soft_cq_push(qp->send_cq, &cqe))
+        atomic_store(&qp->state, IBV_QPS_ERR);
 }
 
 void soft_flush_receives(struct soft_qp *qp)
 {
-	uint32_t posted = atomic_load(qp->rq.posted);
+    uint32_t posted = atomic_load(qp->rq.posted);
 
-	while (qp->rq.taken != posted) {
-		const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
-		struct soft_cqe cqe = {
-			.wr_id = rwqe->wr_id,
-			.qp = qp,
-			.qp_num = qp->qp.qp_num,
-			.wqe_index = qp->rq.taken,
-			.status = IBV_WC_WR_FLUSH_ERR,
-			.opcode = IBV_WC_RECV,
-		};
+    while (qp->rq.taken != posted) {
+        const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
+        struct soft_cqe cqe = {
+            .wr_id = rwqe->wr_id,
+            .qp = qp,
+            .qp_num = qp->qp.qp_num,
+            .wqe_index = qp->rq.taken,
+            .status = IBV_WC_WR_FLUSH_ERR,
+            .opcode = IBV_WC_RECV,
+        };
 
-		qp->rq.taken++;
-		soft_cq_push(qp->recv_cq, &cqe); /* where it finds no room the queue is lost as a whole, and says so */
-	}
+        qp->rq.taken++;
+        soft_cq_push(qp->recv_cq, &cqe); /* where it finds no room the queue is lost as a whole, and says so */
+    }
 }
+
+/* One queue's turn, in bytes, where a request counts for its data and for REQUEST_COST. Whoever posts as fast as we
+ * execute must keep neither other queue pairs waiting nor those who wait for a grace period. */
+#define TURN_BYTES (1 << 20)
+#define REQUEST_COST 4096
 
 /* ---- One request ----------------------------------------------------------------------------------------- */
 
 static bool is_atomic(uint8_t opcode)
 {
-	return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
+    return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
 }
 
 /* Checks the local side of a request and finds its memory. */
 static enum ibv_wc_status resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
-				  struct soft_request *request)
+                                  struct soft_request *request)
 {
-	const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
-	bool answer = wqe->opcode == IBV_WR_RDMA_READ || is_atomic(wqe->opcode);
-	uint64_t length = 0;
-	unsigned int i;
+    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+    bool answer = wqe->opcode == IBV_WR_RDMA_READ || is_atomic(wqe->opcode);
+    uint64_t length = 0;
+    unsigned int i;
 
-	request->local = segments;
-	if (wqe->flags & IBV_SEND_INLINE) {
-		segments[0] = (struct soft_segment){(uint8_t *)(wqe + 1), wqe->inline_length};
-		request->local_count = 1;
-		request->length = wqe->inline_length;
-		return IBV_WC_SUCCESS;
-	}
-	for (i = 0; i < wqe->num_sge; i++) {
-		if (!sge[i].length)
-			continue;
-		length += sge[i].length;
-		segments[request->local_count].length = sge[i].length;
-		segments[request->local_count].address =
-			soft_mr_resolve(qp->context->device, qp->pd, sge[i].lkey, sge[i].addr, sge[i].length,
-					answer ? IBV_ACCESS_LOCAL_WRITE : 0);
-		if (!segments[request->local_count++].address)
-			return IBV_WC_LOC_PROT_ERR;
-	}
-	if (length > SOFT_MAX_MESSAGE || (is_atomic(wqe->opcode) && length != 8))
-		return IBV_WC_LOC_LEN_ERR;
-	if (answer && !qp->attr.max_rd_atomic) /* no reads in flight were agreed on: it could never be sent */
-		return IBV_WC_LOC_QP_OP_ERR;
-	request->length = (uint32_t)length;
-	return IBV_WC_SUCCESS;
+    request->local = segments;
+    if (wqe->flags & IBV_SEND_INLINE) {
+        segments[0] = (struct soft_segment){(uint8_t *)(wqe + 1), wqe->inline_length};
+        request->local_count = 1;
+        request->length = wqe->inline_length;
+        return IBV_WC_SUCCESS;
+    }
+    for (i = 0; i < wqe->num_sge; i++) {
+        if (!sge[i].length)
+            continue;
+        length += sge[i].length;
+        segments[request->local_count].length = sge[i].length;
+        segments[request->local_count].address = soft_mr_resolve(qp->context->device, qp->pd, sge[i].lkey, sge[i].addr,
+                                                                 sge[i].length, answer ? IBV_ACCESS_LOCAL_WRITE : 0);
+        if (!segments[request->local_count++].address)
+            return IBV_WC_LOC_PROT_ERR;
+    }
+    if (length > SOFT_MAX_MESSAGE || (is_atomic(wqe->opcode) && length != 8))
+        return IBV_WC_LOC_LEN_ERR;
+    if (answer && !qp->attr.max_rd_atomic) /* no reads in flight were agreed on: it could never be sent */
+        return IBV_WC_LOC_QP_OP_ERR;
+    request->length = (uint32_t)length;
+    return IBV_WC_SUCCESS;
 }
 
 /* How many packets a message, or a read's answer, takes: sequence numbers count them. */
 static uint32_t packets(const struct soft_qp *qp, uint32_t length)
 {
-	uint32_t mtu = 128u << qp->attr.path_mtu;
+    uint32_t mtu = 128u << qp->attr.path_mtu;
 
-	return length ? (length + mtu - 1) / mtu : 1;
+    return length ? (length + mtu - 1) / mtu : 1;
 }
 
 /* The peer did not take it: wait, and try again at `retry_ns`; where it did not even answer, while retries are
  * left. Nobody would wake us up where the thread cannot be had. */
 static enum ibv_wc_status wait_until(struct soft_qp *qp, uint64_t retry_ns, bool unanswered)
 {
-	if (retry_ns != UINT64_MAX && soft_engine_start(qp->context))
-		return IBV_WC_GENERAL_ERR;
-	qp->waiting = true;
-	qp->unanswered = unanswered;
-	qp->retry_ns = retry_ns;
-	return IBV_WC_SUCCESS;
+    if (retry_ns != UINT64_MAX && soft_engine_start(qp->context))
+        return IBV_WC_GENERAL_ERR;
+    qp->waiting = true;
+    qp->unanswered = unanswered;
+    qp->retry_ns = retry_ns;
+    return IBV_WC_SUCCESS;
 }
 
 /* The wait is over: whether there may be another attempt. */
 static bool may_retry(struct soft_qp *qp)
 {
-	qp->waiting = false;
-	if (!qp->unanswered)
-		return true;
-	if (!qp->retries_left)
-		return false;
-	qp->retries_left--;
-	return true;
+    qp->waiting = false;
+    if (!qp->unanswered)
+        return true;
+    if (!qp->retries_left)
+        return false;
+    qp->retries_left--;
+    return true;
 }
 
 static enum ibv_wc_status not_ready(struct soft_qp *qp, uint64_t rnr_ns)
 {
-	if (qp->attr.rnr_retry != 7) { /* 7: without end */
-		if (!qp->rnr_left)
-			return IBV_WC_RNR_RETRY_EXC_ERR;
-		qp->rnr_left--;
-	}
-	return wait_until(qp, soft_now_ns() + rnr_ns, false);
+    if (qp->attr.rnr_retry != 7) { /* 7: without end */
+        if (!qp->rnr_left)
+            return IBV_WC_RNR_RETRY_EXC_ERR;
+        qp->rnr_left--;
+    }
+    return wait_until(qp, soft_now_ns() + rnr_ns, false);
 }
 
 /* The first attempt and each retry wait for the whole timeout, 4.096 us * 2^timeout. With timeout 0 nothing is ever
  * sent again: only a change of state ends the wait. */
 static enum ibv_wc_status no_answer(struct soft_qp *qp)
 {
-	return wait_until(qp, qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX, true);
+    return wait_until(qp, qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX, true);
 }
 
 /* Under sq_lock, in RTS: executes the request at `taken`, completes it or makes the queue wait. Returns a peer that
  * it broke, or NULL. */
-static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wqe)
+static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wqe, int64_t *left)
 {
-	struct soft_segment segments[SOFT_MAX_SGE];
-	struct soft_request request = {
-		.from = qp,
-		.opcode = wqe->opcode,
-		.solicited = wqe->flags & IBV_SEND_SOLICITED,
-		.imm_data = wqe->imm_data,
-		.rkey = wqe->rkey,
-		.psn = qp->next_psn,
-		.remote_addr = wqe->remote_addr,
-		.compare_add = wqe->compare_add,
-		.swap = wqe->swap,
-	};
-	struct soft_reply reply = {.kind = SOFT_SILENT};
-	enum ibv_wc_status status = resolve(qp, wqe, segments, &request);
+    struct soft_segment segments[SOFT_MAX_SGE];
+    struct soft_request request = {
+        .from = qp,
+        .opcode = wqe->opcode,
+        .solicited = wqe->flags & IBV_SEND_SOLICITED,
+        .imm_data = wqe->imm_data,
+        .rkey = wqe->rkey,
+        .psn = qp->next_psn,
+        .remote_addr = wqe->remote_addr,
+        .compare_add = wqe->compare_add,
+        .swap = wqe->swap,
+    };
+    struct soft_reply reply = {.kind = SOFT_SILENT};
+    enum ibv_wc_status status = resolve(qp, wqe, segments, &request);
 
-	if (status != IBV_WC_SUCCESS) {
-		complete(qp, wqe, status, 0);
-		return NULL;
-	}
-	request.packets = packets(qp, request.length);
-	soft_link_deliver(&request, &reply);
-	switch (reply.kind) {
-	case SOFT_ACK:
-		qp->next_psn = (qp->next_psn + request.packets) & SOFT_PSN_MASK;
-		qp->retries_left = qp->attr.retry_cnt;
-		qp->rnr_left = qp->attr.rnr_retry;
-		complete(qp, wqe, IBV_WC_SUCCESS, request.length);
-		return reply.broken;
-	case SOFT_NAK:
-		status = reply.status;
-		break;
-	case SOFT_RNR:
-		status = not_ready(qp, reply.rnr_ns);
-		break;
-	case SOFT_SILENT:
-		status = no_answer(qp);
-		break;
-	}
-	if (status != IBV_WC_SUCCESS)
-		complete(qp, wqe, status, 0);
-	return reply.broken;
+    *left -= REQUEST_COST + (int64_t)request.length;
+    if (status != IBV_WC_SUCCESS) {
+        complete(qp, wqe, status, 0);
+        return NULL;
+    }
+    request.packets = packets(qp, request.length);
+    soft_link_deliver(&request, &reply);
+    switch (reply.kind) {
+    case SOFT_ACK:
+        qp->next_psn = (qp->next_psn + request.packets) & SOFT_PSN_MASK;
+        qp->retries_left = qp->attr.retry_cnt;
+        qp->rnr_left = qp->attr.rnr_retry;
+        complete(qp, wqe, IBV_WC_SUCCESS, request.length);
+        return reply.broken;
+    case SOFT_NAK:
+        status = reply.status;
+        break;
+    case SOFT_RNR:
+        status = not_ready(qp, reply.rnr_ns);
+        break;
+    case SOFT_SILENT:
+        status = no_answer(qp);
+        break;
+    }
+    if (status != IBV_WC_SUCCESS)
+        complete(qp, wqe, status, 0);
+    return reply.broken;
 }
 
 /* ---- A queue --------------------------------------------------------------------------------------------- */
 
-/* Under sq_lock. Returns when to come again. */
+/* Under sq_lock. Returns when to come again: 0 when its turn is over but not its work. */
 static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
 {
-	for (;;) {
-		const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, qp->sq.taken);
-		unsigned int state = atomic_load(&qp->state);
-		struct soft_qp *peer;
+    int64_t left = TURN_BYTES;
 
-		if (qp->sq.taken == atomic_load_explicit(qp->sq.posted, memory_order_acquire))
-			return UINT64_MAX;
-		if (state == IBV_QPS_ERR) {
-			complete(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0);
-			continue;
-		}
-		if (state != IBV_QPS_RTS)
-			return UINT64_MAX;
-		if (qp->waiting) {
-			if (qp->retry_ns > soft_now_ns())
-				return qp->retry_ns;
-			if (!may_retry(qp)) {
-				complete(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0);
-				continue;
-			}
-		} else if (wqe->due_ns && wqe->due_ns > soft_now_ns()) {
-			return wqe->due_ns;
-		}
-		peer = execute_one(qp, wqe);
-		if (peer)
-			*broken = peer;
-	}
+    while (left > 0) {
+        const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, qp->sq.taken);
+        unsigned int state = atomic_load(&qp->state);
+        struct soft_qp *peer;
+
+        if (qp->sq.taken == atomic_load_explicit(qp->sq.posted, memory_order_acquire))
+            return UINT64_MAX;
+        if (state == IBV_QPS_ERR) {
+            complete(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0);
+            left -= REQUEST_COST;
+            continue;
+        }
+        if (state != IBV_QPS_RTS)
+            return UINT64_MAX;
+        if (qp->waiting) {
+            if (qp->retry_ns > soft_now_ns())
+                return qp->retry_ns;
+            if (!may_retry(qp)) {
+                complete(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0);
+                continue;
+            }
+        } else if (wqe->due_ns && wqe->due_ns > soft_now_ns()) {
+            return wqe->due_ns;
+        }
+        peer = execute_one(qp, wqe, &left);
+        if (peer)
+            *broken = peer;
+    }
+    return 0;
 }
 
 uint64_t soft_execute(struct soft_qp *qp)
 {
-	struct soft_qp *broken = NULL;
-	uint64_t again;
+    struct soft_qp *broken = NULL;
+    uint64_t again;
 
-	soft_lock_take(&qp->sq_lock);
-	again = run(qp, &broken);
-	soft_lock_give(&qp->sq_lock);
-	if (atomic_load(&qp->state) == IBV_QPS_ERR) {
-		soft_lock_take(&qp->rq_lock);
-		/* Once more, now that it cannot change: a queue pair that was reset has new receives. */
-		if (atomic_load(&qp->state) == IBV_QPS_ERR)
-			soft_flush_receives(qp);
-		soft_lock_give(&qp->rq_lock);
-	}
-	/* Only now, with no lock held: the peer's turn may need its own send queue. Flushing breaks nobody else, so
+    soft_lock_take(&qp->sq_lock);
+    again = run(qp, &broken);
+    soft_lock_give(&qp->sq_lock);
+    if (atomic_load(&qp->state) == IBV_QPS_ERR) {
+        soft_lock_take(&qp->rq_lock);
+        /* Once more, now that it cannot change: a queue pair that was reset has new receives. */
+        if (atomic_load(&qp->state) == IBV_QPS_ERR)
+            soft_flush_receives(qp);
+        soft_lock_give(&qp->rq_lock);
+    }
+    /* Only now, with no lock held: the peer's turn may need its own send queue. Flushing breaks nobody else, so
 	 * this goes one level deep. */
-	if (broken && broken != qp)
-		soft_kick(broken);
-	return again;
+    if (broken && broken != qp)
+        soft_kick(broken);
+    return again;
 }
 
 void soft_kick(struct soft_qp *qp)
 {
-	uint64_t again;
+    uint64_t again;
 
-	if (qp->context->mode == SOFT_ENGINE) {
-		soft_engine_ring(qp);
-		return;
-	}
-	again = soft_execute(qp);
-	if (again != UINT64_MAX)
-		soft_engine_timer(qp, again);
+    if (qp->context->mode == SOFT_ENGINE) {
+        soft_engine_ring(qp);
+        return;
+    }
+    do
+        again = soft_execute(qp);
+    while (!again); /* nobody else goes on with it; what was posted is no more than the queue holds */
+    if (again != UINT64_MAX)
+        soft_engine_timer(qp, again);
 }
 
 void soft_kick_from_driver(struct soft_qp *qp)
 {
-	struct grace_reader *grace = grace_enter();
+    struct grace_reader *grace = grace_enter();
 
-	soft_kick(qp);
-	grace_leave(grace);
+    soft_kick(qp);
+    grace_leave(grace);
 }

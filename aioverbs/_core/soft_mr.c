@@ -1,98 +1,113 @@
 /* Memory regions: keys, rights and bounds. */
+#define _GNU_SOURCE
 #include "soft.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#define SOFT_ACCESS_KNOWN                                                                                          \
-	(IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |    \
-	 IBV_ACCESS_OPTIONAL_RANGE)
+#define SOFT_ACCESS_KNOWN                                                                                   \
+    (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
+     IBV_ACCESS_OPTIONAL_RANGE)
 
-/* The whole range must be mapped, as a NIC that pins its pages would find out now. msync looks at the mappings
- * only: MS_ASYNC starts no I/O. */
-static bool is_mapped(const void *address, size_t length)
+/* Since Linux 5.14; headers may be older. */
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+/* As a NIC's driver pins the pages, this makes sure that they are there and allow what was asked for: an access later
+ * on must not be the program's end. Where the kernel cannot do so, it looks at the mappings only (MS_ASYNC starts no
+ * I/O). Nobody can help who unmaps what is registered. */
+static int populate(const void *address, size_t length, bool writable)
 {
-	uintptr_t first = (uintptr_t)address & ~(uintptr_t)(SOFT_PAGE - 1);
+    uintptr_t first = (uintptr_t)address & ~(uintptr_t)(SOFT_PAGE - 1);
+    size_t size = (uintptr_t)address + length - first;
+    static _Alignas(SOFT_PAGE) char probe[SOFT_PAGE];
 
-	return msync((void *)first, (uintptr_t)address + length - first, MS_ASYNC) == 0;
+    if (!madvise((void *)first, size, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
+        return 0;
+    if (errno == EINVAL && madvise(probe, sizeof(probe), MADV_POPULATE_READ)) /* not this mapping: the kernel */
+        return msync((void *)first, size, MS_ASYNC) ? EFAULT : 0;
+    return errno == EAGAIN ? EAGAIN : EFAULT;
 }
 
 static int check_registration(struct soft_context *context, const void *address, size_t length, int access)
 {
-	if (soft_stale(context))
-		return ENODEV;
-	if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_MW_BIND) || (access & IBV_ACCESS_ZERO_BASED))
-		return EOPNOTSUPP;
-	if (access & ~SOFT_ACCESS_KNOWN)
-		return EINVAL;
-	/* The architecture's rule: who may write from afar may write from here. */
-	if ((access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) && !(access & IBV_ACCESS_LOCAL_WRITE))
-		return EINVAL;
-	if (!length || (uintptr_t)address + length < (uintptr_t)address)
-		return EINVAL;
-	return is_mapped(address, length) ? 0 : EFAULT;
+    if (soft_stale(context))
+        return ENODEV;
+    if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_MW_BIND) || (access & IBV_ACCESS_ZERO_BASED))
+        return EOPNOTSUPP;
+    if (access & ~SOFT_ACCESS_KNOWN)
+        return EINVAL;
+    /* The architecture's rule: who may write from afar may write from here. */
+    if ((access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) && !(access & IBV_ACCESS_LOCAL_WRITE))
+        return EINVAL;
+    if (!length || (uintptr_t)address + length < (uintptr_t)address)
+        return EINVAL;
+    return populate(address, length,
+                    access & (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
 }
 
 struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, int access)
 {
-	struct soft_context *context = to_soft_context(ibv_pd->context);
-	struct soft_pd *pd = to_soft_pd(ibv_pd);
-	struct soft_mr *mr = NULL;
-	uint32_t number;
-	uint8_t use;
-	int error = check_registration(context, address, length, access);
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_pd *pd = to_soft_pd(ibv_pd);
+    struct soft_mr *mr = NULL;
+    uint32_t number;
+    uint8_t use;
+    int error = check_registration(context, address, length, access);
 
-	if (!error && !(mr = calloc(1, sizeof(*mr))))
-		error = ENOMEM;
-	if (!error)
-		error = soft_table_reserve(&context->device->mrs, &number, &use);
-	if (error) {
-		free(mr);
-		errno = error;
-		return NULL;
-	}
-	mr->pd = pd;
-	mr->access = access;
-	mr->mr.context = ibv_pd->context;
-	mr->mr.pd = ibv_pd;
-	mr->mr.addr = address;
-	mr->mr.length = length;
-	mr->mr.handle = number;
-	/* The low byte differs from one use of a number to the next, so that an old key never fits a new region. */
-	mr->mr.lkey = mr->mr.rkey = number << 8 | use;
-	atomic_fetch_add(&pd->references, 1);
-	atomic_fetch_add(&context->mrs, 1);
-	soft_table_publish(&context->device->mrs, number, mr);
-	return &mr->mr;
+    if (!error && !(mr = calloc(1, sizeof(*mr))))
+        error = ENOMEM;
+    if (!error)
+        error = soft_table_reserve(&context->device->mrs, &number, &use);
+    if (error) {
+        free(mr);
+        errno = error;
+        return NULL;
+    }
+    mr->pd = pd;
+    mr->access = access;
+    mr->mr.context = ibv_pd->context;
+    mr->mr.pd = ibv_pd;
+    mr->mr.addr = address;
+    mr->mr.length = length;
+    mr->mr.handle = number;
+    /* The low byte differs from one use of a number to the next, so that an old key never fits a new region. */
+    mr->mr.lkey = mr->mr.rkey = number << 8 | use;
+    atomic_fetch_add(&pd->references, 1);
+    atomic_fetch_add(&context->mrs, 1);
+    soft_table_publish(&context->device->mrs, number, mr);
+    return &mr->mr;
 }
 
 int soft_dereg_mr(struct ibv_mr *ibv_mr)
 {
-	struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
-	struct soft_context *context = to_soft_context(ibv_mr->context);
-	uint32_t number = ibv_mr->handle;
+    struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
+    struct soft_context *context = to_soft_context(ibv_mr->context);
+    uint32_t number = ibv_mr->handle;
 
-	if (soft_stale(context))
-		return ENODEV;
-	soft_table_withdraw(&context->device->mrs, number);
-	grace_wait(); /* from here on nobody reads or writes the memory through this region */
-	soft_table_release(&context->device->mrs, number);
-	atomic_fetch_sub(&mr->pd->references, 1);
-	atomic_fetch_sub(&context->mrs, 1);
-	free(mr);
-	return 0;
+    if (soft_stale(context))
+        return ENODEV;
+    soft_table_withdraw(&context->device->mrs, number);
+    grace_wait(); /* from here on nobody reads or writes the memory through this region */
+    soft_table_release(&context->device->mrs, number);
+    atomic_fetch_sub(&mr->pd->references, 1);
+    atomic_fetch_sub(&context->mrs, 1);
+    free(mr);
+    return 0;
 }
 
 uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
-			 uint64_t length, int access)
+                         uint64_t length, int access)
 {
-	const struct soft_mr *mr = soft_table_find(&device->mrs, key >> 8);
-	uint64_t offset;
+    const struct soft_mr *mr = soft_table_find(&device->mrs, key >> 8);
+    uint64_t offset;
 
-	if (!mr || mr->mr.lkey != key || mr->pd->base != pd->base || (mr->access & access) != access)
-		return NULL;
-	offset = address - (uintptr_t)mr->mr.addr; /* wraps to something large where the address is below */
-	if (offset > mr->mr.length || length > mr->mr.length - offset)
-		return NULL;
-	return (uint8_t *)(uintptr_t)address;
+    if (!mr || mr->mr.lkey != key || mr->pd->base != pd->base || (mr->access & access) != access)
+        return NULL;
+    offset = address - (uintptr_t)mr->mr.addr; /* wraps to something large where the address is below */
+    if (offset > mr->mr.length || length > mr->mr.length - offset)
+        return NULL;
+    return (uint8_t *)(uintptr_t)address;
 }

@@ -9,437 +9,436 @@
 
 static uint32_t power_of_two(uint32_t at_least)
 {
-	uint32_t size = 1;
+    uint32_t size = 1;
 
-	while (size < at_least)
-		size *= 2;
-	return size;
+    while (size < at_least)
+        size *= 2;
+    return size;
 }
 
 static uint32_t round_up(uint32_t size, uint32_t to)
 {
-	return (size + to - 1) / to * to;
+    return (size + to - 1) / to * to;
 }
 
 static uint32_t larger(uint32_t a, uint32_t b)
 {
-	return a > b ? a : b;
+    return a > b ? a : b;
 }
 
-static int check_init_attr(struct soft_context *context, const struct ibv_pd *pd,
-			   const struct ibv_qp_init_attr *attr)
+static int check_init_attr(struct soft_context *context, const struct ibv_pd *pd, const struct ibv_qp_init_attr *attr)
 {
-	const struct ibv_context *ibv_context = &context->verbs.context;
+    const struct ibv_context *ibv_context = &context->verbs.context;
 
-	if (soft_stale(context))
-		return ENODEV;
-	if (!pd || pd->context != ibv_context || !attr->send_cq || !attr->recv_cq ||
-	    attr->send_cq->context != ibv_context || attr->recv_cq->context != ibv_context)
-		return EINVAL;
-	if (attr->qp_type != IBV_QPT_RC || attr->srq)
-		return EOPNOTSUPP;
-	if (attr->cap.max_send_wr > SOFT_MAX_QP_WR || attr->cap.max_recv_wr > SOFT_MAX_QP_WR ||
-	    attr->cap.max_send_sge > SOFT_MAX_SGE || attr->cap.max_recv_sge > SOFT_MAX_SGE ||
-	    attr->cap.max_inline_data > SOFT_MAX_INLINE)
-		return EINVAL;
-	return 0;
+    if (soft_stale(context))
+        return ENODEV;
+    if (!pd || pd->context != ibv_context || !attr->send_cq || !attr->recv_cq ||
+        attr->send_cq->context != ibv_context || attr->recv_cq->context != ibv_context)
+        return EINVAL;
+    if (attr->qp_type != IBV_QPT_RC || attr->srq)
+        return EOPNOTSUPP;
+    if (attr->cap.max_send_wr > SOFT_MAX_QP_WR || attr->cap.max_recv_wr > SOFT_MAX_QP_WR ||
+        attr->cap.max_send_sge > SOFT_MAX_SGE || attr->cap.max_recv_sge > SOFT_MAX_SGE ||
+        attr->cap.max_inline_data > SOFT_MAX_INLINE)
+        return EINVAL;
+    return 0;
 }
 
 /* Lays both rings out in one buffer, the receive ring first, and says how large it is. A ring that was not asked
  * for has one entry, which is never used: its depth is 0. */
 static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
-	uint32_t payload = larger(cap->max_send_sge * (uint32_t)sizeof(struct ibv_sge), cap->max_inline_data);
+    uint32_t payload = larger(cap->max_send_sge * (uint32_t)sizeof(struct ibv_sge), cap->max_inline_data);
 
-	qp->rq.max_sge = cap->max_recv_sge;
-	qp->rq.stride = (uint32_t)power_of_two(sizeof(struct soft_rwqe) +
-					       cap->max_recv_sge * (uint32_t)sizeof(struct ibv_sge));
-	qp->rq.mask = power_of_two(cap->max_recv_wr) - 1;
-	qp->sq.max_sge = cap->max_send_sge;
-	qp->sq.stride = round_up((uint32_t)sizeof(struct soft_wqe) + payload, 64);
-	qp->sq.mask = power_of_two(cap->max_send_wr) - 1;
-	/* What was granted: at least what was asked for. */
-	cap->max_send_wr = qp->sq.depth = cap->max_send_wr ? qp->sq.mask + 1 : 0;
-	cap->max_recv_wr = qp->rq.depth = cap->max_recv_wr ? qp->rq.mask + 1 : 0;
-	cap->max_inline_data = qp->max_inline = qp->sq.stride - (uint32_t)sizeof(struct soft_wqe);
-	return round_up((qp->rq.mask + 1) * qp->rq.stride, 64) + (qp->sq.mask + 1) * qp->sq.stride;
+    qp->rq.max_sge = cap->max_recv_sge;
+    qp->rq.stride =
+        (uint32_t)power_of_two(sizeof(struct soft_rwqe) + cap->max_recv_sge * (uint32_t)sizeof(struct ibv_sge));
+    qp->rq.mask = power_of_two(cap->max_recv_wr) - 1;
+    qp->sq.max_sge = cap->max_send_sge;
+    qp->sq.stride = round_up((uint32_t)sizeof(struct soft_wqe) + payload, 64);
+    qp->sq.mask = power_of_two(cap->max_send_wr) - 1;
+    /* What was granted: at least what was asked for. */
+    cap->max_send_wr = qp->sq.depth = cap->max_send_wr ? qp->sq.mask + 1 : 0;
+    cap->max_recv_wr = qp->rq.depth = cap->max_recv_wr ? qp->rq.mask + 1 : 0;
+    cap->max_inline_data = qp->max_inline = qp->sq.stride - (uint32_t)sizeof(struct soft_wqe);
+    return round_up((qp->rq.mask + 1) * qp->rq.stride, 64) + (qp->sq.mask + 1) * qp->sq.stride;
 }
 
 static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
-	uint32_t size = lay_out(qp, cap);
-	/* As mlx5 aligns it: to its largest stride, 64 bytes at least. */
-	uint32_t alignment = larger(64, larger(power_of_two(qp->rq.stride), power_of_two(qp->sq.stride)));
-	_Atomic uint32_t *record = qp->own_record;
-	int error;
+    uint32_t size = lay_out(qp, cap);
+    /* As mlx5 aligns it: to its largest stride, 64 bytes at least. */
+    uint32_t alignment = larger(64, larger(power_of_two(qp->rq.stride), power_of_two(qp->sq.stride)));
+    _Atomic uint32_t *record = qp->own_record;
+    int error;
 
-	error = soft_memory_get(&qp->buffer, qp->pd, round_up(size, alignment), alignment, SOFT_RES_QP);
-	if (error)
-		return error;
-	if (qp->pd->alloc) {
-		error = soft_memory_get(&qp->record, qp->pd, 8, 8, SOFT_RES_DBR);
-		if (error) {
-			soft_memory_put(&qp->buffer);
-			return error;
-		}
-		record = qp->record.address;
-	}
-	qp->rq.entries = qp->buffer.address;
-	qp->sq.entries = qp->rq.entries + round_up((qp->rq.mask + 1) * qp->rq.stride, 64);
-	qp->rq.posted = &record[0];
-	qp->sq.posted = &record[1];
-	return 0;
+    error = soft_memory_get(&qp->buffer, qp->pd, round_up(size, alignment), alignment, SOFT_RES_QP);
+    if (error)
+        return error;
+    if (qp->pd->alloc) {
+        error = soft_memory_get(&qp->record, qp->pd, 8, 8, SOFT_RES_DBR);
+        if (error) {
+            soft_memory_put(&qp->buffer);
+            return error;
+        }
+        record = qp->record.address;
+    }
+    qp->rq.entries = qp->buffer.address;
+    qp->sq.entries = qp->rq.entries + round_up((qp->rq.mask + 1) * qp->rq.stride, 64);
+    qp->rq.posted = &record[0];
+    qp->sq.posted = &record[1];
+    return 0;
 }
 
 /* ---- Creation -------------------------------------------------------------------------------------------- */
 
 static int init_qp(struct soft_qp *qp, struct ibv_qp_init_attr *attr)
 {
-	struct soft_exclusive *exclusive = qp->pd->td ? &qp->pd->td->exclusive : NULL;
-	int error;
+    struct soft_exclusive *exclusive = qp->pd->td ? &qp->pd->td->exclusive : NULL;
+    int error;
 
-	error = soft_table_reserve(&qp->context->device->qps, &qp->qp.qp_num, NULL);
-	if (error)
-		return error;
-	error = soft_half_init(&qp->half, qp->context, "queue pair", qp->qp.qp_num, exclusive);
-	if (error)
-		goto release;
-	error = pthread_mutex_init(&qp->qp.mutex, NULL);
-	if (error)
-		goto destroy_half;
-	error = pthread_cond_init(&qp->qp.cond, NULL);
-	if (error)
-		goto destroy_mutex;
-	error = soft_engine_reserve(qp->context);
-	if (error)
-		goto destroy_cond;
-	error = get_rings(qp, &attr->cap);
-	if (error)
-		goto unreserve;
-	return 0;
+    error = soft_table_reserve(&qp->context->device->qps, &qp->qp.qp_num, NULL);
+    if (error)
+        return error;
+    error = soft_half_init(&qp->half, qp->context, "queue pair", qp->qp.qp_num, exclusive);
+    if (error)
+        goto release;
+    error = pthread_mutex_init(&qp->qp.mutex, NULL);
+    if (error)
+        goto destroy_half;
+    error = pthread_cond_init(&qp->qp.cond, NULL);
+    if (error)
+        goto destroy_mutex;
+    error = soft_engine_reserve(qp->context);
+    if (error)
+        goto destroy_cond;
+    error = get_rings(qp, &attr->cap);
+    if (error)
+        goto unreserve;
+    return 0;
 
 unreserve:
-	soft_engine_unreserve(qp->context);
+    soft_engine_unreserve(qp->context);
 destroy_cond:
-	pthread_cond_destroy(&qp->qp.cond);
+    pthread_cond_destroy(&qp->qp.cond);
 destroy_mutex:
-	pthread_mutex_destroy(&qp->qp.mutex);
+    pthread_mutex_destroy(&qp->qp.mutex);
 destroy_half:
-	soft_half_destroy(&qp->half);
+    soft_half_destroy(&qp->half);
 release:
-	soft_table_release(&qp->context->device->qps, qp->qp.qp_num);
-	return error;
+    soft_table_release(&qp->context->device->qps, qp->qp.qp_num);
+    return error;
 }
 
 struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
 {
-	struct soft_context *context = to_soft_context(pd->context);
-	int error = check_init_attr(context, pd, attr);
-	struct soft_qp *qp = NULL;
+    struct soft_context *context = to_soft_context(pd->context);
+    int error = check_init_attr(context, pd, attr);
+    struct soft_qp *qp = NULL;
 
-	if (!error && !(qp = aligned_alloc(_Alignof(struct soft_qp), sizeof(*qp))))
-		error = ENOMEM;
-	if (error)
-		goto fail;
-	memset(qp, 0, sizeof(*qp));
-	qp->context = context;
-	qp->pd = to_soft_pd(pd);
-	qp->send_cq = to_soft_cq(attr->send_cq);
-	qp->recv_cq = to_soft_cq(attr->recv_cq);
-	qp->sq_sig_all = attr->sq_sig_all;
-	soft_lock_init(&qp->sq_lock);
-	soft_lock_init(&qp->rq_lock);
-	atomic_init(&qp->state, IBV_QPS_RESET);
-	error = init_qp(qp, attr);
-	if (error)
-		goto fail;
-	qp->attr.cap = attr->cap;
-	qp->qp.context = pd->context;
-	qp->qp.qp_context = attr->qp_context;
-	qp->qp.pd = pd;
-	qp->qp.send_cq = attr->send_cq;
-	qp->qp.recv_cq = attr->recv_cq;
-	qp->qp.handle = qp->qp.qp_num;
-	qp->qp.state = IBV_QPS_RESET;
-	qp->qp.qp_type = attr->qp_type;
-	atomic_fetch_add(&qp->pd->references, 1);
-	atomic_fetch_add(&qp->send_cq->references, 1);
-	atomic_fetch_add(&qp->recv_cq->references, 1);
-	atomic_fetch_add(&context->qps, 1);
-	soft_table_publish(&context->device->qps, qp->qp.qp_num, qp);
-	return &qp->qp;
+    if (!error && !(qp = aligned_alloc(_Alignof(struct soft_qp), sizeof(*qp))))
+        error = ENOMEM;
+    if (error)
+        goto fail;
+    memset(qp, 0, sizeof(*qp));
+    qp->context = context;
+    qp->pd = to_soft_pd(pd);
+    qp->send_cq = to_soft_cq(attr->send_cq);
+    qp->recv_cq = to_soft_cq(attr->recv_cq);
+    qp->sq_sig_all = attr->sq_sig_all;
+    soft_lock_init(&qp->sq_lock);
+    soft_lock_init(&qp->rq_lock);
+    atomic_init(&qp->state, IBV_QPS_RESET);
+    error = init_qp(qp, attr);
+    if (error)
+        goto fail;
+    qp->attr.cap = attr->cap;
+    qp->qp.context = pd->context;
+    qp->qp.qp_context = attr->qp_context;
+    qp->qp.pd = pd;
+    qp->qp.send_cq = attr->send_cq;
+    qp->qp.recv_cq = attr->recv_cq;
+    qp->qp.handle = qp->qp.qp_num;
+    qp->qp.state = IBV_QPS_RESET;
+    qp->qp.qp_type = attr->qp_type;
+    atomic_fetch_add(&qp->pd->references, 1);
+    atomic_fetch_add(&qp->send_cq->references, 1);
+    atomic_fetch_add(&qp->recv_cq->references, 1);
+    atomic_fetch_add(&context->qps, 1);
+    soft_table_publish(&context->device->qps, qp->qp.qp_num, qp);
+    return &qp->qp;
 
 fail:
-	free(qp);
-	errno = error;
-	return NULL;
+    free(qp);
+    errno = error;
+    return NULL;
 }
 
 struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
 {
-	struct ibv_qp_init_attr basic = {
-		.qp_context = attr->qp_context,
-		.send_cq = attr->send_cq,
-		.recv_cq = attr->recv_cq,
-		.srq = attr->srq,
-		.cap = attr->cap,
-		.qp_type = attr->qp_type,
-		.sq_sig_all = attr->sq_sig_all,
-	};
-	struct ibv_qp *qp;
+    struct ibv_qp_init_attr basic = {
+        .qp_context = attr->qp_context,
+        .send_cq = attr->send_cq,
+        .recv_cq = attr->recv_cq,
+        .srq = attr->srq,
+        .cap = attr->cap,
+        .qp_type = attr->qp_type,
+        .sq_sig_all = attr->sq_sig_all,
+    };
+    struct ibv_qp *qp;
 
-	if (attr->comp_mask & ~(uint32_t)IBV_QP_INIT_ATTR_PD) {
-		errno = EOPNOTSUPP;
-		return NULL;
-	}
-	if (!(attr->comp_mask & IBV_QP_INIT_ATTR_PD) || !attr->pd || attr->pd->context != context) {
-		errno = EINVAL;
-		return NULL;
-	}
-	qp = soft_create_qp(attr->pd, &basic);
-	if (qp)
-		attr->cap = basic.cap;
-	return qp;
+    if (attr->comp_mask & ~(uint32_t)IBV_QP_INIT_ATTR_PD) {
+        errno = EOPNOTSUPP;
+        return NULL;
+    }
+    if (!(attr->comp_mask & IBV_QP_INIT_ATTR_PD) || !attr->pd || attr->pd->context != context) {
+        errno = EINVAL;
+        return NULL;
+    }
+    qp = soft_create_qp(attr->pd, &basic);
+    if (qp)
+        attr->cap = basic.cap;
+    return qp;
 }
 
 /* ---- Entering the queue pair together with its completion queues ------------------------------------------ */
 
 /* Destroying or resetting a queue pair takes its completions out of its queues, from where pollers must stay out.
- * The order of two queues is that of their addresses, so that two queue pairs cannot wait for each other. */
+ * The queues come before the queue pair, since who polls may post before end_poll. The order of two queues is that of
+ * their addresses, so that two queue pairs cannot wait for each other. */
 static int enter_cqs(struct soft_qp *qp, const char *verb)
 {
-	struct soft_cq *first = qp->send_cq < qp->recv_cq ? qp->send_cq : qp->recv_cq;
-	struct soft_cq *second = first == qp->send_cq ? qp->recv_cq : qp->send_cq;
-	int error = soft_half_enter(&first->half, verb);
+    struct soft_cq *first = qp->send_cq < qp->recv_cq ? qp->send_cq : qp->recv_cq;
+    struct soft_cq *second = first == qp->send_cq ? qp->recv_cq : qp->send_cq;
+    int error = soft_half_enter(&first->half, verb);
 
-	if (error || first == second)
-		return error;
-	error = soft_half_enter(&second->half, verb);
-	if (error)
-		soft_half_leave(&first->half);
-	return error;
+    if (error || first == second)
+        return error;
+    error = soft_half_enter(&second->half, verb);
+    if (error)
+        soft_half_leave(&first->half);
+    return error;
 }
 
 static void leave_cqs(struct soft_qp *qp)
 {
-	if (qp->recv_cq != qp->send_cq)
-		soft_half_leave(&qp->recv_cq->half);
-	soft_half_leave(&qp->send_cq->half);
+    if (qp->recv_cq != qp->send_cq)
+        soft_half_leave(&qp->recv_cq->half);
+    soft_half_leave(&qp->send_cq->half);
 }
 
 static void purge_cqs(struct soft_qp *qp)
 {
-	soft_cq_purge(qp->send_cq, qp);
-	if (qp->recv_cq != qp->send_cq)
-		soft_cq_purge(qp->recv_cq, qp);
+    soft_cq_purge(qp->send_cq, qp);
+    if (qp->recv_cq != qp->send_cq)
+        soft_cq_purge(qp->recv_cq, qp);
 }
 
 int soft_destroy_qp(struct ibv_qp *ibv_qp)
 {
-	struct soft_qp *qp = to_soft_qp(ibv_qp);
-	struct soft_context *context = qp->context;
-	int error;
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+    struct soft_context *context = qp->context;
+    int error;
 
-	if (soft_stale(context))
-		return ENODEV;
-	error = soft_half_enter(&qp->half, "destroy_qp");
-	if (error)
-		return error;
-	error = enter_cqs(qp, "destroy_qp");
-	if (error) {
-		soft_half_leave(&qp->half);
-		return error;
-	}
-	/* First no one finds it any more; then those who had found it are gone, and with them the last who could
+    if (soft_stale(context))
+        return ENODEV;
+    error = enter_cqs(qp, "destroy_qp");
+    if (error)
+        return error;
+    error = soft_half_enter(&qp->half, "destroy_qp");
+    if (error) {
+        leave_cqs(qp);
+        return error;
+    }
+    /* First no one finds it any more; then those who had found it are gone, and with them the last who could
 	 * ring the engine for it; then the engine forgets it, and is waited for in its turn. */
-	soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
-	grace_wait();
-	soft_engine_forget(qp);
-	grace_wait();
-	purge_cqs(qp);
-	leave_cqs(qp);
-	soft_half_leave(&qp->half);
+    soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
+    grace_wait();
+    soft_engine_forget(qp);
+    grace_wait();
+    purge_cqs(qp);
+    soft_half_leave(&qp->half);
+    leave_cqs(qp);
 
-	soft_engine_unreserve(context);
-	soft_table_release(&context->device->qps, ibv_qp->qp_num);
-	soft_memory_put(&qp->record);
-	soft_memory_put(&qp->buffer);
-	atomic_fetch_sub(&qp->recv_cq->references, 1);
-	atomic_fetch_sub(&qp->send_cq->references, 1);
-	atomic_fetch_sub(&qp->pd->references, 1);
-	soft_half_destroy(&qp->half);
-	pthread_cond_destroy(&ibv_qp->cond);
-	pthread_mutex_destroy(&ibv_qp->mutex);
-	atomic_fetch_sub(&context->qps, 1);
-	free(qp);
-	return 0;
+    soft_engine_unreserve(context);
+    soft_table_release(&context->device->qps, ibv_qp->qp_num);
+    soft_memory_put(&qp->record);
+    soft_memory_put(&qp->buffer);
+    atomic_fetch_sub(&qp->recv_cq->references, 1);
+    atomic_fetch_sub(&qp->send_cq->references, 1);
+    atomic_fetch_sub(&qp->pd->references, 1);
+    soft_half_destroy(&qp->half);
+    pthread_cond_destroy(&ibv_qp->cond);
+    pthread_mutex_destroy(&ibv_qp->mutex);
+    atomic_fetch_sub(&context->qps, 1);
+    free(qp);
+    return 0;
 }
 
 /* ---- Queries --------------------------------------------------------------------------------------------- */
 
 int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init_attr)
 {
-	struct soft_qp *qp = to_soft_qp(ibv_qp);
-	int error;
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+    int error;
 
-	(void)mask; /* all is told, whatever was asked: the verb allows it */
-	if (soft_stale(qp->context))
-		return ENODEV;
-	error = soft_half_enter(&qp->half, "query_qp");
-	if (error)
-		return error;
-	soft_lock_take(&qp->sq_lock);
-	*attr = qp->attr;
-	attr->qp_state = attr->cur_qp_state = (enum ibv_qp_state)atomic_load(&qp->state);
-	attr->sq_psn = qp->next_psn;
-	soft_lock_give(&qp->sq_lock);
-	soft_lock_take(&qp->rq_lock);
-	attr->rq_psn = qp->expected_psn;
-	soft_lock_give(&qp->rq_lock);
-	*init_attr = (struct ibv_qp_init_attr){
-		.qp_context = ibv_qp->qp_context,
-		.send_cq = ibv_qp->send_cq,
-		.recv_cq = ibv_qp->recv_cq,
-		.cap = qp->attr.cap,
-		.qp_type = ibv_qp->qp_type,
-		.sq_sig_all = qp->sq_sig_all,
-	};
-	soft_half_leave(&qp->half);
-	return 0;
+    (void)mask; /* all is told, whatever was asked: the verb allows it */
+    if (soft_stale(qp->context))
+        return ENODEV;
+    error = soft_half_enter(&qp->half, "query_qp");
+    if (error)
+        return error;
+    soft_lock_take(&qp->sq_lock);
+    *attr = qp->attr;
+    attr->qp_state = attr->cur_qp_state = (enum ibv_qp_state)atomic_load(&qp->state);
+    attr->sq_psn = qp->next_psn;
+    soft_lock_give(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    attr->rq_psn = qp->expected_psn;
+    soft_lock_give(&qp->rq_lock);
+    *init_attr = (struct ibv_qp_init_attr){
+        .qp_context = ibv_qp->qp_context,
+        .send_cq = ibv_qp->send_cq,
+        .recv_cq = ibv_qp->recv_cq,
+        .cap = qp->attr.cap,
+        .qp_type = ibv_qp->qp_type,
+        .sq_sig_all = qp->sq_sig_all,
+    };
+    soft_half_leave(&qp->half);
+    return 0;
 }
 
 /* ---- Changes of state ------------------------------------------------------------------------------------ */
 
 static int check_values(const struct ibv_qp_attr *attr, int mask)
 {
-	const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
-			  IBV_ACCESS_REMOTE_ATOMIC;
+    const int known =
+        IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
 
-	if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index)
-		return EINVAL;
-	if ((mask & IBV_QP_PORT) && attr->port_num != 1)
-		return EINVAL;
-	if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned int)known))
-		return EINVAL;
-	if ((mask & IBV_QP_AV) && (!attr->ah_attr.is_global || attr->ah_attr.grh.sgid_index >= SOFT_GIDS ||
-				   attr->ah_attr.port_num != 1))
-		return EINVAL; /* RoCE: a path without a GRH leads nowhere */
-	if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096))
-		return EINVAL;
-	if (((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > 0xffffff) ||
-	    ((mask & IBV_QP_RQ_PSN) && attr->rq_psn > SOFT_PSN_MASK) ||
-	    ((mask & IBV_QP_SQ_PSN) && attr->sq_psn > SOFT_PSN_MASK))
-		return EINVAL;
-	if (((mask & IBV_QP_MAX_QP_RD_ATOMIC) && attr->max_rd_atomic > SOFT_MAX_RD_ATOMIC) ||
-	    ((mask & IBV_QP_MAX_DEST_RD_ATOMIC) && attr->max_dest_rd_atomic > SOFT_MAX_RD_ATOMIC))
-		return EINVAL;
-	if (((mask & IBV_QP_MIN_RNR_TIMER) && attr->min_rnr_timer > 31) ||
-	    ((mask & IBV_QP_TIMEOUT) && attr->timeout > 31) ||
-	    ((mask & IBV_QP_RETRY_CNT) && attr->retry_cnt > 7) ||
-	    ((mask & IBV_QP_RNR_RETRY) && attr->rnr_retry > 7))
-		return EINVAL;
-	return 0;
+    if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index)
+        return EINVAL;
+    if ((mask & IBV_QP_PORT) && attr->port_num != 1)
+        return EINVAL;
+    if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned int)known))
+        return EINVAL;
+    if ((mask & IBV_QP_AV) &&
+        (!attr->ah_attr.is_global || attr->ah_attr.grh.sgid_index >= SOFT_GIDS || attr->ah_attr.port_num != 1))
+        return EINVAL; /* RoCE: a path without a GRH leads nowhere */
+    if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096))
+        return EINVAL;
+    if (((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > 0xffffff) ||
+        ((mask & IBV_QP_RQ_PSN) && attr->rq_psn > SOFT_PSN_MASK) ||
+        ((mask & IBV_QP_SQ_PSN) && attr->sq_psn > SOFT_PSN_MASK))
+        return EINVAL;
+    if (((mask & IBV_QP_MAX_QP_RD_ATOMIC) && attr->max_rd_atomic > SOFT_MAX_RD_ATOMIC) ||
+        ((mask & IBV_QP_MAX_DEST_RD_ATOMIC) && attr->max_dest_rd_atomic > SOFT_MAX_RD_ATOMIC))
+        return EINVAL;
+    if (((mask & IBV_QP_MIN_RNR_TIMER) && attr->min_rnr_timer > 31) ||
+        ((mask & IBV_QP_TIMEOUT) && attr->timeout > 31) || ((mask & IBV_QP_RETRY_CNT) && attr->retry_cnt > 7) ||
+        ((mask & IBV_QP_RNR_RETRY) && attr->rnr_retry > 7))
+        return EINVAL;
+    return 0;
 }
 
 /* Under both locks. */
 static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
 {
-	struct ibv_qp_attr *own = &qp->attr;
+    struct ibv_qp_attr *own = &qp->attr;
 
-#define TAKE(bit, field)                                                                                           \
-	do {                                                                                                       \
-		if (mask & (bit))                                                                                  \
-			own->field = attr->field;                                                                  \
-	} while (0)
-	TAKE(IBV_QP_PKEY_INDEX, pkey_index);
-	TAKE(IBV_QP_PORT, port_num);
-	TAKE(IBV_QP_ACCESS_FLAGS, qp_access_flags);
-	TAKE(IBV_QP_AV, ah_attr);
-	TAKE(IBV_QP_PATH_MTU, path_mtu);
-	TAKE(IBV_QP_DEST_QPN, dest_qp_num);
-	TAKE(IBV_QP_MAX_QP_RD_ATOMIC, max_rd_atomic);
-	TAKE(IBV_QP_MAX_DEST_RD_ATOMIC, max_dest_rd_atomic);
-	TAKE(IBV_QP_MIN_RNR_TIMER, min_rnr_timer);
-	TAKE(IBV_QP_TIMEOUT, timeout);
-	TAKE(IBV_QP_RETRY_CNT, retry_cnt);
-	TAKE(IBV_QP_RNR_RETRY, rnr_retry);
+#define TAKE(bit, field)              \
+    do {                              \
+        if (mask & (bit))             \
+            own->field = attr->field; \
+    } while (0)
+    TAKE(IBV_QP_PKEY_INDEX, pkey_index);
+    TAKE(IBV_QP_PORT, port_num);
+    TAKE(IBV_QP_ACCESS_FLAGS, qp_access_flags);
+    TAKE(IBV_QP_AV, ah_attr);
+    TAKE(IBV_QP_PATH_MTU, path_mtu);
+    TAKE(IBV_QP_DEST_QPN, dest_qp_num);
+    TAKE(IBV_QP_MAX_QP_RD_ATOMIC, max_rd_atomic);
+    TAKE(IBV_QP_MAX_DEST_RD_ATOMIC, max_dest_rd_atomic);
+    TAKE(IBV_QP_MIN_RNR_TIMER, min_rnr_timer);
+    TAKE(IBV_QP_TIMEOUT, timeout);
+    TAKE(IBV_QP_RETRY_CNT, retry_cnt);
+    TAKE(IBV_QP_RNR_RETRY, rnr_retry);
 #undef TAKE
-	if (mask & IBV_QP_RQ_PSN)
-		qp->expected_psn = attr->rq_psn;
-	if (mask & IBV_QP_SQ_PSN)
-		qp->next_psn = attr->sq_psn;
-	qp->retries_left = own->retry_cnt;
-	qp->rnr_left = own->rnr_retry;
+    if (mask & IBV_QP_RQ_PSN)
+        qp->expected_psn = attr->rq_psn;
+    if (mask & IBV_QP_SQ_PSN)
+        qp->next_psn = attr->sq_psn;
+    qp->retries_left = own->retry_cnt;
+    qp->rnr_left = own->rnr_retry;
 }
 
 /* Under both locks and inside of the driver halves of the queue pair and of its completion queues. */
 static void reset(struct soft_qp *qp)
 {
-	struct ibv_qp_cap cap = qp->attr.cap;
+    struct ibv_qp_cap cap = qp->attr.cap;
 
-	memset(&qp->attr, 0, sizeof(qp->attr));
-	qp->attr.cap = cap;
-	qp->waiting = false;
-	qp->sq.taken = qp->rq.taken = 0;
-	atomic_store(qp->sq.posted, 0);
-	atomic_store(qp->rq.posted, 0);
-	atomic_store(&qp->sq.reaped, 0);
-	atomic_store(&qp->rq.reaped, 0);
+    memset(&qp->attr, 0, sizeof(qp->attr));
+    qp->attr.cap = cap;
+    qp->waiting = false;
+    qp->next_psn = qp->expected_psn = 0;
+    qp->sq.taken = qp->rq.taken = 0;
+    atomic_store(qp->sq.posted, 0);
+    atomic_store(qp->rq.posted, 0);
+    atomic_store(&qp->sq.reaped, 0);
+    atomic_store(&qp->rq.reaped, 0);
 }
 
 /* Inside of the driver half. */
 static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
 {
-	enum ibv_qp_state from, to;
-	int error;
+    enum ibv_qp_state from, to;
+    int error;
 
-	soft_lock_take(&qp->sq_lock);
-	soft_lock_take(&qp->rq_lock);
-	from = (enum ibv_qp_state)atomic_load(&qp->state);
-	to = mask & IBV_QP_STATE ? attr->qp_state : from;
-	error = soft_state_check(qp->qp.qp_type, from, to, mask);
-	if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
-		error = EINVAL;
-	if (!error) {
-		if (to == IBV_QPS_RESET)
-			reset(qp);
-		else
-			take_over(qp, attr, mask);
-		if (to != IBV_QPS_RTS && to != IBV_QPS_SQD)
-			qp->waiting = false;
-		atomic_store(&qp->state, to);
-		qp->qp.state = to;
-	}
-	soft_lock_give(&qp->rq_lock);
-	soft_lock_give(&qp->sq_lock);
-	return error;
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    from = (enum ibv_qp_state)atomic_load(&qp->state);
+    to = mask & IBV_QP_STATE ? attr->qp_state : from;
+    error = soft_state_check(qp->qp.qp_type, from, to, mask);
+    if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
+        error = EINVAL;
+    if (!error) {
+        if (to == IBV_QPS_RESET)
+            reset(qp);
+        else
+            take_over(qp, attr, mask);
+        if (to != IBV_QPS_RTS && to != IBV_QPS_SQD)
+            qp->waiting = false;
+        atomic_store(&qp->state, to);
+        qp->qp.state = to;
+    }
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+    return error;
 }
 
 int soft_modify_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask)
 {
-	struct soft_qp *qp = to_soft_qp(ibv_qp);
-	bool to_reset = (mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET;
-	int error;
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+    bool to_reset = (mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET;
+    int error;
 
-	if (soft_stale(qp->context))
-		return ENODEV;
-	error = grace_ready() ? check_values(attr, mask) : ENOMEM;
-	if (error)
-		return error;
-	error = soft_half_enter(&qp->half, "modify_qp");
-	if (error)
-		return error;
-	if (to_reset && (error = enter_cqs(qp, "modify_qp")))
-		goto leave;
-	error = change(qp, attr, mask);
-	if (to_reset) {
-		if (!error)
-			purge_cqs(qp);
-		leave_cqs(qp);
-	}
-	if (!error)
-		soft_kick_from_driver(qp); /* to ERR: flush; back to RTS: go on with what was posted */
+    if (soft_stale(qp->context))
+        return ENODEV;
+    error = grace_ready() ? check_values(attr, mask) : ENOMEM;
+    if (error)
+        return error;
+    if (to_reset && (error = enter_cqs(qp, "modify_qp")))
+        return error;
+    error = soft_half_enter(&qp->half, "modify_qp");
+    if (error)
+        goto leave;
+    error = change(qp, attr, mask);
+    if (!error && to_reset)
+        purge_cqs(qp);
+    if (!error)
+        soft_kick_from_driver(qp); /* to ERR: flush; back to RTS: go on with what was posted */
+    soft_half_leave(&qp->half);
 leave:
-	soft_half_leave(&qp->half);
-	return error;
+    if (to_reset)
+        leave_cqs(qp);
+    return error;
 }

@@ -12,23 +12,23 @@
 
 uint64_t soft_now_ns(void)
 {
-	struct timespec now;
+    struct timespec now;
 
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 void soft_lock_wait(struct soft_lock *lock)
 {
-	unsigned int spins = 0;
+    unsigned int spins = 0;
 
-	for (;;) {
-		while (atomic_load_explicit(&lock->held, memory_order_relaxed))
-			if (++spins > 64)
-				sched_yield();
-		if (!atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
-			return;
-	}
+    for (;;) {
+        while (atomic_load_explicit(&lock->held, memory_order_relaxed))
+            if (++spins > 64)
+                sched_yield();
+        if (!atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
+            return;
+    }
 }
 
 /* ---- Threads --------------------------------------------------------------------------------------------- */
@@ -37,8 +37,8 @@ _Thread_local uint32_t soft_thread_cached;
 
 uint32_t soft_thread_ask(void)
 {
-	soft_thread_cached = (uint32_t)gettid();
-	return soft_thread_cached;
+    soft_thread_cached = (uint32_t)gettid();
+    return soft_thread_cached;
 }
 
 /* ---- Grace periods --------------------------------------------------------------------------------------- */
@@ -53,62 +53,62 @@ static bool grace_key_valid;
 
 static void grace_thread_ends(void *record)
 {
-	struct grace_reader *self = record;
+    struct grace_reader *self = record;
 
-	grace_self = NULL;
-	atomic_store_explicit(&self->taken, false, memory_order_release);
+    grace_self = NULL;
+    atomic_store_explicit(&self->taken, false, memory_order_release);
 }
 
 static void grace_make_key(void)
 {
-	grace_key_valid = pthread_key_create(&grace_key, grace_thread_ends) == 0;
+    grace_key_valid = pthread_key_create(&grace_key, grace_thread_ends) == 0;
 }
 
 struct grace_reader *grace_register(void)
 {
-	struct grace_reader *self;
+    struct grace_reader *self;
 
-	pthread_once(&grace_once, grace_make_key);
-	if (!grace_key_valid)
-		return NULL;
-	for (self = atomic_load(&grace_readers); self; self = self->next) {
-		bool free_record = false;
+    pthread_once(&grace_once, grace_make_key);
+    if (!grace_key_valid)
+        return NULL;
+    for (self = atomic_load(&grace_readers); self; self = self->next) {
+        bool free_record = false;
 
-		if (atomic_compare_exchange_strong(&self->taken, &free_record, true))
-			break;
-	}
-	if (!self) {
-		self = aligned_alloc(_Alignof(struct grace_reader), sizeof(*self));
-		if (!self)
-			return NULL;
-		memset(self, 0, sizeof(*self));
-		atomic_init(&self->taken, true);
-		self->next = atomic_load(&grace_readers);
-		while (!atomic_compare_exchange_weak(&grace_readers, &self->next, self))
-			;
-	}
-	if (pthread_setspecific(grace_key, self)) {
-		atomic_store(&self->taken, false);
-		return NULL;
-	}
-	grace_self = self;
-	return self;
+        if (atomic_compare_exchange_strong(&self->taken, &free_record, true))
+            break;
+    }
+    if (!self) {
+        self = aligned_alloc(_Alignof(struct grace_reader), sizeof(*self));
+        if (!self)
+            return NULL;
+        memset(self, 0, sizeof(*self));
+        atomic_init(&self->taken, true);
+        self->next = atomic_load(&grace_readers);
+        while (!atomic_compare_exchange_weak(&grace_readers, &self->next, self))
+            ;
+    }
+    if (pthread_setspecific(grace_key, self)) {
+        atomic_store(&self->taken, false);
+        return NULL;
+    }
+    grace_self = self;
+    return self;
 }
 
 void grace_wait(void)
 {
-	struct grace_reader *reader;
+    struct grace_reader *reader;
 
-	for (reader = atomic_load(&grace_readers); reader; reader = reader->next) {
-		unsigned int seen = atomic_load(&reader->sections);
-		unsigned int spins = 0;
+    for (reader = atomic_load(&grace_readers); reader; reader = reader->next) {
+        unsigned int seen = atomic_load(&reader->sections);
+        unsigned int spins = 0;
 
-		if (reader == grace_self || !(seen & 1))
-			continue;
-		while (atomic_load(&reader->sections) == seen)
-			if (++spins > 64)
-				sched_yield();
-	}
+        if (reader == grace_self || !(seen & 1))
+            continue;
+        while (atomic_load(&reader->sections) == seen)
+            if (++spins > 64)
+                sched_yield();
+    }
 }
 
 /* ---- Forks ----------------------------------------------------------------------------------------------- */
@@ -119,39 +119,49 @@ uint32_t soft_generation;
  * abandoned: the device starts anew, and what was opened before is recognised by its generation. */
 void soft_sync_after_fork(void)
 {
-	soft_generation++;
-	soft_thread_cached = 0;
-	grace_self = NULL;
-	atomic_store(&grace_readers, NULL);
+    soft_generation++;
+    soft_thread_cached = 0;
+    grace_self = NULL;
+    atomic_store(&grace_readers, NULL);
 }
 
 /* ---- Driver halves --------------------------------------------------------------------------------------- */
 
 int soft_half_init(struct soft_half *half, struct soft_context *context, const char *kind, uint32_t number,
-		   struct soft_exclusive *exclusive)
+                   struct soft_exclusive *exclusive)
 {
-	memset(half, 0, sizeof(*half));
-	half->context = context;
-	half->kind = kind;
-	half->number = number;
-	half->exclusive = exclusive;
-	return exclusive ? 0 : pthread_mutex_init(&half->mutex, NULL);
+    pthread_mutexattr_t attr;
+    int error;
+
+    memset(half, 0, sizeof(*half));
+    half->context = context;
+    half->kind = kind;
+    half->number = number;
+    half->exclusive = exclusive;
+    if (exclusive)
+        return 0;
+    error = pthread_mutexattr_init(&attr);
+    if (error)
+        return error;
+    pthread_mutexattr_settype(&attr, PTHREAD_MUTEX_ERRORCHECK);
+    error = pthread_mutex_init(&half->mutex, &attr);
+    pthread_mutexattr_destroy(&attr);
+    return error;
 }
 
 void soft_half_destroy(struct soft_half *half)
 {
-	if (!half->exclusive)
-		pthread_mutex_destroy(&half->mutex);
+    if (!half->exclusive)
+        pthread_mutex_destroy(&half->mutex);
 }
 
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside)
 {
-	uint32_t self = soft_thread();
+    uint32_t self = soft_thread();
 
-	atomic_fetch_add(&half->context->overlaps, 1);
-	if (atomic_fetch_add(&half->overlaps, 1) == 0)
-		fprintf(stderr,
-			"soft0: %s on %s %u by thread %u, while thread %u is inside of its thread domain: refused\n",
-			verb, half->kind, half->number, self, inside);
-	return EBUSY;
+    atomic_fetch_add(&half->context->overlaps, 1);
+    if (atomic_fetch_add(&half->overlaps, 1) == 0)
+        fprintf(stderr, "soft0: %s on %s %u by thread %u, while thread %u is inside: refused\n", verb, half->kind,
+                half->number, self, inside);
+    return EBUSY;
 }

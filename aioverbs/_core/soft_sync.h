@@ -8,11 +8,12 @@
  *
  * Lock order, outermost first; a thread takes a later one while holding an earlier one, never the reverse:
  *
- *   driver half (QP, then CQ)  >  grace section  >  qp->sq_lock  >  peer qp->rq_lock  >  cq->lock
+ *   driver half (CQ, then QP)  >  grace section  >  qp->sq_lock  >  peer qp->rq_lock  >  cq->lock
  *                              >  channel->lock, engine->lock
  *
  * A thread holds at most one sq_lock: what an execution does to the peer's send queue is done after its own is
- * given back (soft_exec.c).  A thread that waits for a grace period holds no lock of the list and is in no section.
+ * given back (soft_execute.c). A thread that waits for a grace period holds driver halves at most, and is in no
+ * section.
  */
 #ifndef AIOVERBS_SOFT_SYNC_H
 #define AIOVERBS_SOFT_SYNC_H
@@ -41,33 +42,33 @@ uint32_t soft_thread_ask(void);
 
 static inline uint32_t soft_thread(void)
 {
-	return soft_thread_cached ? soft_thread_cached : soft_thread_ask();
+    return soft_thread_cached ? soft_thread_cached : soft_thread_ask();
 }
 
 /* ---- A lock for device halves ---------------------------------------------------------------------------- */
 
-/* Held for a memory copy at the longest, never across a callback or a system call that waits. A waiter gives
- * its processor away, since the holder may have lost its own. */
+/* Held for a memory copy at the longest, never across a callback or a call that waits for another thread's work. A
+ * waiter gives its processor away, since the holder may have lost its own. */
 struct soft_lock {
-	atomic_uint held;
+    atomic_uint held;
 };
 
 void soft_lock_wait(struct soft_lock *lock);
 
 static inline void soft_lock_init(struct soft_lock *lock)
 {
-	atomic_init(&lock->held, 0);
+    atomic_init(&lock->held, 0);
 }
 
 static inline void soft_lock_take(struct soft_lock *lock)
 {
-	if (atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
-		soft_lock_wait(lock);
+    if (atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
+        soft_lock_wait(lock);
 }
 
 static inline void soft_lock_give(struct soft_lock *lock)
 {
-	atomic_store_explicit(&lock->held, 0, memory_order_release);
+    atomic_store_explicit(&lock->held, 0, memory_order_release);
 }
 
 /* ---- Grace periods --------------------------------------------------------------------------------------- */
@@ -78,10 +79,10 @@ static inline void soft_lock_give(struct soft_lock *lock)
  * to the tables are sequentially consistent: either the reader's look-up comes later than the removal and finds
  * nothing, or the remover sees the reader's odd counter and waits for it. */
 struct grace_reader {
-	_Alignas(64) atomic_uint sections; /* written by its thread, read by grace_wait */
-	uint32_t depth;                    /* its thread only */
-	atomic_bool taken;                 /* a thread uses this record */
-	struct grace_reader *next;         /* set before the record is published, then constant */
+    _Alignas(64) atomic_uint sections; /* written by its thread, read by grace_wait */
+    uint32_t depth;                    /* its thread only */
+    atomic_bool taken;                 /* a thread uses this record */
+    struct grace_reader *next;         /* set before the record is published, then constant */
 };
 
 extern _Thread_local struct grace_reader *grace_self;
@@ -90,23 +91,23 @@ struct grace_reader *grace_register(void);
 /* Whether this thread can enter sections; false means that memory ran out. Who may fail asks before he begins. */
 static inline bool grace_ready(void)
 {
-	return grace_self || grace_register();
+    return grace_self || grace_register();
 }
 
 /* grace_ready() was true. */
 static inline struct grace_reader *grace_enter(void)
 {
-	struct grace_reader *self = grace_self;
+    struct grace_reader *self = grace_self;
 
-	if (self->depth++ == 0)
-		atomic_fetch_add(&self->sections, 1);
-	return self;
+    if (self->depth++ == 0)
+        atomic_fetch_add(&self->sections, 1);
+    return self;
 }
 
 static inline void grace_leave(struct grace_reader *self)
 {
-	if (--self->depth == 0)
-		atomic_fetch_add_explicit(&self->sections, 1, memory_order_release);
+    if (--self->depth == 0)
+        atomic_fetch_add_explicit(&self->sections, 1, memory_order_release);
 }
 
 void grace_wait(void);
@@ -118,64 +119,62 @@ struct soft_context;
 /* Who is inside of objects that take no locks: one for a thread domain with all of its objects (a NIC's objects
  * of one domain share a doorbell register), or one for a single-threaded completion queue alone. */
 struct soft_exclusive {
-	atomic_uint owner; /* soft_thread(), or 0 when nobody is inside */
-	uint32_t depth;    /* the owner only: entries by it, into different objects */
+    atomic_uint owner; /* soft_thread(), or 0 when nobody is inside */
+    uint32_t depth;    /* the owner only: entries by it, into different objects */
 };
 
 /* An overlap is counted in the object and in the context; the first one of each object is also written to
  * stderr, with both threads. */
 struct soft_half {
-	struct soft_exclusive *exclusive; /* NULL: the mutex guards this half */
-	struct soft_exclusive own;        /* for an object that is exclusive by itself */
-	pthread_mutex_t mutex;
-	bool inside;            /* under `exclusive` by its owner: refuses re-entry of the same object */
-	atomic_uint overlaps;   /* calls that were refused */
-	struct soft_context *context;
-	const char *kind;
-	uint32_t number;
+    struct soft_exclusive *exclusive; /* NULL: the mutex guards this half */
+    struct soft_exclusive own;        /* for an object that is exclusive by itself */
+    pthread_mutex_t mutex;
+    bool inside;          /* under `exclusive` by its owner: refuses re-entry of the same object */
+    atomic_uint overlaps; /* calls that were refused */
+    struct soft_context *context;
+    const char *kind;
+    uint32_t number;
 };
 
 int soft_half_init(struct soft_half *half, struct soft_context *context, const char *kind, uint32_t number,
-		   struct soft_exclusive *exclusive);
+                   struct soft_exclusive *exclusive);
 void soft_half_destroy(struct soft_half *half);
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside);
 
-/* 0, or EBUSY: somebody is inside of this unlocked half (or, by its own thread, of this very object). */
+/* 0, or EBUSY: somebody else is inside of this unlocked half, or the calling thread of this very object. */
 static inline int soft_half_enter(struct soft_half *half, const char *verb)
 {
-	struct soft_exclusive *exclusive = half->exclusive;
-	unsigned int nobody = 0;
-	uint32_t self;
+    struct soft_exclusive *exclusive = half->exclusive;
+    unsigned int nobody = 0;
+    uint32_t self;
 
-	if (!exclusive) {
-		pthread_mutex_lock(&half->mutex);
-		return 0;
-	}
-	self = soft_thread();
-	/* Only this thread ever stores its own number, so a relaxed load that finds it is certain. */
-	if (atomic_load_explicit(&exclusive->owner, memory_order_relaxed) == self) {
-		if (half->inside)
-			return soft_half_refuse(half, verb, self);
-	} else if (!atomic_compare_exchange_strong_explicit(&exclusive->owner, &nobody, self,
-							    memory_order_acquire, memory_order_relaxed)) {
-		return soft_half_refuse(half, verb, nobody);
-	}
-	exclusive->depth++;
-	half->inside = true;
-	return 0;
+    self = soft_thread();
+    if (!exclusive) /* the mutex tells when its own thread comes again, as between start_poll and end_poll */
+        return pthread_mutex_lock(&half->mutex) ? soft_half_refuse(half, verb, self) : 0;
+    /* Only this thread ever stores its own number, so a relaxed load that finds it is certain. */
+    if (atomic_load_explicit(&exclusive->owner, memory_order_relaxed) == self) {
+        if (half->inside)
+            return soft_half_refuse(half, verb, self);
+    } else if (!atomic_compare_exchange_strong_explicit(&exclusive->owner, &nobody, self, memory_order_acquire,
+                                                        memory_order_relaxed)) {
+        return soft_half_refuse(half, verb, nobody);
+    }
+    exclusive->depth++;
+    half->inside = true;
+    return 0;
 }
 
 static inline void soft_half_leave(struct soft_half *half)
 {
-	struct soft_exclusive *exclusive = half->exclusive;
+    struct soft_exclusive *exclusive = half->exclusive;
 
-	if (!exclusive) {
-		pthread_mutex_unlock(&half->mutex);
-		return;
-	}
-	half->inside = false;
-	if (--exclusive->depth == 0)
-		atomic_store_explicit(&exclusive->owner, 0, memory_order_release);
+    if (!exclusive) {
+        pthread_mutex_unlock(&half->mutex);
+        return;
+    }
+    half->inside = false;
+    if (--exclusive->depth == 0)
+        atomic_store_explicit(&exclusive->owner, 0, memory_order_release);
 }
 
 #endif

@@ -1,8 +1,8 @@
 /* Numbers for objects: queue pair numbers and memory keys.
  *
  * Look-ups take no lock and belong into a grace section. Additions and removals are serialised by a mutex.
- * A number that was given back waits behind all other free ones before it is given out again, so that a stale
- * number meets nothing rather than a stranger. */
+ * A number that was given back is given out again only after SOFT_NUMBERS_RESTED others were given back, or
+ * when no unused one is left, oldest first: a stale number meets nothing rather than a stranger. */
 #ifndef AIOVERBS_SOFT_TABLE_H
 #define AIOVERBS_SOFT_TABLE_H
 
@@ -17,17 +17,17 @@
 #define SOFT_NUMBERS_RESTED 512u
 
 struct soft_chunk {
-	_Atomic(void *) entries[SOFT_CHUNK_SIZE];
-	uint8_t uses[SOFT_CHUNK_SIZE]; /* under the table's lock: how often each number was given out */
+    _Atomic(void *) entries[SOFT_CHUNK_SIZE];
+    uint8_t uses[SOFT_CHUNK_SIZE]; /* under the table's lock: how often each number was given out */
 };
 
 struct soft_table {
-	_Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, never freed */
-	pthread_mutex_t lock;                             /* guards what follows */
-	uint32_t first, fresh, limit;                     /* numbers from `fresh` on were never used */
-	uint32_t *rested;                                 /* a ring of free numbers, oldest at `rested_head` */
-	uint32_t rested_size, rested_head, rested_count;
-	uint32_t live;                                    /* numbers given out */
+    _Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, never freed */
+    pthread_mutex_t lock;                             /* guards what follows */
+    uint32_t first, fresh, limit;                     /* numbers from `fresh` on were never used */
+    uint32_t *rested;                                 /* a ring of free numbers, oldest at `rested_head` */
+    uint32_t rested_size, rested_head, rested_count;
+    uint32_t live; /* numbers given out */
 };
 
 int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit);
@@ -43,12 +43,12 @@ void soft_table_release(struct soft_table *table, uint32_t number);
 
 static inline void *soft_table_find(struct soft_table *table, uint32_t number)
 {
-	struct soft_chunk *chunk;
+    struct soft_chunk *chunk;
 
-	if (number >= SOFT_CHUNKS * SOFT_CHUNK_SIZE)
-		return NULL;
-	chunk = atomic_load(&table->chunks[number >> SOFT_CHUNK_BITS]);
-	return chunk ? atomic_load(&chunk->entries[number & (SOFT_CHUNK_SIZE - 1)]) : NULL;
+    if (number >= SOFT_CHUNKS * SOFT_CHUNK_SIZE)
+        return NULL;
+    chunk = atomic_load(&table->chunks[number >> SOFT_CHUNK_BITS]);
+    return chunk ? atomic_load(&chunk->entries[number & (SOFT_CHUNK_SIZE - 1)]) : NULL;
 }
 
 #endif

@@ -153,10 +153,16 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t flags
         ibv_pd *parent_domain
 
+    enum ibv_wc_status:
+        pass
+
+    enum ibv_wc_opcode:
+        pass
+
     struct ibv_wc:
         uint64_t wr_id
-        int status
-        int opcode
+        ibv_wc_status status
+        ibv_wc_opcode opcode
         uint32_t vendor_err
         uint32_t byte_len
         uint32_t imm_data
@@ -354,5 +360,6 @@ cdef extern from "handle_gate.h":
     bint gate_enter(int *)
     void gate_leave(int *)
     bint gate_close(int *)
+    bint gate_leave_many(int *, int)
     void gate_reopen(int *)
     int gate_holders(int *)

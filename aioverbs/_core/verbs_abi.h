@@ -460,8 +460,8 @@ struct ibv_port_attr { /* grows; query_port is told the size */
     uint8_t active_width;
     uint8_t active_speed;
     uint8_t phys_state;
-    uint8_t link_layer; /* IBV_LINK_LAYER_* */
-    uint8_t flags;      /* IBV_QPF_* */
+    uint8_t link_layer;       /* IBV_LINK_LAYER_* */
+    uint8_t flags;            /* IBV_QPF_* */
     uint16_t port_cap_flags2; /* enum ibv_port_cap_flags2 */
 };
 
@@ -528,8 +528,7 @@ struct ibv_parent_domain_init_attr { /* grows */
     struct ibv_pd *pd;
     struct ibv_td *td;  /* NULL: no thread domain */
     uint32_t comp_mask; /* enum ibv_parent_domain_init_attr_mask */
-    void *(*alloc)(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment,
-                   uint64_t resource_type);
+    void *(*alloc)(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type);
     void (*free)(struct ibv_pd *pd, void *pd_context, void *ptr, uint64_t resource_type);
     void *pd_context;
 };
@@ -541,9 +540,9 @@ enum ibv_xrcd_init_attr_mask {
 };
 
 struct ibv_xrcd_init_attr { /* grows */
-    uint32_t comp_mask; /* enum ibv_xrcd_init_attr_mask, both bits demanded */
-    int fd;             /* -1: no inode */
-    int oflags;         /* 0, O_CREAT, O_CREAT | O_EXCL */
+    uint32_t comp_mask;     /* enum ibv_xrcd_init_attr_mask, both bits demanded */
+    int fd;                 /* -1: no inode */
+    int oflags;             /* 0, O_CREAT, O_CREAT | O_EXCL */
 };
 
 struct ibv_xrcd {
@@ -633,8 +632,7 @@ enum ibv_dm_mask {
 
 struct ibv_dm { /* grows */
     struct ibv_context *context;
-    int (*memcpy_to_dm)(struct ibv_dm *dm, uint64_t dm_offset, const void *host_addr,
-                        size_t length);
+    int (*memcpy_to_dm)(struct ibv_dm *dm, uint64_t dm_offset, const void *host_addr, size_t length);
     int (*memcpy_from_dm)(void *host_addr, struct ibv_dm *dm, uint64_t dm_offset, size_t length);
     uint32_t comp_mask; /* enum ibv_dm_mask */
     uint32_t handle;
@@ -1207,29 +1205,25 @@ struct ibv_qp_ex { /* grows */
     unsigned int wr_flags; /* enum ibv_send_flags */
 
     /* Builders: one per work request, between wr_start and wr_complete or wr_abort. */
-    void (*wr_atomic_cmp_swp)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr,
-                              uint64_t compare, uint64_t swap);
-    void (*wr_atomic_fetch_add)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr,
-                                uint64_t add);
+    void (*wr_atomic_cmp_swp)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr, uint64_t compare,
+                              uint64_t swap);
+    void (*wr_atomic_fetch_add)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr, uint64_t add);
     void (*wr_bind_mw)(struct ibv_qp_ex *qp, struct ibv_mw *mw, uint32_t rkey,
                        const struct ibv_mw_bind_info *bind_info);
     void (*wr_local_inv)(struct ibv_qp_ex *qp, uint32_t invalidate_rkey);
     void (*wr_rdma_read)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr);
     void (*wr_rdma_write)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr);
-    void (*wr_rdma_write_imm)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr,
-                              __be32 imm_data);
+    void (*wr_rdma_write_imm)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr, __be32 imm_data);
     void (*wr_send)(struct ibv_qp_ex *qp);
     void (*wr_send_imm)(struct ibv_qp_ex *qp, __be32 imm_data);
     void (*wr_send_inv)(struct ibv_qp_ex *qp, uint32_t invalidate_rkey);
     void (*wr_send_tso)(struct ibv_qp_ex *qp, void *hdr, uint16_t hdr_sz, uint16_t mss);
 
     /* Setters: complete the work request that the last builder began. */
-    void (*wr_set_ud_addr)(struct ibv_qp_ex *qp, struct ibv_ah *ah, uint32_t remote_qpn,
-                           uint32_t remote_qkey);
+    void (*wr_set_ud_addr)(struct ibv_qp_ex *qp, struct ibv_ah *ah, uint32_t remote_qpn, uint32_t remote_qkey);
     void (*wr_set_xrc_srqn)(struct ibv_qp_ex *qp, uint32_t remote_srqn);
     void (*wr_set_inline_data)(struct ibv_qp_ex *qp, void *addr, size_t length);
-    void (*wr_set_inline_data_list)(struct ibv_qp_ex *qp, size_t num_buf,
-                                    const struct ibv_data_buf *buf_list);
+    void (*wr_set_inline_data_list)(struct ibv_qp_ex *qp, size_t num_buf, const struct ibv_data_buf *buf_list);
     void (*wr_set_sge)(struct ibv_qp_ex *qp, uint32_t lkey, uint64_t addr, uint32_t length);
     void (*wr_set_sge_list)(struct ibv_qp_ex *qp, size_t num_sge, const struct ibv_sge *sg_list);
 
@@ -1237,8 +1231,7 @@ struct ibv_qp_ex { /* grows */
     int (*wr_complete)(struct ibv_qp_ex *qp);
     void (*wr_abort)(struct ibv_qp_ex *qp);
 
-    void (*wr_atomic_write)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr,
-                            const void *atomic_wr);
+    void (*wr_atomic_write)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr, const void *atomic_wr);
 };
 
 /* -- Contexts -------------------------------------------------------------------------------- */
@@ -1246,8 +1239,7 @@ struct ibv_qp_ex { /* grows */
 /* The _compat slots served applications of libibverbs 1.0; nothing calls them. */
 struct ibv_context_ops {
     int (*_compat_query_device)(struct ibv_context *context, struct ibv_device_attr *device_attr);
-    int (*_compat_query_port)(struct ibv_context *context, uint8_t port_num,
-                              struct _compat_ibv_port_attr *port_attr);
+    int (*_compat_query_port)(struct ibv_context *context, uint8_t port_num, struct _compat_ibv_port_attr *port_attr);
     void *(*_compat_alloc_pd)(void);
     void *(*_compat_dealloc_pd)(void);
     void *(*_compat_reg_mr)(void);
@@ -1266,8 +1258,7 @@ struct ibv_context_ops {
     void *(*_compat_modify_srq)(void);
     void *(*_compat_query_srq)(void);
     void *(*_compat_destroy_srq)(void);
-    int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *recv_wr,
-                         struct ibv_recv_wr **bad_recv_wr);
+    int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *recv_wr, struct ibv_recv_wr **bad_recv_wr);
     void *(*_compat_create_qp)(void);
     void *(*_compat_query_qp)(void);
     void *(*_compat_modify_qp)(void);
@@ -1298,60 +1289,50 @@ struct ibv_context {
  * errno; one that returns int returns the errno value.
  */
 struct verbs_context {
-    int (*query_port)(struct ibv_context *context, uint8_t port_num,
-                      struct ibv_port_attr *port_attr, size_t port_attr_len);
-    int (*advise_mr)(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags,
-                     struct ibv_sge *sg_list, uint32_t num_sges);
+    int (*query_port)(struct ibv_context *context, uint8_t port_num, struct ibv_port_attr *port_attr,
+                      size_t port_attr_len);
+    int (*advise_mr)(struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags, struct ibv_sge *sg_list,
+                     uint32_t num_sges);
     struct ibv_mr *(*alloc_null_mr)(struct ibv_pd *pd);
-    int (*read_counters)(struct ibv_counters *counters, uint64_t *counters_value,
-                         uint32_t ncounters, uint32_t flags);
-    int (*attach_counters_point_flow)(struct ibv_counters *counters,
-                                      struct ibv_counter_attach_attr *attr,
+    int (*read_counters)(struct ibv_counters *counters, uint64_t *counters_value, uint32_t ncounters, uint32_t flags);
+    int (*attach_counters_point_flow)(struct ibv_counters *counters, struct ibv_counter_attach_attr *attr,
                                       struct ibv_flow *flow);
-    struct ibv_counters *(*create_counters)(struct ibv_context *context,
-                                            struct ibv_counters_init_attr *init_attr);
+    struct ibv_counters *(*create_counters)(struct ibv_context *context, struct ibv_counters_init_attr *init_attr);
     int (*destroy_counters)(struct ibv_counters *counters);
-    struct ibv_mr *(*reg_dm_mr)(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t dm_offset,
-                                size_t length, unsigned int access);
+    struct ibv_mr *(*reg_dm_mr)(struct ibv_pd *pd, struct ibv_dm *dm, uint64_t dm_offset, size_t length,
+                                unsigned int access);
     struct ibv_dm *(*alloc_dm)(struct ibv_context *context, struct ibv_alloc_dm_attr *attr);
     int (*free_dm)(struct ibv_dm *dm);
-    int (*modify_flow_action_esp)(struct ibv_flow_action *action,
-                                  struct ibv_flow_action_esp_attr *attr);
+    int (*modify_flow_action_esp)(struct ibv_flow_action *action, struct ibv_flow_action_esp_attr *attr);
     int (*destroy_flow_action)(struct ibv_flow_action *action);
     struct ibv_flow_action *(*create_flow_action_esp)(struct ibv_context *context,
                                                       struct ibv_flow_action_esp_attr *attr);
     int (*modify_qp_rate_limit)(struct ibv_qp *qp, struct ibv_qp_rate_limit_attr *attr);
-    struct ibv_pd *(*alloc_parent_domain)(struct ibv_context *context,
-                                          struct ibv_parent_domain_init_attr *attr);
+    struct ibv_pd *(*alloc_parent_domain)(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr);
     int (*dealloc_td)(struct ibv_td *td);
     struct ibv_td *(*alloc_td)(struct ibv_context *context, struct ibv_td_init_attr *init_attr);
     int (*modify_cq)(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr);
     int (*post_srq_ops)(struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_ops_wr **bad_op);
     int (*destroy_rwq_ind_table)(struct ibv_rwq_ind_table *rwq_ind_table);
-    struct ibv_rwq_ind_table *(*create_rwq_ind_table)(
-        struct ibv_context *context, struct ibv_rwq_ind_table_init_attr *init_attr);
+    struct ibv_rwq_ind_table *(*create_rwq_ind_table)(struct ibv_context *context,
+                                                      struct ibv_rwq_ind_table_init_attr *init_attr);
     int (*destroy_wq)(struct ibv_wq *wq);
     int (*modify_wq)(struct ibv_wq *wq, struct ibv_wq_attr *wq_attr);
     struct ibv_wq *(*create_wq)(struct ibv_context *context, struct ibv_wq_init_attr *wq_init_attr);
     int (*query_rt_values)(struct ibv_context *context, struct ibv_values_ex *values);
-    struct ibv_cq_ex *(*create_cq_ex)(struct ibv_context *context,
-                                      struct ibv_cq_init_attr_ex *init_attr);
+    struct ibv_cq_ex *(*create_cq_ex)(struct ibv_context *context, struct ibv_cq_init_attr_ex *init_attr);
     struct verbs_ex_private *priv; /* libibverbs' own: NULL in a context that it did not make */
-    int (*query_device_ex)(struct ibv_context *context,
-                           const struct ibv_query_device_ex_input *input,
+    int (*query_device_ex)(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
                            struct ibv_device_attr_ex *attr, size_t attr_size);
     int (*ibv_destroy_flow)(struct ibv_flow *flow);
     void (*ABI_placeholder2)(void);
     struct ibv_flow *(*ibv_create_flow)(struct ibv_qp *qp, struct ibv_flow_attr *flow_attr);
     void (*ABI_placeholder1)(void);
     struct ibv_qp *(*open_qp)(struct ibv_context *context, struct ibv_qp_open_attr *attr);
-    struct ibv_qp *(*create_qp_ex)(struct ibv_context *context,
-                                   struct ibv_qp_init_attr_ex *qp_init_attr_ex);
+    struct ibv_qp *(*create_qp_ex)(struct ibv_context *context, struct ibv_qp_init_attr_ex *qp_init_attr_ex);
     int (*get_srq_num)(struct ibv_srq *srq, uint32_t *srq_num);
-    struct ibv_srq *(*create_srq_ex)(struct ibv_context *context,
-                                     struct ibv_srq_init_attr_ex *srq_init_attr_ex);
-    struct ibv_xrcd *(*open_xrcd)(struct ibv_context *context,
-                                  struct ibv_xrcd_init_attr *xrcd_init_attr);
+    struct ibv_srq *(*create_srq_ex)(struct ibv_context *context, struct ibv_srq_init_attr_ex *srq_init_attr_ex);
+    struct ibv_xrcd *(*open_xrcd)(struct ibv_context *context, struct ibv_xrcd_init_attr *xrcd_init_attr);
     int (*close_xrcd)(struct ibv_xrcd *xrcd);
     uint64_t _ABI_placeholder3;
     size_t sz; /* of the whole struct as its maker knows it */
@@ -1370,8 +1351,7 @@ static inline struct verbs_context *verbs_context_of(struct ibv_context *ctx)
 #define VERBS_OP_DISTANCE(op) (sizeof(struct verbs_context) - offsetof(struct verbs_context, op))
 
 /* Whether `vctx` (may be NULL) has `op`, which may still answer EOPNOTSUPP. `vctx` is repeated. */
-#define VERBS_HAS_OP(vctx, op)                                                                     \
-    ((vctx) != NULL && (vctx)->sz >= VERBS_OP_DISTANCE(op) && (vctx)->op != NULL)
+#define VERBS_HAS_OP(vctx, op) ((vctx) != NULL && (vctx)->sz >= VERBS_OP_DISTANCE(op) && (vctx)->op != NULL)
 
 #ifdef __cplusplus
 }

@@ -16,39 +16,39 @@
 #include "verbs_abi.h"
 
 /* X(result, name, parameters): the exported verb ibv_<name>. */
-#define VERBS_EXPORTED(X)                                                                                          \
-	X(int, close_device, (struct ibv_context *))                                                               \
-	X(int, query_device, (struct ibv_context *, struct ibv_device_attr *))                                     \
-	X(int, query_gid, (struct ibv_context *, uint8_t port, int index, union ibv_gid *))                        \
-	X(int, query_pkey, (struct ibv_context *, uint8_t port, int index, __be16 *))                              \
-	X(int, get_async_event, (struct ibv_context *, struct ibv_async_event *))                                  \
-	X(void, ack_async_event, (struct ibv_async_event *))                                                       \
-	X(struct ibv_pd *, alloc_pd, (struct ibv_context *))                                                       \
-	X(int, dealloc_pd, (struct ibv_pd *))                                                                      \
-	X(struct ibv_mr *, reg_mr, (struct ibv_pd *, void *, size_t, int access))                                  \
-	X(int, dereg_mr, (struct ibv_mr *))                                                                        \
-	X(struct ibv_comp_channel *, create_comp_channel, (struct ibv_context *))                                  \
-	X(int, destroy_comp_channel, (struct ibv_comp_channel *))                                                  \
-	X(int, get_cq_event, (struct ibv_comp_channel *, struct ibv_cq **, void **cq_context))                     \
-	X(void, ack_cq_events, (struct ibv_cq *, unsigned int))                                                    \
-	X(struct ibv_cq *, create_cq,                                                                              \
-	  (struct ibv_context *, int cqe, void *cq_context, struct ibv_comp_channel *, int comp_vector))           \
-	X(int, resize_cq, (struct ibv_cq *, int cqe))                                                              \
-	X(int, destroy_cq, (struct ibv_cq *))                                                                      \
-	X(struct ibv_srq *, create_srq, (struct ibv_pd *, struct ibv_srq_init_attr *))                             \
-	X(int, modify_srq, (struct ibv_srq *, struct ibv_srq_attr *, int mask))                                    \
-	X(int, query_srq, (struct ibv_srq *, struct ibv_srq_attr *))                                               \
-	X(int, destroy_srq, (struct ibv_srq *))                                                                    \
-	X(struct ibv_qp *, create_qp, (struct ibv_pd *, struct ibv_qp_init_attr *))                                \
-	X(int, query_qp, (struct ibv_qp *, struct ibv_qp_attr *, int mask, struct ibv_qp_init_attr *))             \
-	X(int, modify_qp, (struct ibv_qp *, struct ibv_qp_attr *, int mask))                                       \
-	X(int, destroy_qp, (struct ibv_qp *))                                                                      \
-	X(struct ibv_ah *, create_ah, (struct ibv_pd *, struct ibv_ah_attr *))                                     \
-	X(int, destroy_ah, (struct ibv_ah *))
+#define VERBS_EXPORTED(X)                                                                            \
+    X(int, close_device, (struct ibv_context *))                                                     \
+    X(int, query_device, (struct ibv_context *, struct ibv_device_attr *))                           \
+    X(int, query_gid, (struct ibv_context *, uint8_t port, int index, union ibv_gid *))              \
+    X(int, query_pkey, (struct ibv_context *, uint8_t port, int index, __be16 *))                    \
+    X(int, get_async_event, (struct ibv_context *, struct ibv_async_event *))                        \
+    X(void, ack_async_event, (struct ibv_async_event *))                                             \
+    X(struct ibv_pd *, alloc_pd, (struct ibv_context *))                                             \
+    X(int, dealloc_pd, (struct ibv_pd *))                                                            \
+    X(struct ibv_mr *, reg_mr, (struct ibv_pd *, void *, size_t, int access))                        \
+    X(int, dereg_mr, (struct ibv_mr *))                                                              \
+    X(struct ibv_comp_channel *, create_comp_channel, (struct ibv_context *))                        \
+    X(int, destroy_comp_channel, (struct ibv_comp_channel *))                                        \
+    X(int, get_cq_event, (struct ibv_comp_channel *, struct ibv_cq **, void **cq_context))           \
+    X(void, ack_cq_events, (struct ibv_cq *, unsigned int))                                          \
+    X(struct ibv_cq *, create_cq,                                                                    \
+      (struct ibv_context *, int cqe, void *cq_context, struct ibv_comp_channel *, int comp_vector)) \
+    X(int, resize_cq, (struct ibv_cq *, int cqe))                                                    \
+    X(int, destroy_cq, (struct ibv_cq *))                                                            \
+    X(struct ibv_srq *, create_srq, (struct ibv_pd *, struct ibv_srq_init_attr *))                   \
+    X(int, modify_srq, (struct ibv_srq *, struct ibv_srq_attr *, int mask))                          \
+    X(int, query_srq, (struct ibv_srq *, struct ibv_srq_attr *))                                     \
+    X(int, destroy_srq, (struct ibv_srq *))                                                          \
+    X(struct ibv_qp *, create_qp, (struct ibv_pd *, struct ibv_qp_init_attr *))                      \
+    X(int, query_qp, (struct ibv_qp *, struct ibv_qp_attr *, int mask, struct ibv_qp_init_attr *))   \
+    X(int, modify_qp, (struct ibv_qp *, struct ibv_qp_attr *, int mask))                             \
+    X(int, destroy_qp, (struct ibv_qp *))                                                            \
+    X(struct ibv_ah *, create_ah, (struct ibv_pd *, struct ibv_ah_attr *))                           \
+    X(int, destroy_ah, (struct ibv_ah *))
 
 struct verbs_table {
 #define X(result, name, parameters) result(*name) parameters;
-	VERBS_EXPORTED(X)
+    VERBS_EXPORTED(X)
 #undef X
 };
 
@@ -63,91 +63,91 @@ void **verbs_table_slot(struct verbs_table *table, const char *name);
 
 static inline int verbs_poll_cq(struct ibv_cq *cq, int count, struct ibv_wc *wc)
 {
-	return cq->context->ops.poll_cq(cq, count, wc);
+    return cq->context->ops.poll_cq(cq, count, wc);
 }
 
 static inline int verbs_req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
-	return cq->context->ops.req_notify_cq(cq, solicited_only);
+    return cq->context->ops.req_notify_cq(cq, solicited_only);
 }
 
 static inline int verbs_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
 {
-	return qp->context->ops.post_send(qp, wr, bad);
+    return qp->context->ops.post_send(qp, wr, bad);
 }
 
 static inline int verbs_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
 {
-	return qp->context->ops.post_recv(qp, wr, bad);
+    return qp->context->ops.post_recv(qp, wr, bad);
 }
 
 /* The extended op of a context, or a return of `absent` from the calling function with errno EOPNOTSUPP. */
-#define VERBS_REQUIRE(vctx, op, absent)                                                                            \
-	do {                                                                                                       \
-		if (!VERBS_HAS_OP(vctx, op)) {                                                                     \
-			errno = EOPNOTSUPP;                                                                        \
-			return absent;                                                                             \
-		}                                                                                                  \
-	} while (0)
+#define VERBS_REQUIRE(vctx, op, absent) \
+    do {                                \
+        if (!VERBS_HAS_OP(vctx, op)) {  \
+            errno = EOPNOTSUPP;         \
+            return absent;              \
+        }                               \
+    } while (0)
 
 static inline int verbs_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr)
 {
-	struct verbs_context *vctx = verbs_context_of(context);
+    struct verbs_context *vctx = verbs_context_of(context);
 
-	VERBS_REQUIRE(vctx, query_port, EOPNOTSUPP);
-	memset(attr, 0, sizeof(*attr));
-	return vctx->query_port(context, port, attr, sizeof(*attr));
+    VERBS_REQUIRE(vctx, query_port, EOPNOTSUPP);
+    memset(attr, 0, sizeof(*attr));
+    return vctx->query_port(context, port, attr, sizeof(*attr));
 }
 
 static inline struct ibv_td *verbs_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr)
 {
-	struct verbs_context *vctx = verbs_context_of(context);
+    struct verbs_context *vctx = verbs_context_of(context);
 
-	VERBS_REQUIRE(vctx, alloc_td, NULL);
-	return vctx->alloc_td(context, attr);
+    VERBS_REQUIRE(vctx, alloc_td, NULL);
+    return vctx->alloc_td(context, attr);
 }
 
 static inline int verbs_dealloc_td(struct ibv_td *td)
 {
-	struct verbs_context *vctx = verbs_context_of(td->context);
+    struct verbs_context *vctx = verbs_context_of(td->context);
 
-	VERBS_REQUIRE(vctx, dealloc_td, EOPNOTSUPP);
-	return vctx->dealloc_td(td);
+    VERBS_REQUIRE(vctx, dealloc_td, EOPNOTSUPP);
+    return vctx->dealloc_td(td);
 }
 
 static inline struct ibv_pd *verbs_alloc_parent_domain(struct ibv_context *context,
-						       struct ibv_parent_domain_init_attr *attr)
+                                                       struct ibv_parent_domain_init_attr *attr)
 {
-	struct verbs_context *vctx = verbs_context_of(context);
+    struct verbs_context *vctx = verbs_context_of(context);
 
-	VERBS_REQUIRE(vctx, alloc_parent_domain, NULL);
-	return vctx->alloc_parent_domain(context, attr);
+    VERBS_REQUIRE(vctx, alloc_parent_domain, NULL);
+    return vctx->alloc_parent_domain(context, attr);
 }
 
 static inline struct ibv_xrcd *verbs_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_attr *attr)
 {
-	struct verbs_context *vctx = verbs_context_of(context);
+    struct verbs_context *vctx = verbs_context_of(context);
 
-	VERBS_REQUIRE(vctx, open_xrcd, NULL);
-	return vctx->open_xrcd(context, attr);
+    VERBS_REQUIRE(vctx, open_xrcd, NULL);
+    return vctx->open_xrcd(context, attr);
 }
 
 static inline int verbs_close_xrcd(struct ibv_xrcd *xrcd)
 {
-	struct verbs_context *vctx = verbs_context_of(xrcd->context);
+    struct verbs_context *vctx = verbs_context_of(xrcd->context);
 
-	VERBS_REQUIRE(vctx, close_xrcd, EOPNOTSUPP);
-	return vctx->close_xrcd(xrcd);
+    VERBS_REQUIRE(vctx, close_xrcd, EOPNOTSUPP);
+    return vctx->close_xrcd(xrcd);
 }
 
 /* Whoever fills create_cq_ex (libibverbs around its providers, or the software device) initialises the queue's
  * mutex and condition. */
 static inline struct ibv_cq_ex *verbs_create_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr)
 {
-	struct verbs_context *vctx = verbs_context_of(context);
+    struct verbs_context *vctx = verbs_context_of(context);
 
-	VERBS_REQUIRE(vctx, create_cq_ex, NULL);
-	return vctx->create_cq_ex(context, attr);
+    VERBS_REQUIRE(vctx, create_cq_ex, NULL);
+    return vctx->create_cq_ex(context, attr);
 }
 
 #endif

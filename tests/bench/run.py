@@ -68,9 +68,7 @@ def handles(rounds: int, operations: int) -> dict[str, object]:
         for _ in range(rounds):
             start = time.perf_counter()
             for _ in range(operations):
-                qp.post_send(
-                    SendOpcode.RDMA_WRITE, sges, flags=SendFlags.SIGNALED, remote_addr=address, rkey=rkey
-                )
+                qp.post_send(SendOpcode.RDMA_WRITE, sges, flags=SendFlags.SIGNALED, remote_addr=address, rkey=rkey)
                 cq.poll(1)
             times.append((time.perf_counter() - start) / operations)
     return {"name": "handles_write_8", "post_and_poll_ns": statistics.median(times) * 1e9}

@@ -1,8 +1,9 @@
-"""Checks the stack's rule, "a module imports only what stands below it", for imports and cimports in Cython sources.
+"""Checks the stack's rule, "a module imports only what stands below it", where import-linter does not see.
 
     python tests/checks/cimport_layers.py [ROOT]
 
-import-linter sees Python files only; this reads the very layers that pyproject.toml gives to import-linter.
+That is: imports and cimports in Cython sources, imports out of compiled modules, and imports of the package itself,
+which stands above all. It reads the very layers that pyproject.toml gives to import-linter.
 """
 
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SUFFIXES = (".pyx", ".pxd", ".pxi")
+_SUFFIXES = (".py", ".pyx", ".pxd", ".pxi")
 _STRING_OR_COMMENT = re.compile(r"""('''|\"\"\")(?:\\.|.)*?\1|(['"])(?:\\.|(?!\2)[^\\\n])*\2|\#[^\n]*""", re.DOTALL)
 _STATEMENT = re.compile(
     r"^[ \t]*(?:from[ \t]+(?P<source>[.\w]+)[ \t]+c?import[ \t]*(?:\((?P<listed>[^)]*)\)|(?P<names>[^\n;]*))"
@@ -68,7 +69,7 @@ def layers(pyproject: dict[str, Any]) -> Iterator[Layers]:
 
 
 def imports(text: str, package: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything that a Cython source in `package` imports or cimports."""
+    """Line and absolute name of everything that a source in `package` imports or cimports."""
     blank = _STRING_OR_COMMENT.sub(lambda match: "\n" * match.group().count("\n") or "''", text)
     blank = blank.replace("\\\n", "  ")
     for match in _STATEMENT.finditer(blank):
@@ -103,21 +104,23 @@ def objections(root: Path) -> Iterator[str]:
     stack = list(layers(pyproject))
     for path in sorted(path for path in (root / top).rglob("*") if path.suffix in _SUFFIXES):
         parts = spoken_for(path).relative_to(root).with_suffix("").parts
+        importer = ".".join(parts).removesuffix(".__init__")
         for line, imported in imports(path.read_text(), ".".join(parts[:-1])):
             place = f"{path.relative_to(root)}:{line}: imports {imported}"
             beneath = imported.removeprefix(f"{top}.").split(".")[0]
             exists = (root / top / beneath).is_dir() or any((root / top).glob(f"{beneath}.*"))
-            if imported == top or (imported.startswith(f"{top}.") and not exists):
+            ours = imported == top or imported.startswith(f"{top}.")
+            if ours and (imported == top or not exists) and importer != top:
                 yield f"{place}: the package itself stands above everything"
             for each in stack:
-                objection = each.objection(".".join(parts), imported)
+                objection = each.objection(importer, imported)
                 if objection is not None and imported != top:
                     yield f"{place}: {objection}"
 
 
 def main() -> int:
     found = list(objections(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))
-    print("\n".join(found) if found else "cimports: every Cython source imports only what stands below it")
+    print("\n".join(found) if found else "every source, Cython or Python, imports only what stands below it")
     return 1 if found else 0
 
 

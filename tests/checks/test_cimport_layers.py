@@ -57,6 +57,11 @@ def test_downwards_is_allowed(house: Path, source: str) -> None:
     assert list(objections(house)) == []
 
 
+def test_the_package_may_import_all_of_it(house: Path) -> None:
+    (house / "house/__init__.py").write_text("from house import roof\nfrom .ground import x\nfrom . import core")
+    assert list(objections(house)) == []
+
+
 @pytest.mark.parametrize(
     ("file", "source", "line", "reason"),
     [
@@ -69,6 +74,9 @@ def test_downwards_is_allowed(house: Path, source: str) -> None:
         ("core/lower.pyx", "from house import cellar", 1, "house.cellar is not in the stack"),
         ("core/lower.pyx", "import house", 1, "the package itself stands above everything"),
         ("core/lower.pyx", "from house import open_device", 1, "the package itself stands above everything"),
+        ("ground.py", "from house.core.lower import Thing", 1, "core stands above ground"),
+        ("ground.py", "def f():\n    import house", 2, "the package itself stands above everything"),
+        ("core/__init__.py", "from ..roof import x", 1, "roof stands above core"),
         ("left.pyx", "from .right cimport x", 1, "left and right stand side by side"),
     ],
 )

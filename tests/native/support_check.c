@@ -9,60 +9,63 @@
 #define DELAY_NS 200000u
 
 static const struct check_variant variants[] = {
-    {"inline", {SOFT_INLINE, 0}, false},
-    {"inline-td", {SOFT_INLINE, 0}, true},
-    {"engine", {SOFT_ENGINE, 0}, false},
-    {"engine-td", {SOFT_ENGINE, 0}, true},
-    {"delayed", {SOFT_ENGINE, DELAY_NS}, false},
-    {"delayed-td", {SOFT_ENGINE, DELAY_NS}, true},
+    {"inline", {SOFT_INLINE, 0}, false},         {"inline-td", {SOFT_INLINE, 0}, true},
+    {"engine", {SOFT_ENGINE, 0}, false},         {"engine-td", {SOFT_ENGINE, 0}, true},
+    {"delayed", {SOFT_ENGINE, DELAY_NS}, false}, {"delayed-td", {SOFT_ENGINE, DELAY_NS}, true},
 };
 
 const struct check_variant *variant = &variants[0];
 
 static const char *case_name = "";
 static atomic_uint failures;
+static bool has_cases; /* a benchmark has none */
 static pthread_t main_thread;
+static pid_t main_process; /* a child of it runs no further cases */
 static jmp_buf case_end;
 
-static bool report(bool holds, struct check_place place, const char *text)
+static bool fail(struct check_place place, const char *text)
 {
-    if (!holds) {
-        atomic_fetch_add(&failures, 1);
-        printf("%s:%d: %s [%s]: %s\n", place.file, place.line, case_name, variant->name, text);
-        fflush(stdout);
-    }
-    return holds;
+    atomic_fetch_add(&failures, 1);
+    printf("%s:%d: %s [%s]: %s\n", place.file, place.line, case_name, variant->name, text);
+    fflush(stdout);
+    return false;
 }
 
 bool check_true(bool holds, struct check_place place, const char *what)
 {
-    return report(holds, place, what);
+    return holds || fail(place, what);
 }
 
-bool check_equal(long long actual, long long expected, struct check_place place,
-                 const char *actual_text, const char *expected_text)
+bool check_equal(long long actual, long long expected, struct check_place place, const char *actual_text,
+                 const char *expected_text)
 {
     char text[512];
 
-    snprintf(text, sizeof(text), "%s is %lld, not %s (%lld)", actual_text, actual, expected_text,
+    if (actual == expected)
+        return true;
+    snprintf(text, sizeof(text), "%s is %lld, not %s (%lld)", actual_text, actual, expected_text, expected);
+    return fail(place, text);
+}
+
+bool check_refused(const void *made, int error, int expected, struct check_place place, const char *what)
+{
+    char text[512];
+
+    if (!made && error == expected)
+        return true;
+    snprintf(text, sizeof(text), "%s made %s with errno %d, not %d", what, made ? "an object" : "nothing", error,
              expected);
-    return report(actual == expected, place, text);
-}
-
-bool check_refused(const void *made, int error, int expected, struct check_place place,
-                   const char *what)
-{
-    char text[512];
-
-    snprintf(text, sizeof(text), "%s made %s with errno %d, not %d", what,
-             made ? "an object" : "nothing", error, expected);
-    return report(!made && error == expected, place, text);
+    return fail(place, text);
 }
 
 void check_stop(void)
 {
+    if (!has_cases)
+        exit(1);
     if (!pthread_equal(pthread_self(), main_thread))
         pthread_exit(NULL);
+    if (getpid() != main_process)
+        _exit(1);
     longjmp(case_end, 1);
 }
 
@@ -77,8 +80,7 @@ static void on_alarm(int number)
     static const char text[] = ": hangs\n";
 
     (void)number;
-    if (write(STDOUT_FILENO, case_name, strlen(case_name)) < 0 ||
-        write(STDOUT_FILENO, " ", 1) < 0 ||
+    if (write(STDOUT_FILENO, case_name, strlen(case_name)) < 0 || write(STDOUT_FILENO, " ", 1) < 0 ||
         write(STDOUT_FILENO, variant->name, strlen(variant->name)) < 0 ||
         write(STDOUT_FILENO, text, sizeof(text) - 1) < 0)
         _exit(3);
@@ -115,7 +117,9 @@ int check_main(int argc, char **argv, const struct check_case *cases, size_t cou
         else
             return fprintf(stderr, "usage: %s [-v] [--case NAME] [--variant NAME]\n", argv[0]), 2;
     }
+    has_cases = true;
     main_thread = pthread_self();
+    main_process = getpid();
     signal(SIGALRM, on_alarm);
     for (i = 0; i < count; i++) {
         for (v = 0; v < COUNT_OF(variants); v++) {

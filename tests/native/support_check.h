@@ -28,12 +28,12 @@ struct check_case {
 /* Runs what the command line asks for (`--case NAME`, `--variant NAME`, `-v`); the exit status. */
 int check_main(int argc, char **argv, const struct check_case *cases, size_t count);
 
-#define CHECK_MAIN(...)                                                                            \
-    int main(int argc, char **argv)                                                                \
-    {                                                                                              \
-        static const struct check_case cases[] = {__VA_ARGS__};                                    \
-                                                                                                   \
-        return check_main(argc, argv, cases, sizeof(cases) / sizeof(cases[0]));                    \
+#define CHECK_MAIN(...)                                                         \
+    int main(int argc, char **argv)                                             \
+    {                                                                           \
+        static const struct check_case cases[] = {__VA_ARGS__};                 \
+                                                                                \
+        return check_main(argc, argv, cases, sizeof(cases) / sizeof(cases[0])); \
     }
 
 /* Where a check stands, for helpers that check on behalf of their caller. */
@@ -45,12 +45,11 @@ struct check_place {
 #define HERE ((struct check_place){__FILE__, __LINE__})
 
 bool check_true(bool holds, struct check_place place, const char *what);
-bool check_equal(long long actual, long long expected, struct check_place place,
-                 const char *actual_text, const char *expected_text);
-bool check_refused(const void *made, int error, int expected, struct check_place place,
-                   const char *what);
+bool check_equal(long long actual, long long expected, struct check_place place, const char *actual_text,
+                 const char *expected_text);
+bool check_refused(const void *made, int error, int expected, struct check_place place, const char *what);
 
-/* Ends the case, or the thread where it is not the main one. */
+/* Ends the case; the thread where it is not the main one; the process where it is a child, or has no cases. */
 _Noreturn void check_stop(void);
 
 /* How many checks of this process failed; a child of a fork counts on from its parent. */
@@ -58,27 +57,26 @@ unsigned int check_failures(void);
 
 /* A CHECK that fails is reported and the case goes on; a REQUIRE ends it. */
 #define CHECK(condition) check_true(condition, HERE, #condition)
-#define CHECK_EQ(actual, expected)                                                                 \
-    check_equal((long long)(actual), (long long)(expected), HERE, #actual, #expected)
-#define REQUIRE(condition)                                                                         \
-    do {                                                                                           \
-        if (!CHECK(condition))                                                                     \
-            check_stop();                                                                          \
+#define CHECK_EQ(actual, expected) check_equal((long long)(actual), (long long)(expected), HERE, #actual, #expected)
+#define REQUIRE(condition)     \
+    do {                       \
+        if (!CHECK(condition)) \
+            check_stop();      \
     } while (0)
-#define REQUIRE_EQ(actual, expected)                                                               \
-    do {                                                                                           \
-        if (!CHECK_EQ(actual, expected))                                                           \
-            check_stop();                                                                          \
+#define REQUIRE_EQ(actual, expected)     \
+    do {                                 \
+        if (!CHECK_EQ(actual, expected)) \
+            check_stop();                \
     } while (0)
 
 /* A verb that makes an object answers NULL and this errno. */
-#define CHECK_REFUSED(pointer, expected)                                                           \
-    do {                                                                                           \
-        const void *made_;                                                                         \
-                                                                                                   \
-        errno = 0;                                                                                 \
-        made_ = (pointer);                                                                         \
-        check_refused(made_, errno, expected, HERE, #pointer);                                     \
+#define CHECK_REFUSED(pointer, expected)                       \
+    do {                                                       \
+        const void *made_;                                     \
+                                                               \
+        errno = 0;                                             \
+        made_ = (pointer);                                     \
+        check_refused(made_, errno, expected, HERE, #pointer); \
     } while (0)
 
 #ifdef __SANITIZE_THREAD__

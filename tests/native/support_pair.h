@@ -8,12 +8,11 @@
 #define ACCESS_ALL (IBV_ACCESS_LOCAL_WRITE | REMOTE_ALL)
 
 #define MASK_INIT (IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)
-#define MASK_RTR                                                                                   \
-    (IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |                \
-     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)
-#define MASK_RTS                                                                                   \
-    (IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |         \
-     IBV_QP_MAX_QP_RD_ATOMIC)
+#define MASK_RTR                                                                                                \
+    (IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | \
+     IBV_QP_MIN_RNR_TIMER)
+#define MASK_RTS \
+    (IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC)
 
 /* What a queue pair is connected with, its state and destination but for. */
 extern const struct ibv_qp_attr default_link;
@@ -48,9 +47,9 @@ struct pair {
 /* A field that is 0 stands for the default. */
 struct pair_options {
     struct home *homes[2];
-    struct ibv_qp_cap cap; /* 16 requests each way, 4 entries, 64 bytes inline */
-    int cqe;               /* 64 */
-    size_t memory;         /* bytes of each end: 64 KiB */
+    struct ibv_qp_cap cap;          /* 16 requests each way, 4 entries, 64 bytes inline */
+    int cqe;                        /* 64 */
+    size_t memory;                  /* bytes of each end: 64 KiB */
     const struct ibv_qp_attr *link; /* default_link */
     bool sig_all;
     bool one_cq; /* of each end, for sends and receives */

@@ -45,8 +45,7 @@ bool wait_completion(struct ibv_cq *cq, struct ibv_wc *wc)
     return false;
 }
 
-struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status,
-                        struct check_place place)
+struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status, struct check_place place)
 {
     struct ibv_wc wc = {0};
 

@@ -16,8 +16,7 @@ void settle(void);
 bool wait_completion(struct ibv_cq *cq, struct ibv_wc *wc);
 
 /* The next completion, which must be this one; a REQUIRE where none comes. */
-struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status,
-                        struct check_place place);
+struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status, struct check_place place);
 #define EXPECT(cq, wr_id, status) expect_at(cq, wr_id, status, HERE)
 
 /* Nothing is there, nor comes. */

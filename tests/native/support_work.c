@@ -5,8 +5,7 @@ struct ibv_sge span(const struct end *end, size_t offset, uint32_t length)
     return (struct ibv_sge){(uintptr_t)end->memory + offset, length, end->mr->lkey};
 }
 
-struct ibv_send_wr request(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list,
-                           int count)
+struct ibv_send_wr request(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list, int count)
 {
     return (struct ibv_send_wr){
         .wr_id = wr_id,
@@ -17,8 +16,8 @@ struct ibv_send_wr request(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv
     };
 }
 
-struct ibv_send_wr request_to(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list,
-                              int count, const struct end *target, size_t offset)
+struct ibv_send_wr request_to(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list, int count,
+                              const struct end *target, size_t offset)
 {
     struct ibv_send_wr wr = request(opcode, wr_id, list, count);
     uint64_t address = (uintptr_t)target->memory + offset;

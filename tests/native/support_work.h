@@ -8,12 +8,11 @@
 struct ibv_sge span(const struct end *end, size_t offset, uint32_t length);
 
 /* A signalled request. */
-struct ibv_send_wr request(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list,
-                           int count);
+struct ibv_send_wr request(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list, int count);
 
 /* The same with the target's memory as the remote side; for atomics, too. */
-struct ibv_send_wr request_to(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list,
-                              int count, const struct end *target, size_t offset);
+struct ibv_send_wr request_to(enum ibv_wr_opcode opcode, uint64_t wr_id, struct ibv_sge *list, int count,
+                              const struct end *target, size_t offset);
 
 /* Posts one request or a chain; the verb's answer. */
 int post(struct ibv_qp *qp, struct ibv_send_wr *wr);

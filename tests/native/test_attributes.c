@@ -8,10 +8,10 @@ struct spoiled {
     void (*spoil)(struct ibv_qp_attr *attr);
 };
 
-#define SPOIL(name, statement)                                                                     \
-    static void name(struct ibv_qp_attr *attr)                                                     \
-    {                                                                                              \
-        statement;                                                                                 \
+#define SPOIL(name, statement)                 \
+    static void name(struct ibv_qp_attr *attr) \
+    {                                          \
+        statement;                             \
     }
 
 SPOIL(pkey_index, attr->pkey_index = 1)
@@ -59,8 +59,7 @@ static const struct spoiled spoiled[] = {
 
 static int change(struct ibv_qp *qp, enum ibv_qp_state to, void (*spoil)(struct ibv_qp_attr *))
 {
-    static const int masks[] = {
-        [IBV_QPS_INIT] = MASK_INIT, [IBV_QPS_RTR] = MASK_RTR, [IBV_QPS_RTS] = MASK_RTS};
+    static const int masks[] = {[IBV_QPS_INIT] = MASK_INIT, [IBV_QPS_RTR] = MASK_RTR, [IBV_QPS_RTS] = MASK_RTS};
     struct ibv_qp_attr attr = default_link;
 
     attr.qp_state = to;
@@ -295,9 +294,12 @@ static void extended_completion_queue_creation(void)
 {
     struct ibv_cq_init_attr_ex good = {.cqe = 4, .wc_flags = IBV_WC_STANDARD_FLAGS}, attr;
     static const uint64_t unsupported[] = {
-        IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, IBV_WC_EX_WITH_CVLAN,
-        IBV_WC_EX_WITH_FLOW_TAG,             IBV_WC_EX_WITH_TM_INFO,
-        1ull << 11,                          1ull << 40,
+        IBV_WC_EX_WITH_COMPLETION_TIMESTAMP,
+        IBV_WC_EX_WITH_CVLAN,
+        IBV_WC_EX_WITH_FLOW_TAG,
+        IBV_WC_EX_WITH_TM_INFO,
+        1ull << 11,
+        1ull << 40,
     };
     struct ibv_pd *parent, *foreign;
     struct home home, other;
@@ -321,7 +323,7 @@ static void extended_completion_queue_creation(void)
     CHECK_REFUSED(verbs_create_cq_ex(home.context, &attr), EOPNOTSUPP);
     attr = good, attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_PD;
     CHECK_REFUSED(verbs_create_cq_ex(home.context, &attr), EINVAL); /* NULL */
-    attr.parent_domain = home.base; /* not a parent domain */
+    attr.parent_domain = home.base;                                 /* not a parent domain */
     CHECK_REFUSED(verbs_create_cq_ex(home.context, &attr), EINVAL);
     attr.parent_domain = foreign;
     CHECK_REFUSED(verbs_create_cq_ex(home.context, &attr), EINVAL);
@@ -369,6 +371,5 @@ static void numbers_rest(void)
 }
 
 CHECK_MAIN(CASE(values), CASE(query), CASE(access_changes), CASE(queue_pair_creation),
-           CASE(extended_queue_pair_creation), CASE(empty_queues),
-           CASE(completion_queue_creation), CASE(extended_completion_queue_creation),
-           CASE(numbers_rest))
+           CASE(extended_queue_pair_creation), CASE(empty_queues), CASE(completion_queue_creation),
+           CASE(extended_completion_queue_creation), CASE(numbers_rest))

@@ -140,8 +140,8 @@ static void busy_for_one_child(void)
                 unsigned int node;
 
                 for (node = 0; node < NODES; node++)
-                    if (node != child && node != parent && !(gone & BIT(node)) &&
-                        !(children[node] & left) && fell(&tree, (enum node)node) == 0) {
+                    if (node != child && node != parent && !(gone & BIT(node)) && !(children[node] & left) &&
+                        fell(&tree, (enum node)node) == 0) {
                         gone |= BIT(node);
                         left &= ~BIT(node);
                     }
@@ -268,5 +268,4 @@ static void one_thread_domain_many_parents(void)
 }
 
 CHECK_MAIN(CASE(busy_in_every_order), CASE(busy_for_one_child), CASE(thread_domain_attributes),
-           CASE(parent_domain_attributes), CASE(parents_share_the_base),
-           CASE(one_thread_domain_many_parents))
+           CASE(parent_domain_attributes), CASE(parents_share_the_base), CASE(one_thread_domain_many_parents))

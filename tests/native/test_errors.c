@@ -58,8 +58,7 @@ static struct ibv_qp_attr link_of(enum fault fault, bool of_the_peer)
 }
 
 /* The request that fails. */
-static struct ibv_send_wr spoiled(enum fault fault, struct pair *pair, struct ibv_sge *list,
-                                  const struct ibv_mr *big)
+static struct ibv_send_wr spoiled(enum fault fault, struct pair *pair, struct ibv_sge *list, const struct ibv_mr *big)
 {
     struct ibv_send_wr wr = request_to(IBV_WR_RDMA_WRITE, 1, list, 1, &pair->b, 0);
     int i;
@@ -83,8 +82,7 @@ static struct ibv_send_wr spoiled(enum fault fault, struct pair *pair, struct ib
     case ATOMIC_MISALIGNED:
     case ATOMIC_TOO_LONG:
     case ATOMIC_TOO_SHORT:
-        wr = request_to(IBV_WR_ATOMIC_FETCH_AND_ADD, 1, list, 1, &pair->b,
-                        fault == ATOMIC_MISALIGNED ? 4 : 0);
+        wr = request_to(IBV_WR_ATOMIC_FETCH_AND_ADD, 1, list, 1, &pair->b, fault == ATOMIC_MISALIGNED ? 4 : 0);
         list[0].length = fault == ATOMIC_TOO_LONG ? 9 : fault == ATOMIC_TOO_SHORT ? 7 : 8;
         if (fault == REMOTE_KEY_OF_AN_ATOMIC)
             wr.wr.atomic.rkey ^= 1;
@@ -138,8 +136,7 @@ static void check_recovery(struct pair *pair)
 }
 
 /* `receiving`: the sender has receives posted; else the peer has a send that waits for one. */
-static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big,
-                      struct home *home)
+static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big, struct home *home)
 {
     struct ibv_qp_attr link_a = link_of(fault, false), link_b = link_of(fault, true);
     struct ibv_sge list[17], good = {0};
@@ -179,8 +176,7 @@ static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big
     CHECK_EQ(pair.b.memory[100], 0); /* what was flushed was not executed */
 
     if (faults[fault].breaks_peer) {
-        EXPECT(pair.b.recv_cq, 20,
-               faults[fault].receive ? faults[fault].receive : IBV_WC_WR_FLUSH_ERR);
+        EXPECT(pair.b.recv_cq, 20, faults[fault].receive ? faults[fault].receive : IBV_WC_WR_FLUSH_ERR);
         EXPECT(pair.b.recv_cq, 21, IBV_WC_WR_FLUSH_ERR);
         if (!receiving) {
             EXPECT(pair.b.send_cq, 10, IBV_WC_WR_FLUSH_ERR);
@@ -197,8 +193,7 @@ static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big
 
 static void every_fault(void)
 {
-    void *memory =
-        mmap(NULL, BIG, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *memory = mmap(NULL, BIG, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     struct ibv_mr *big;
     struct home home;
     int fault;

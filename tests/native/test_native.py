@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {program.name: program for program in build("plain", tmp_path_factory.mktemp("native"))}
+    try:
+        return {program.name: program for program in build("plain", tmp_path_factory.mktemp("native"))}
+    except subprocess.CalledProcessError as error:
+        pytest.fail(f"{error.cmd[-1]} cannot be built: the compiler says why", pytrace=False)
 
 
 @pytest.mark.parametrize("name", [source.stem for source in programs("plain")])

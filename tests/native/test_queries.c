@@ -239,5 +239,5 @@ static void short_context(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(opening), CASE(delay), CASE(counts), CASE(device), CASE(limits_hold), CASE(port),
-           CASE(tables), CASE(absent_verbs), CASE(short_context))
+CHECK_MAIN(CASE(opening), CASE(delay), CASE(counts), CASE(device), CASE(limits_hold), CASE(port), CASE(tables),
+           CASE(absent_verbs), CASE(short_context))

@@ -287,6 +287,46 @@ static void execution_mode(void)
     pair_close(&pair);
 }
 
+/* A queue with much to do does not keep the others waiting until it is done: they take turns. All of
+ * it is posted before any is due, and completes into one queue, which shows the order of execution. */
+static void taking_turns(void)
+{
+    enum { REQUESTS = 15, QUICK = 99 };
+    struct ibv_qp_init_attr attr = {.cap = {1, 1, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+    struct ibv_qp *near, *far;
+    struct pair pair;
+    struct end quick;
+    int i, place = -1;
+
+    PAIR_OPEN(&pair, .memory = 2 << 20);
+    if (variant->options.mode == SOFT_ENGINE)
+        CHECK_EQ(soft_set_delay(pair.own.context, 100 * 1000 * 1000), 0);
+    attr.send_cq = attr.recv_cq = pair.a.send_cq;
+    near = soft_verbs.create_qp(pair.own.pd, &attr);
+    far = soft_verbs.create_qp(pair.own.pd, &attr);
+    REQUIRE(near && far);
+    qp_connect(near, &default_link, far->qp_num);
+    qp_connect(far, &default_link, near->qp_num);
+    quick = pair.a;
+    quick.qp = near;
+    for (i = 0; i < REQUESTS; i++)
+        CHECK_EQ(post_write(&pair.a, &pair.b, (uint64_t)i, 2 << 20), 0);
+    CHECK_EQ(post_write(&quick, &pair.b, QUICK, 8), 0);
+    for (i = 0; i <= REQUESTS; i++) {
+        struct ibv_wc wc;
+
+        REQUIRE(wait_completion(pair.a.send_cq, &wc));
+        CHECK_EQ(wc.status, IBV_WC_SUCCESS);
+        if (wc.wr_id == QUICK)
+            place = i;
+    }
+    /* In the call that posts, there is nobody to take turns with. */
+    CHECK(variant->options.mode == SOFT_INLINE ? place == REQUESTS : place >= 0 && place < REQUESTS);
+    CHECK_EQ(soft_verbs.destroy_qp(near), 0);
+    CHECK_EQ(soft_verbs.destroy_qp(far), 0);
+    pair_close(&pair);
+}
+
 /* No request is executed once the device's thread is stopped; what is there can still be destroyed. */
 static void halted(void)
 {
@@ -302,6 +342,6 @@ static void halted(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(signalled_places), CASE(unsignalled_places), CASE(signal_all),
-           CASE(receive_places), CASE(chains), CASE(chain_into_a_full_queue), CASE(order),
-           CASE(both_ways), CASE(execution_mode), CASE(halted))
+CHECK_MAIN(CASE(signalled_places), CASE(unsignalled_places), CASE(signal_all), CASE(receive_places), CASE(chains),
+           CASE(chain_into_a_full_queue), CASE(order), CASE(both_ways), CASE(taking_turns), CASE(execution_mode),
+           CASE(halted))

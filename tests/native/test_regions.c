@@ -32,8 +32,7 @@ static void registration(void)
         struct ibv_mr *mr;
 
         if (accesses[i].error) {
-            CHECK_REFUSED(soft_verbs.reg_mr(home.base, memory, 64, accesses[i].access),
-                          accesses[i].error);
+            CHECK_REFUSED(soft_verbs.reg_mr(home.base, memory, 64, accesses[i].access), accesses[i].error);
             continue;
         }
         mr = soft_verbs.reg_mr(home.base, memory, 64, accesses[i].access);
@@ -65,6 +64,26 @@ static void unmapped_memory(void)
     CHECK_REFUSED(soft_verbs.reg_mr(home.base, memory + 2 * page, 1, 0), EFAULT);
     home_close(&home);
     munmap(memory, 2 * page);
+}
+
+/* It asks for the pages as it will use them: what cannot be written is no target of writes. */
+static void protected_memory(void)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    struct ibv_mr *mr;
+    struct home home;
+
+    REQUIRE(memory != MAP_FAILED);
+    home_open(&home);
+    mr = soft_verbs.reg_mr(home.base, memory, page, IBV_ACCESS_REMOTE_READ);
+    REQUIRE(mr != NULL);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    CHECK_REFUSED(soft_verbs.reg_mr(home.base, memory, page, IBV_ACCESS_LOCAL_WRITE), EFAULT);
+    REQUIRE_EQ(mprotect(memory, page, PROT_NONE), 0);
+    CHECK_REFUSED(soft_verbs.reg_mr(home.base, memory, page, 0), EFAULT);
+    home_close(&home);
+    munmap(memory, page);
 }
 
 /* One write with the given target, which either works or is refused as an access error. */
@@ -217,11 +236,8 @@ static void remote_rights(void)
 static void queue_pair_rights(void)
 {
     static const enum ibv_wr_opcode opcodes[] = {
-        IBV_WR_RDMA_WRITE,
-        IBV_WR_RDMA_WRITE_WITH_IMM,
-        IBV_WR_RDMA_READ,
-        IBV_WR_ATOMIC_CMP_AND_SWP,
-        IBV_WR_ATOMIC_FETCH_AND_ADD,
+        IBV_WR_RDMA_WRITE,         IBV_WR_RDMA_WRITE_WITH_IMM,  IBV_WR_RDMA_READ,
+        IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD,
     };
     static const unsigned int bits[] = {
         IBV_ACCESS_REMOTE_WRITE,  IBV_ACCESS_REMOTE_WRITE,  IBV_ACCESS_REMOTE_READ,
@@ -253,8 +269,8 @@ static void queue_pair_rights(void)
 /* What lands in local memory needs the right to write there. */
 static void local_rights(void)
 {
-    static const enum ibv_wr_opcode opcodes[] = {
-        IBV_WR_SEND, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_FETCH_AND_ADD};
+    static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ,
+                                                 IBV_WR_ATOMIC_FETCH_AND_ADD};
     size_t i;
 
     for (i = 0; i < COUNT_OF(opcodes); i++) {
@@ -394,7 +410,6 @@ static void keys_rest(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(registration), CASE(unmapped_memory), CASE(remote_bounds),
-           CASE(wild_remote_addresses), CASE(local_bounds), CASE(remote_rights),
-           CASE(queue_pair_rights), CASE(local_rights), CASE(receive_rights), CASE(foreign_domain),
-           CASE(deregistered), CASE(keys_rest))
+CHECK_MAIN(CASE(registration), CASE(unmapped_memory), CASE(protected_memory), CASE(remote_bounds),
+           CASE(wild_remote_addresses), CASE(local_bounds), CASE(remote_rights), CASE(queue_pair_rights),
+           CASE(local_rights), CASE(receive_rights), CASE(foreign_domain), CASE(deregistered), CASE(keys_rest))

@@ -1,10 +1,10 @@
 /* Receivers that are not ready and peers that do not answer. */
 #include "support.h"
+#include "support_threads.h"
 
 static const uint64_t rnr_units_us[32] = {
-    655360, 10,   20,   30,   40,    60,    80,    120,   160,   240,   320,
-    480,    640,  960,  1280, 1920,  2560,  3840,  5120,  7680,  10240, 15360,
-    20480,  30720, 40960, 61440, 81920, 122880, 163840, 245760, 327680, 491520};
+    655360, 10,   20,   30,   40,    60,    80,    120,   160,   240,   320,   480,    640,    960,    1280,   1920,
+    2560,   3840, 5120, 7680, 10240, 15360, 20480, 30720, 40960, 61440, 81920, 122880, 163840, 245760, 327680, 491520};
 
 /* The sender tries again until a receive is there. */
 static void receive_posted_late(void)
@@ -132,6 +132,47 @@ static void endless_rnr_retries(void)
     CHECK_EQ(post_receive(&pair.b, 2, 8), 0);
     EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
     pair_close(&pair);
+}
+
+/* Many wait at once, each for its own time, and some are gone before: the others are waked in time and in order. */
+static void many_timers(void)
+{
+    enum { WAITING = 200 };
+    static struct end ends[WAITING];
+    static uint64_t due_ns[WAITING];
+    static bool gone[WAITING];
+    struct pair_options options = {.memory = 64, .cap = {1, 1, 1, 1, 0}};
+    unsigned int seed = 5;
+    struct home home;
+    int i;
+
+    home_open(&home);
+    for (i = 0; i < WAITING; i++) {
+        struct ibv_qp_attr link = default_link;
+
+        gone[i] = false;
+        link.rnr_retry = 1;
+        link.min_rnr_timer = (uint8_t)(14 + next_random(&seed, 9)); /* 1 to 20 ms */
+        end_open(&ends[i], &home, &options);
+        qp_connect(ends[i].qp, &link, ends[i].qp->qp_num);
+        due_ns[i] = now_ns() + 1000 * rnr_units_us[link.min_rnr_timer];
+        CHECK_EQ(post_send(&ends[i], (uint64_t)i, 8), 0);
+        if (i % 2) {
+            int victim = (int)next_random(&seed, (unsigned int)i);
+
+            if (!gone[victim])
+                end_close(&ends[victim]);
+            gone[victim] = true;
+        }
+    }
+    for (i = 0; i < WAITING; i++) {
+        if (gone[i])
+            continue;
+        EXPECT(ends[i].send_cq, i, IBV_WC_RNR_RETRY_EXC_ERR);
+        CHECK(now_ns() >= due_ns[i]);
+        end_close(&ends[i]);
+    }
+    home_close(&home);
 }
 
 /* Waiting for a receiver ends with the state, too. */
@@ -295,7 +336,6 @@ static void timeout_zero(void)
     }
 }
 
-CHECK_MAIN(CASE(receive_posted_late), CASE(write_with_imm_waits_too), CASE(rnr_retries_run_out),
-           CASE(rnr_timer_codes), CASE(rnr_retries_are_per_message), CASE(endless_rnr_retries),
-           CASE(rnr_wait_ends_with_the_state), CASE(nobody_answers), CASE(peer_comes_up),
-           CASE(timeout_zero))
+CHECK_MAIN(CASE(receive_posted_late), CASE(write_with_imm_waits_too), CASE(rnr_retries_run_out), CASE(rnr_timer_codes),
+           CASE(rnr_retries_are_per_message), CASE(endless_rnr_retries), CASE(many_timers),
+           CASE(rnr_wait_ends_with_the_state), CASE(nobody_answers), CASE(peer_comes_up), CASE(timeout_zero))

@@ -12,43 +12,40 @@ struct rule {
 
 /* A queue pair goes to RESET from everywhere and to ERR from everywhere but RESET, both with the state alone.
  * Alternate paths are nowhere: the device has no path migration. */
-static const struct rule rules[IBV_QPS_UNKNOWN][IBV_QPS_UNKNOWN + 1] = {
-    [IBV_QPS_RESET] = {[IBV_QPS_RESET] = {true, 0, 0}, [IBV_QPS_INIT] = {true, BITS_INIT, 0}},
-    [IBV_QPS_INIT] =
-        {
-            [IBV_QPS_RESET] = {true, 0, 0},
-            [IBV_QPS_INIT] = {true, 0, BITS_INIT},
-            [IBV_QPS_RTR] = {true, BITS_RTR, IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS},
-            [IBV_QPS_ERR] = {true, 0, 0},
-        },
-    [IBV_QPS_RTR] =
-        {
-            [IBV_QPS_RESET] = {true, 0, 0},
-            [IBV_QPS_RTS] = {true, BITS_RTS,
-                             IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
-            [IBV_QPS_ERR] = {true, 0, 0},
-        },
-    [IBV_QPS_RTS] =
-        {
-            [IBV_QPS_RESET] = {true, 0, 0},
-            [IBV_QPS_RTS] = {true, 0,
-                             IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
-            [IBV_QPS_SQD] = {true, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
-            [IBV_QPS_ERR] = {true, 0, 0},
-        },
-    [IBV_QPS_SQD] =
-        {
-            [IBV_QPS_RESET] = {true, 0, 0},
-            [IBV_QPS_RTS] = {true, 0,
-                             IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
-            [IBV_QPS_SQD] = {true, 0,
-                             IBV_QP_PORT | IBV_QP_AV | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
-                                 IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC |
-                                 IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_ACCESS_FLAGS |
-                                 IBV_QP_PKEY_INDEX | IBV_QP_MIN_RNR_TIMER},
-            [IBV_QPS_ERR] = {true, 0, 0},
-        },
-    [IBV_QPS_ERR] = {[IBV_QPS_RESET] = {true, 0, 0}, [IBV_QPS_ERR] = {true, 0, 0}},
+static const struct rule rules[IBV_QPS_UNKNOWN][IBV_QPS_UNKNOWN + 1] =
+    {
+        [IBV_QPS_RESET] = {[IBV_QPS_RESET] = {true, 0, 0}, [IBV_QPS_INIT] = {true, BITS_INIT, 0}},
+        [IBV_QPS_INIT] =
+            {
+                [IBV_QPS_RESET] = {true, 0, 0},
+                [IBV_QPS_INIT] = {true, 0, BITS_INIT},
+                [IBV_QPS_RTR] = {true, BITS_RTR, IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS},
+                [IBV_QPS_ERR] = {true, 0, 0},
+            },
+        [IBV_QPS_RTR] =
+            {
+                [IBV_QPS_RESET] = {true, 0, 0},
+                [IBV_QPS_RTS] = {true, BITS_RTS, IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
+                [IBV_QPS_ERR] = {true, 0, 0},
+            },
+        [IBV_QPS_RTS] =
+            {
+                [IBV_QPS_RESET] = {true, 0, 0},
+                [IBV_QPS_RTS] = {true, 0, IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
+                [IBV_QPS_SQD] = {true, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
+                [IBV_QPS_ERR] = {true, 0, 0},
+            },
+        [IBV_QPS_SQD] =
+            {
+                [IBV_QPS_RESET] = {true, 0, 0},
+                [IBV_QPS_RTS] = {true, 0, IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER},
+                [IBV_QPS_SQD] = {true, 0,
+                                 IBV_QP_PORT | IBV_QP_AV | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                     IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_ACCESS_FLAGS |
+                                     IBV_QP_PKEY_INDEX | IBV_QP_MIN_RNR_TIMER},
+                [IBV_QPS_ERR] = {true, 0, 0},
+            },
+        [IBV_QPS_ERR] = {[IBV_QPS_RESET] = {true, 0, 0}, [IBV_QPS_ERR] = {true, 0, 0}},
 };
 
 static const enum ibv_qp_state reachable[] = {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR,
@@ -79,8 +76,7 @@ static struct ibv_qp *make(const struct home *home, struct ibv_cq *cq, enum ibv_
 }
 
 /* Good values for all attributes at once; the mask says which are looked at. */
-static struct ibv_qp_attr good_attr(struct ibv_qp *qp, enum ibv_qp_state from,
-                                    enum ibv_qp_state to)
+static struct ibv_qp_attr good_attr(struct ibv_qp *qp, enum ibv_qp_state from, enum ibv_qp_state to)
 {
     struct ibv_qp_attr attr = default_link;
 
@@ -93,8 +89,8 @@ static struct ibv_qp_attr good_attr(struct ibv_qp *qp, enum ibv_qp_state from,
 }
 
 /* One change with this mask: as expected, or refused with nothing changed. */
-static bool try_change(const struct home *home, struct ibv_cq *cq, enum ibv_qp_state from,
-                       enum ibv_qp_state to, int mask, int expected)
+static bool try_change(const struct home *home, struct ibv_cq *cq, enum ibv_qp_state from, enum ibv_qp_state to,
+                       int mask, int expected)
 {
     struct ibv_qp *qp = make(home, cq, from);
     struct ibv_qp_attr attr = good_attr(qp, from, to), before, after;
@@ -109,17 +105,14 @@ static bool try_change(const struct home *home, struct ibv_cq *cq, enum ibv_qp_s
     if (answer)
         good = good && !memcmp(&before, &after, sizeof(before));
     else
-        good = good && after.qp_state == (mask & IBV_QP_STATE ? to : from) &&
-               qp->state == after.qp_state;
+        good = good && after.qp_state == (mask & IBV_QP_STATE ? to : from) && qp->state == after.qp_state;
     if (!good)
-        printf("from %d to %d with 0x%x: %d, not %d; then in %d\n", from, to, mask, answer,
-               expected, after.qp_state);
+        printf("from %d to %d with 0x%x: %d, not %d; then in %d\n", from, to, mask, answer, expected, after.qp_state);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
     return good;
 }
 
-static void try_masks(const struct home *home, struct ibv_cq *cq, enum ibv_qp_state from,
-                      enum ibv_qp_state to)
+static void try_masks(const struct home *home, struct ibv_cq *cq, enum ibv_qp_state from, enum ibv_qp_state to)
 {
     const struct rule *rule = &rules[from][to];
     int all = IBV_QP_STATE | rule->required | rule->optional;
@@ -240,5 +233,4 @@ static void posting_by_state(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(every_transition), CASE(without_state), CASE(current_state),
-           CASE(posting_by_state))
+CHECK_MAIN(CASE(every_transition), CASE(without_state), CASE(current_state), CASE(posting_by_state))

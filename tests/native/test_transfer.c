@@ -13,8 +13,7 @@ static void fill(uint8_t *memory, size_t size, unsigned int seed)
     }
 }
 
-static void check_send_side(const struct pair *pair, const struct ibv_wc *wc,
-                            enum ibv_wc_opcode opcode)
+static void check_send_side(const struct pair *pair, const struct ibv_wc *wc, enum ibv_wc_opcode opcode)
 {
     CHECK_EQ(wc->opcode, opcode);
     CHECK_EQ(wc->qp_num, pair->a.qp->qp_num);
@@ -22,8 +21,8 @@ static void check_send_side(const struct pair *pair, const struct ibv_wc *wc,
     CHECK_EQ(wc->vendor_err, 0);
 }
 
-static void check_receive_side(const struct pair *pair, const struct ibv_wc *wc,
-                               enum ibv_wc_opcode opcode, uint32_t byte_len, bool with_imm)
+static void check_receive_side(const struct pair *pair, const struct ibv_wc *wc, enum ibv_wc_opcode opcode,
+                               uint32_t byte_len, bool with_imm)
 {
     CHECK_EQ(wc->opcode, opcode);
     CHECK_EQ(wc->byte_len, byte_len);
@@ -194,9 +193,8 @@ static void compare_and_swap(void)
 /* Zero bytes are a message, too; keys and addresses are not looked at. */
 static void nothing_to_transfer(void)
 {
-    static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_SEND_WITH_IMM,
-                                                 IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM,
-                                                 IBV_WR_RDMA_READ};
+    static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_WRITE,
+                                                 IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_RDMA_READ};
     struct ibv_sge empty = {1, 0, 2};
     struct ibv_wc wc;
     struct pair pair;
@@ -266,8 +264,7 @@ static void scatter_and_gather(void)
             CHECK(!memcmp(sent, pair.b.memory + 40000, length));
         } else {
             for (i = j = 0; i < 6; j += from[i++])
-                CHECK(!memcmp((void *)(uintptr_t)sources[i].addr, pair.b.memory + 40000 + j,
-                              from[i]));
+                CHECK(!memcmp((void *)(uintptr_t)sources[i].addr, pair.b.memory + 40000 + j, from[i]));
         }
         pair_close(&pair);
     }
@@ -285,8 +282,7 @@ static void longest_lists(void)
 
     home_open(&home);
     CHECK_EQ(soft_verbs.query_device(home.context, &limits), 0);
-    PAIR_OPEN(&pair, .homes = {&home, &home},
-              .cap = {2, 2, (uint32_t)limits.max_sge, (uint32_t)limits.max_sge, 0});
+    PAIR_OPEN(&pair, .homes = {&home, &home}, .cap = {2, 2, (uint32_t)limits.max_sge, (uint32_t)limits.max_sge, 0});
     fill(pair.a.memory, PAIR_MEMORY, 7);
     list = calloc((size_t)limits.max_sge + 1, sizeof(*list));
     REQUIRE(list != NULL);
@@ -311,8 +307,8 @@ static void longest_lists(void)
 /* Inline bytes are taken in the call: they need no region, and may change at once. */
 static void inline_data(void)
 {
-    static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_SEND_WITH_IMM,
-                                                 IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM};
+    static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_WRITE,
+                                                 IBV_WR_RDMA_WRITE_WITH_IMM};
     struct ibv_qp_init_attr granted;
     struct ibv_qp_attr attr;
     struct pair pair;
@@ -350,8 +346,8 @@ static void inline_data(void)
 
 static void too_much_inline(void)
 {
-    static const enum ibv_wr_opcode answered[] = {
-        IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD};
+    static const enum ibv_wr_opcode answered[] = {IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP,
+                                                  IBV_WR_ATOMIC_FETCH_AND_ADD};
     struct ibv_qp_init_attr granted;
     struct ibv_qp_attr attr;
     struct ibv_send_wr wr;
@@ -440,8 +436,7 @@ static void overlapping_and_large(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(send_lands_in_the_receive), CASE(write_is_not_noticed),
-           CASE(write_with_imm_takes_a_receive), CASE(read_brings_it_here), CASE(fetch_and_add),
-           CASE(compare_and_swap), CASE(nothing_to_transfer), CASE(scatter_and_gather),
-           CASE(longest_lists), CASE(inline_data), CASE(too_much_inline),
+CHECK_MAIN(CASE(send_lands_in_the_receive), CASE(write_is_not_noticed), CASE(write_with_imm_takes_a_receive),
+           CASE(read_brings_it_here), CASE(fetch_and_add), CASE(compare_and_swap), CASE(nothing_to_transfer),
+           CASE(scatter_and_gather), CASE(longest_lists), CASE(inline_data), CASE(too_much_inline),
            CASE(unsupported_requests), CASE(overlapping_and_large))

@@ -1,4 +1,4 @@
-"""What the seam's tests do on any device: the same handles, so the same compiled functions, whoever provides the verbs."""
+"""What the seam's tests do on any device: the same handles, so the same compiled functions."""
 
 import os
 import select
@@ -12,9 +12,7 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from aioverbs.providers import hardware, software
 
 GID_INDEX = 1  # an IPv4 GID, RoCE v2, on kernel soft-RoCE and on the software device alike
-ALL_ACCESS = (
-    AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-)
+ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 
 
 def rdma_devices() -> list[str]:

@@ -14,8 +14,7 @@ static int (**dealloc_pd_slot)(struct ibv_pd *);
 static struct {
     struct ibv_td *(*alloc_td)(struct ibv_context *, struct ibv_td_init_attr *);
     int (*dealloc_td)(struct ibv_td *);
-    struct ibv_pd *(*alloc_parent_domain)(struct ibv_context *,
-                                          struct ibv_parent_domain_init_attr *);
+    struct ibv_pd *(*alloc_parent_domain)(struct ibv_context *, struct ibv_parent_domain_init_attr *);
     struct ibv_xrcd *(*open_xrcd)(struct ibv_context *, struct ibv_xrcd_init_attr *);
     int (*close_xrcd)(struct ibv_xrcd *);
 } original;

@@ -92,8 +92,7 @@ void *shim_refused(int error);
 
 struct ibv_td *shim_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr);
 int shim_dealloc_td(struct ibv_td *address);
-struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context,
-                                        struct ibv_parent_domain_init_attr *attr);
+struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr);
 int shim_dealloc_pd(struct ibv_pd *pd);
 struct ibv_xrcd *shim_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_attr *attr);
 int shim_close_xrcd(struct ibv_xrcd *address);

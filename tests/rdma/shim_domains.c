@@ -59,8 +59,7 @@ int shim_dealloc_td(struct ibv_td *address)
 
 static int check_parent(struct ibv_context *context, const struct ibv_parent_domain_init_attr *attr)
 {
-    const uint32_t known =
-        IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+    const uint32_t known = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
 
     if (attr->comp_mask & ~known)
         return EINVAL;
@@ -116,8 +115,7 @@ static void drop_parent(struct object *parent)
     shim_free_calls += parent->control_page && !parent->page_is_ours;
 }
 
-struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context,
-                                        struct ibv_parent_domain_init_attr *attr)
+struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr)
 {
     struct object *parent = NULL;
     int error;

@@ -20,8 +20,7 @@ static struct xrc_domain *find_domain(const struct stat *status)
     for (struct object *object = shim_objects; object; object = object->next) {
         struct xrc_domain *domain = object->kind == XRCD ? object->domain : NULL;
 
-        if (domain && domain->file >= 0 && domain->device == status->st_dev &&
-            domain->inode == status->st_ino)
+        if (domain && domain->file >= 0 && domain->device == status->st_dev && domain->inode == status->st_ino)
             return domain;
     }
     return NULL;
@@ -50,8 +49,7 @@ static struct xrc_domain *choose_domain(const struct ibv_xrcd_init_attr *attr)
     struct stat status = {0};
     struct xrc_domain *domain = NULL;
 
-    if (attr->comp_mask != (IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS) ||
-        (attr->oflags & ~(O_CREAT | O_EXCL)))
+    if (attr->comp_mask != (IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS) || (attr->oflags & ~(O_CREAT | O_EXCL)))
         return shim_refused(EINVAL);
     if (attr->fd == -1) {
         if (!(attr->oflags & O_CREAT))

@@ -62,9 +62,7 @@ def test_send_with_immediate_wakes_a_sleeper(pair: Pair) -> None:
     pair.queues[1].request_notify()
     pair.qps[1].post_recv([pair.sge(1, 0, 64)], wr_id=7)
     pair.memory[0][:5] = b"hello"
-    pair.qps[0].post_send(
-        SendOpcode.SEND_WITH_IMM, [pair.sge(0, 0, 5)], flags=SendFlags.SIGNALED, imm_data=0x01020304
-    )
+    pair.qps[0].post_send(SendOpcode.SEND_WITH_IMM, [pair.sge(0, 0, 5)], flags=SendFlags.SIGNALED, imm_data=0x01020304)
     pair.sleep(1)
     received = pair.succeed(1)
     assert (received.wr_id, received.byte_len, received.imm_data) == (7, 5, 0x01020304)

@@ -123,6 +123,11 @@ def test_a_parent_domain_takes_its_base_s_place(context: engine.Context, shim: S
     pair.destroy()
 
 
+def test_completion_queues_on_a_parent_domain(context: engine.Context, shim: Shim) -> None:
+    parent = domains.ParentDomain(engine.ProtectionDomain(context), domains.ThreadDomain(context))
+    transfer(Pair(parent, parent, extended=True, parent_domain_queues=True))
+
+
 def test_destroying_a_parent_domain_leaves_the_base_s_kernel_object(context: engine.Context, shim: Shim) -> None:
     pd = engine.ProtectionDomain(context)
     parent = domains.ParentDomain(pd)

@@ -1,0 +1,74 @@
+"""Allocators for parent domains: one that records what it was asked, and some that misbehave."""
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aioverbs._core import domains
+
+# What the software device asks memory for; the codes of mlx5.
+QP, RECORD, CQ = 1 << 32 | 1, 1 << 32 | 3, 1 << 32 | 5
+
+
+@dataclass
+class Piece:
+    """Memory that the provider has or had."""
+
+    address: int
+    size: int
+    alignment: int
+    resource_type: int
+    thread: int
+    memory: mmap.mmap
+    view: ctypes.Array[ctypes.c_char] | None
+    freed: int = 0
+
+
+@dataclass
+class Recording:
+    """Gives anonymous shared memory, which forks do not copy, and remembers everything.
+
+    :param answer: asked first; what it returns, other than a piece, is the answer.
+    """
+
+    answer: Callable[["Recording", int, int, int], object] | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    def piece(self, size: int, alignment: int, resource_type: int) -> Piece:
+        """Zeroed memory of that size at that alignment."""
+        memory = mmap.mmap(-1, size + alignment + 8)
+        view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        address = -(-ctypes.addressof(view) // alignment) * alignment
+        piece = Piece(address, size, alignment, resource_type, threading.get_ident(), memory, view)
+        self.pieces.append(piece)
+        return piece
+
+    def allocate(self, size: int, alignment: int, resource_type: int) -> int:
+        if self.answer is None:
+            return self.piece(size, alignment, resource_type).address
+        # Whatever it is: some tests answer with what an allocator must not.
+        return self.answer(self, size, alignment, resource_type)  # type: ignore[return-value]
+
+    def free(self, address: int, resource_type: int) -> None:
+        (piece,) = (piece for piece in self.pieces if piece.address == address and not piece.freed)
+        assert piece.resource_type == resource_type
+        piece.freed += 1
+        piece.view = None
+        piece.memory.close()
+
+    @property
+    def live(self) -> list[Piece]:
+        """What the provider holds."""
+        return [piece for piece in self.pieces if not piece.freed]
+
+    @property
+    def asked(self) -> list[int]:
+        """The resource types of all pieces, in order."""
+        return [piece.resource_type for piece in self.pieces]
+
+
+def default(*_: object) -> object:
+    """An answer: let the provider do it."""
+    return domains.USE_DEFAULT

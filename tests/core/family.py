@@ -1,0 +1,66 @@
+"""One of every handle, with what it was made from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aioverbs._core import domains, engine
+from tests.core.pairs import ALL_ACCESS
+
+
+@dataclass(frozen=True)
+class Member:
+    """A kind of handle: how it is made, and the names of the members that it is made from."""
+
+    make: Callable[..., engine.Handle]
+    parents: tuple[str, ...]
+
+
+def _region(pd: engine.ProtectionDomain) -> engine.MemoryRegion:
+    return engine.MemoryRegion(pd, bytearray(64), ALL_ACCESS)
+
+
+def _extended_queue(
+    context: engine.Context, channel: engine.CompletionChannel, domain: domains.ParentDomain
+) -> engine.CompletionQueue:
+    return engine.CompletionQueue(context, 16, channel, extended=True, parent_domain=domain)
+
+
+def _queue(context: engine.Context, channel: engine.CompletionChannel | None = None) -> engine.CompletionQueue:
+    return engine.CompletionQueue(context, 16, channel)
+
+
+# A child that pins a parent in each way there is; the parents stand before it.
+MEMBERS: dict[str, Member] = {
+    "pd": Member(engine.ProtectionDomain, ("context",)),
+    "td": Member(domains.ThreadDomain, ("context",)),
+    "domain": Member(domains.ParentDomain, ("pd", "td")),
+    "region": Member(_region, ("pd",)),
+    "region of a parent domain": Member(_region, ("domain",)),
+    "channel": Member(engine.CompletionChannel, ("context",)),
+    "queue": Member(_queue, ("context", "channel")),
+    "queue without a channel": Member(_queue, ("context",)),
+    "extended queue": Member(_extended_queue, ("context", "channel", "domain")),
+    "qp": Member(engine.QueuePair, ("pd", "queue", "queue without a channel")),
+    "qp of a parent domain": Member(engine.QueuePair, ("domain", "extended queue", "extended queue")),
+}
+
+Family = dict[str, engine.Handle]
+
+
+def make(name: str, family: Family) -> engine.Handle:
+    """Make a member and, before it, what it is made from, as far as the family does not have it yet."""
+    if name not in family:
+        family[name] = MEMBERS[name].make(*(make(parent, family) for parent in MEMBERS[name].parents))
+    return family[name]
+
+
+def make_all(context: engine.Context) -> Family:
+    """A context with one of each."""
+    family: Family = {"context": context}
+    for name in MEMBERS:
+        make(name, family)
+    return family
+
+
+# Every parent with each child that it can have.
+KINSHIPS = [(parent, child) for child, member in MEMBERS.items() for parent in dict.fromkeys(member.parents)]

@@ -1,0 +1,158 @@
+"""Connected queue pairs, and waiting for what they complete."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aioverbs import AccessFlags, Mtu, QpState, WcStatus
+from aioverbs._core import domains, engine
+from aioverbs.attributes import AddressVector, QpCapabilities
+
+ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+CAPABILITIES = QpCapabilities(max_send_wr=128, max_recv_wr=128, max_send_sge=4, max_recv_sge=4, max_inline_data=64)
+PATIENCE_S = 20.0
+
+Sge = tuple[int, int, int]
+
+
+def make_domain(context: engine.Context, kind: str) -> engine.ProtectionDomain:
+    """A protection domain to make queues on: "plain", or a parent domain with a "thread domain"."""
+    pd = engine.ProtectionDomain(context)
+    return pd if kind == "plain" else domains.ParentDomain(pd, domains.ThreadDomain(context))
+
+
+def make_queue(
+    context: engine.Context,
+    domain: engine.ProtectionDomain,
+    cqe: int = 256,
+    channel: engine.CompletionChannel | None = None,
+    *,
+    extended: bool = False,
+) -> engine.CompletionQueue:
+    """A completion queue on a domain, of whichever kind that is."""
+    parent_domain = domain if isinstance(domain, domains.ParentDomain) else None
+    return engine.CompletionQueue(context, cqe, channel, extended=extended, parent_domain=parent_domain)
+
+
+def to_init(qp: engine.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
+    qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=access)
+
+
+def to_rtr(
+    qp: engine.QueuePair,
+    peer: int,
+    *,
+    psn: int = 0,
+    max_dest_rd_atomic: int = 16,
+    min_rnr_timer: int = 1,
+    path_mtu: Mtu = Mtu.MTU_4096,
+) -> None:
+    qp.modify(
+        QpState.RTR,
+        path_mtu=path_mtu,
+        dest_qp_num=peer,
+        rq_psn=psn,
+        max_dest_rd_atomic=max_dest_rd_atomic,
+        min_rnr_timer=min_rnr_timer,
+        av=AddressVector(dgid=qp.context.query_gid(1, 1), sgid_index=1),
+    )
+
+
+def to_rts(
+    qp: engine.QueuePair,
+    *,
+    psn: int = 0,
+    timeout: int = 8,
+    retry_cnt: int = 0,
+    rnr_retry: int = 0,
+    max_rd_atomic: int = 16,
+) -> None:
+    qp.modify(
+        QpState.RTS,
+        timeout=timeout,
+        retry_cnt=retry_cnt,
+        rnr_retry=rnr_retry,
+        sq_psn=psn,
+        max_rd_atomic=max_rd_atomic,
+    )
+
+
+def connect_to(qp: engine.QueuePair, peer: engine.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
+    """Take a queue pair in RESET to RTS. Nothing is tried twice, so that failures come quickly."""
+    to_init(qp, access)
+    to_rtr(qp, peer.qp_num)
+    to_rts(qp)
+
+
+def connect(near: engine.QueuePair, far: engine.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
+    """Connect two queue pairs with each other."""
+    connect_to(near, far, access)
+    connect_to(far, near, access)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Ask again and again, and not for ever."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(10e-6)
+
+
+def wait_for(cq: engine.CompletionQueue, count: int = 1) -> list[engine.WorkCompletion]:
+    """Poll for so many completions, and not for ever."""
+    found: list[engine.WorkCompletion] = []
+
+    def enough() -> bool:
+        found.extend(cq.poll(count - len(found)))
+        return len(found) == count
+
+    if count:
+        wait_until(enough)
+    return found
+
+
+def succeed(cq: engine.CompletionQueue) -> engine.WorkCompletion:
+    """The next completion, which is a success."""
+    (completion,) = wait_for(cq)
+    assert completion.status is WcStatus.SUCCESS, completion
+    return completion
+
+
+@dataclass
+class End:
+    """A queue pair with a completion queue and registered memory of its own."""
+
+    qp: engine.QueuePair
+    cq: engine.CompletionQueue
+    memory: bytearray
+    region: engine.MemoryRegion
+
+    def sge(self, offset: int = 0, length: int | None = None) -> Sge:
+        """An entry of a scatter/gather list: a part of the memory, else all of it."""
+        return self.region.address + offset, self.region.length if length is None else length, self.region.lkey
+
+
+def make_end(
+    domain: engine.ProtectionDomain,
+    *,
+    size: int = 4096,
+    access: AccessFlags = ALL_ACCESS,
+    extended: bool = False,
+    channel: engine.CompletionChannel | None = None,
+    capabilities: QpCapabilities = CAPABILITIES,
+    sq_sig_all: bool = False,
+) -> End:
+    cq = make_queue(domain.context, domain, 256, channel, extended=extended)
+    qp = engine.QueuePair(domain, cq, cq, capabilities, sq_sig_all=sq_sig_all)
+    memory = bytearray(size)
+    return End(qp, cq, memory, engine.MemoryRegion(domain, memory, access))
+
+
+def make_pair(
+    context: engine.Context, kind: str = "plain", *, size: int = 4096, extended: bool = False
+) -> tuple[End, End]:
+    """Two connected ends on one domain."""
+    domain = make_domain(context, kind)
+    near, far = make_end(domain, size=size, extended=extended), make_end(domain, size=size, extended=extended)
+    connect(near.qp, far.qp)
+    return near, far

@@ -1,0 +1,206 @@
+"""Queues whose memory comes from a parent domain's allocator."""
+
+import threading
+
+import pytest
+
+from aioverbs import BusyResourceError, SendFlags, SendOpcode, WcStatus
+from aioverbs._core import domains, engine
+from aioverbs.attributes import QpCapabilities
+from tests.core.allocators import CQ, QP, RECORD, Recording, default
+from tests.core.pairs import CAPABILITIES, connect, make_end, succeed, wait_for
+
+
+@pytest.fixture(params=["no thread domain", "thread domain"])
+def td(request: pytest.FixtureRequest, context: engine.Context) -> domains.ThreadDomain | None:
+    return domains.ThreadDomain(context) if request.param == "thread domain" else None
+
+
+def domain_of(
+    context: engine.Context, allocator: Recording, td: domains.ThreadDomain | None = None
+) -> domains.ParentDomain:
+    return domains.ParentDomain(engine.ProtectionDomain(context), td, allocator)
+
+
+def test_what_a_domain_tells(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    pd, allocator = engine.ProtectionDomain(context), Recording()
+    domain = domains.ParentDomain(pd, td, allocator)
+    assert domain.base is pd
+    assert domain.td is td
+    assert domain.allocator is allocator
+    assert domain.held == 0
+    assert domains.ParentDomain(pd).allocator is None
+    assert isinstance(domain, engine.ProtectionDomain)
+
+
+def test_what_an_allocator_is_asked_for(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    allocator = Recording()
+    domain = domain_of(context, allocator, td)
+    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+    assert allocator.asked == [CQ, RECORD]
+    qp = engine.QueuePair(domain, cq, cq, CAPABILITIES)
+    assert allocator.asked == [CQ, RECORD, QP, RECORD]
+    assert domain.held == len(allocator.live) == 4
+    ring, record, buffer, doorbell = allocator.pieces
+    assert ring.alignment == 4096
+    assert ring.size % 4096 == 0
+    assert ring.size >= cq.cqe * 64
+    for piece in (record, doorbell):
+        assert (piece.size, piece.alignment) == (8, 8)
+    assert buffer.alignment >= 64
+    assert buffer.size % 64 == 0
+    assert {piece.thread for piece in allocator.pieces} == {threading.get_ident()}
+
+    qp.destroy()
+    assert allocator.live == [ring, record]
+    cq.destroy()
+    assert domain.held == len(allocator.live) == 0
+    # A region is no queue: its memory is the user's.
+    engine.MemoryRegion(domain, bytearray(64))
+    assert len(allocator.pieces) == 4
+
+
+def test_the_queues_really_are_in_that_memory(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    allocator = Recording()
+    domain = domain_of(context, allocator, td)
+    near, far = make_end(domain), make_end(domain)
+    connect(near.qp, far.qp)
+    assert allocator.asked == [CQ, RECORD, QP, RECORD] * 2
+    untouched = [bytes(piece.memory) for piece in allocator.pieces]
+    assert not any(map(any, untouched))
+    far.qp.post_recv([far.sge(0, 16)], wr_id=0x1122334455667788)
+    near.memory[:5] = b"hello"
+    near.qp.post_send(SendOpcode.SEND, [near.sge(0, 5)], wr_id=0x99, flags=SendFlags.SIGNALED | SendFlags.INLINE)
+    succeed(near.cq)
+    assert succeed(far.cq).wr_id == 0x1122334455667788
+    assert far.memory[:5] == b"hello"
+    changed = [any(bytes(piece.memory)) for piece in allocator.pieces]
+    assert changed == [True] * 8
+    assert b"hello" in bytes(allocator.pieces[2].memory)
+    assert 0x1122334455667788.to_bytes(8, "little") in bytes(allocator.pieces[4].memory)
+
+
+def test_a_pair_on_its_own_memory_works_through_a_wrap(
+    context: engine.Context, td: domains.ThreadDomain | None
+) -> None:
+    domain = domain_of(context, Recording(), td)
+    near = make_end(domain, capabilities=QpCapabilities(max_send_wr=8), extended=True)
+    far = make_end(domain)
+    connect(near.qp, far.qp)
+    for number in range(300):
+        near.qp.post_send(SendOpcode.RDMA_WRITE, wr_id=number, flags=SendFlags.SIGNALED)
+        assert succeed(near.cq).wr_id == number
+    near.qp.post_send(SendOpcode.RDMA_WRITE, [(1, 1, 1)])
+    assert wait_for(near.cq)[0].status is WcStatus.LOC_PROT_ERR
+
+
+def test_use_default(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    """The provider allocates by itself, and then frees by itself, too."""
+    allocator = Recording(default)
+    domain = domain_of(context, allocator, td)
+    near, far = make_end(domain), make_end(domain)
+    connect(near.qp, far.qp)
+    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    succeed(near.cq)
+    assert domain.held == 0
+    near.qp.destroy()
+    near.cq.destroy()
+    assert allocator.pieces == []
+
+
+def test_default_for_some(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    def records_only(self: Recording, size: int, alignment: int, resource_type: int) -> object:
+        return self.piece(size, alignment, resource_type).address if resource_type == RECORD else domains.USE_DEFAULT
+
+    allocator = Recording(records_only)
+    domain = domain_of(context, allocator, td)
+    near, far = make_end(domain), make_end(domain)
+    connect(near.qp, far.qp)
+    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    succeed(near.cq)
+    assert allocator.asked == [RECORD] * 4
+    assert domain.held == 4
+
+
+def test_free_comes_once_with_the_same_type(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    allocator = Recording()  # its free() sees to the type
+    domain = domain_of(context, allocator, td)
+    for _ in range(3):
+        near, far = make_end(domain), make_end(domain)
+        connect(near.qp, far.qp)
+        near.qp.post_send(SendOpcode.RDMA_WRITE)
+        with pytest.raises(BusyResourceError):
+            near.cq.destroy()
+        for end in (near, far):
+            end.qp.destroy()
+            end.qp.destroy()
+            end.cq.destroy()
+            end.region.destroy()
+    assert [piece.freed for piece in allocator.pieces] == [1] * 24
+    domain.destroy()
+    assert [piece.freed for piece in allocator.pieces] == [1] * 24
+
+
+def test_an_allocator_may_use_the_core(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    """No lock is held while it runs: it makes and destroys objects of the same context, of the same domain too."""
+    nested: list[engine.Handle] = []
+    depth = 0
+
+    def reentering(self: Recording, size: int, alignment: int, resource_type: int) -> object:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            pd = engine.ProtectionDomain(context)
+            engine.MemoryRegion(pd, bytearray(size)).destroy()
+            pd.destroy()
+            inner = engine.CompletionQueue(context, 4, parent_domain=domain)
+            nested.append(inner)
+            engine.QueuePair(domain, inner, inner).destroy()
+        depth -= 1
+        return self.piece(size, alignment, resource_type).address
+
+    allocator = Recording(reentering)
+    domain = domain_of(context, allocator, td)
+    near, far = make_end(domain), make_end(domain)
+    connect(near.qp, far.qp)
+    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    succeed(near.cq)
+    assert len(nested) == 8
+    with pytest.raises(BusyResourceError):
+        domain.destroy()
+
+
+def test_an_allocator_is_called_in_the_thread_of_the_verb(context: engine.Context) -> None:
+    allocator = Recording()
+    domain = domain_of(context, allocator)
+    cq = engine.CompletionQueue(context, 4, parent_domain=domain)
+    threads: list[int] = []
+
+    def work() -> None:
+        threads.append(threading.get_ident())
+        engine.QueuePair(domain, cq, cq)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    here = threading.get_ident()
+    assert [piece.thread for piece in allocator.pieces] == [here, here, threads[0], threads[0]]
+
+
+def test_many_threads_make_queues_on_one_domain(context: engine.Context) -> None:
+    allocator = Recording()
+    domain = domain_of(context, allocator)
+
+    def work() -> None:
+        for _ in range(10):
+            cq = engine.CompletionQueue(context, 4, parent_domain=domain)
+            engine.QueuePair(domain, cq, cq).destroy()
+            cq.destroy()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(allocator.pieces) == 160
+    assert allocator.live == []

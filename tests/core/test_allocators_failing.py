@@ -1,0 +1,195 @@
+"""Allocators that fail, answer nonsense or raise: the verb says so, and nothing is left behind."""
+
+import errno
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioverbs import VerbsError
+from aioverbs._core import domains, engine
+from tests.core.allocators import CQ, QP, RECORD, Recording
+from tests.core.contexts import children
+
+Answer = Callable[[Recording, int, int, int], object]
+
+
+def raising(error: BaseException) -> Answer:
+    def answer(*_: object) -> object:
+        raise error
+
+    return answer
+
+
+def misaligned(self: Recording, size: int, alignment: int, resource_type: int) -> int:
+    piece = self.piece(size, alignment, resource_type)
+    piece.address += alignment // 2
+    return piece.address
+
+
+def dirty(position: Callable[[int], int]) -> Answer:
+    def answer(self: Recording, size: int, alignment: int, resource_type: int) -> int:
+        piece = self.piece(size, alignment, resource_type)
+        assert piece.view is not None
+        base = piece.address - int(memoryview_address(piece.view))
+        piece.memory[base + position(size)] = 1
+        return piece.address
+
+    return answer
+
+
+def memoryview_address(view: Any) -> int:
+    import ctypes
+
+    return ctypes.addressof(view)
+
+
+class Oops(Exception):
+    pass
+
+
+# The answer, the error number of the verb, and its cause.
+BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
+    "None": (lambda *_: None, errno.ENOMEM, None, ""),
+    "raises": (raising(Oops("no more")), errno.ENOMEM, Oops, "no more"),
+    "is interrupted": (raising(KeyboardInterrupt()), errno.ENOMEM, KeyboardInterrupt, ""),
+    "text": (lambda *_: "0x1000", errno.EINVAL, TypeError, "must return an address, USE_DEFAULT or None, not '0x1000'"),
+    "True": (lambda *_: True, errno.EINVAL, TypeError, "not True"),
+    "a float": (lambda *_: 4096.0, errno.EINVAL, TypeError, "not 4096.0"),
+    "0": (lambda *_: 0, errno.EINVAL, TypeError, "not 0"),
+    "negative": (lambda *_: -4096, errno.EINVAL, TypeError, "not -4096"),
+    "too big": (lambda *_: 1 << 64, errno.EINVAL, TypeError, "not 18446744073709551616"),
+    "misaligned": (misaligned, errno.EINVAL, ValueError, "which is not aligned to"),
+    "dirty at the start": (dirty(lambda size: 0), errno.EINVAL, ValueError, "which is not zeroed"),
+    "dirty at the end": (dirty(lambda size: size - 1), errno.EINVAL, ValueError, "which is not zeroed"),
+}
+
+
+def turns_bad(bad: Answer, at: int) -> Answer:
+    """Good until the request number `at`."""
+
+    def answer(self: Recording, size: int, alignment: int, resource_type: int) -> object:
+        if len(self.pieces) < at:
+            return self.piece(size, alignment, resource_type).address
+        return bad(self, size, alignment, resource_type)
+
+    return answer
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["cq", "its record", "qp", "its record"])
+@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
+def test_bad(
+    context: engine.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+) -> None:
+    allocator = Recording(turns_bad(bad, at))
+    pd = engine.ProtectionDomain(context)
+    domain = domains.ParentDomain(pd, domains.ThreadDomain(context), allocator)
+
+    def make() -> None:
+        cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+        engine.QueuePair(domain, cq, cq)
+
+    with pytest.raises(VerbsError) as caught:
+        make()
+    assert caught.value.verb == ("ibv_create_cq_ex" if at < 2 else "ibv_create_qp")
+    assert caught.value.errno == number
+    if cause is None:
+        assert caught.value.__cause__ is None
+    else:
+        assert type(caught.value.__cause__) is cause
+        assert text in str(caught.value.__cause__)
+    # What the failed verb had got was given back, once; what it refused, too.
+    assert domain.held == len(allocator.live) == (0 if at < 2 else 2)
+    assert [piece.resource_type for piece in allocator.live] == ([] if at < 2 else [CQ, RECORD])
+    assert len(children(context)) == (3 if at < 2 else 4)
+
+    allocator.answer = None  # and now it behaves
+    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+    engine.QueuePair(domain, cq, cq)
+
+
+def test_the_same_address_twice(context: engine.Context) -> None:
+    """Memory that is in use is not given back for having been offered again."""
+    allocator = Recording()
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+    allocator.answer = lambda self, *_: self.pieces[0].address
+    with pytest.raises(VerbsError) as caught:
+        engine.CompletionQueue(context, 100, parent_domain=domain)
+    assert "which is in use" in str(caught.value.__cause__)
+    assert len(allocator.live) == domain.held == 2
+    assert cq.poll() == []
+
+
+@pytest.mark.parametrize("error", [Oops("kept"), KeyboardInterrupt()])
+def test_free_that_raises(context: engine.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The verb has succeeded all the same: nobody waits for this, so it goes to where such exceptions go."""
+
+    class Unwilling(Recording):
+        def free(self, address: int, resource_type: int) -> None:
+            super().free(address, resource_type)
+            raise error
+
+    heard: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    allocator = Unwilling()
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+    qp = engine.QueuePair(domain, cq, cq)
+    qp.destroy()
+    cq.destroy()
+    assert [(unraisable.exc_value, unraisable.object) for unraisable in heard] == [(error, domain)] * 4
+    assert all(unraisable.exc_type is type(error) and unraisable.exc_traceback for unraisable in heard)
+    assert domain.held == len(allocator.live) == 0
+    assert [piece.freed for piece in allocator.pieces] == [1] * 4
+
+
+def test_an_allocator_without_methods(context: engine.Context) -> None:
+    nothing: Any = object()
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, nothing)
+    with pytest.raises(VerbsError, match="ibv_create_cq_ex failed: ENOMEM") as caught:
+        engine.CompletionQueue(context, 100, parent_domain=domain)
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_a_cause_is_its_own_thread_s(context: engine.Context) -> None:
+    """Two threads fail at the same time, each for its reason."""
+    both = threading.Barrier(2, timeout=20)
+
+    def answer(*_: object) -> object:
+        both.wait()
+        raise Oops(threading.current_thread().name)
+
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(answer))
+    causes: dict[str, str] = {}
+
+    def fail() -> None:
+        with pytest.raises(VerbsError) as caught:
+            engine.CompletionQueue(context, 100, parent_domain=domain)
+        causes[threading.current_thread().name] = str(caught.value.__cause__)
+
+    threads = [threading.Thread(target=fail, name=name) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert causes == {"one": "one", "other": "other"}
+
+
+def test_a_failure_inside_of_a_success(context: engine.Context) -> None:
+    """An allocator that copes with a failure of its own leaves no cause behind for the next one."""
+    inner = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))
+
+    def coping(self: Recording, size: int, alignment: int, resource_type: int) -> object:
+        with pytest.raises(VerbsError) as caught:
+            engine.CompletionQueue(context, 4, parent_domain=inner)
+        assert str(caught.value.__cause__) == "inner"
+        return self.piece(size, alignment, resource_type).address if resource_type != QP else None
+
+    outer = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(coping))
+    cq = engine.CompletionQueue(context, 4, parent_domain=outer)
+    with pytest.raises(VerbsError, match="ibv_create_qp failed: ENOMEM") as caught:
+        engine.QueuePair(outer, cq, cq)
+    assert caught.value.__cause__ is None

@@ -1,0 +1,194 @@
+"""What does not fit is refused with an exception that says so, and nothing is done."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aioverbs import AccessFlags, QpState, SendOpcode, VerbsError
+from aioverbs._core import domains, engine
+from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.core.contexts import children, opened
+from tests.core.family import Family, make_all
+
+# On purpose: arguments of wrong types are the point here.
+Objects = Any
+Call = Callable[[Objects], object]
+
+
+@pytest.fixture
+def there() -> Iterator[Objects]:
+    """One of each handle by a short name, and a protection domain, a queue and so on of another context."""
+    with opened("inline") as context, opened("inline") as other:
+        family: Family = make_all(context)
+        names = {name.replace(" ", "_"): handle for name, handle in family.items()}
+        elsewhere = {f"other_{name.replace(' ', '_')}": handle for name, handle in make_all(other).items()}
+        yield SimpleNamespace(**names, **elsewhere, none=None, text="16", call=lambda kind: kind())
+
+
+def of_cases(cases: dict[str, tuple[Call, type[Exception], str]]) -> pytest.MarkDecorator:
+    values = [pytest.param(*case, id=name) for name, case in cases.items()]
+    return pytest.mark.parametrize(("call", "error", "text"), values)
+
+
+CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
+    "pd of None": (lambda o: engine.ProtectionDomain(o.none), TypeError, "NoneType"),
+    "pd of a pd": (lambda o: engine.ProtectionDomain(o.pd), TypeError, "expected aioverbs._core.engine.Context"),
+    "pd of nothing": (lambda o: o.call(engine.ProtectionDomain), TypeError, "exactly 1 positional"),
+    "td of None": (lambda o: domains.ThreadDomain(o.none), TypeError, "NoneType"),
+    "parent domain of None": (lambda o: domains.ParentDomain(o.none), TypeError, "NoneType"),
+    "parent domain of a context": (lambda o: domains.ParentDomain(o.context), TypeError, "ProtectionDomain"),
+    "parent domain of a parent domain": (lambda o: domains.ParentDomain(o.domain), ValueError, "make the new one from"),
+    "parent domain of two contexts": (lambda o: domains.ParentDomain(o.pd, o.other_td), ValueError, "another context"),
+    "parent domain with a pd as td": (lambda o: domains.ParentDomain(o.pd, o.pd), TypeError, "ThreadDomain"),
+    "XRC domain": (lambda o: domains.XrcDomain(o.context), VerbsError, "EOPNOTSUPP"),
+    "channel of None": (lambda o: engine.CompletionChannel(o.none), TypeError, "NoneType"),
+    "queue of None": (lambda o: engine.CompletionQueue(o.none, 1), TypeError, "NoneType"),
+    "queue of 0": (lambda o: engine.CompletionQueue(o.context, 0), ValueError, "1 completion at least, not 0"),
+    "queue of -1": (lambda o: engine.CompletionQueue(o.context, -1), ValueError, "1 completion at least, not -1"),
+    "queue of too many": (lambda o: engine.CompletionQueue(o.context, (1 << 22) + 1), VerbsError, "EINVAL"),
+    "queue of far too many": (lambda o: engine.CompletionQueue(o.context, 1 << 31), OverflowError, "too large"),
+    "queue of text": (lambda o: engine.CompletionQueue(o.context, o.text), TypeError, "int"),
+    "queue on a queue": (lambda o: engine.CompletionQueue(o.context, 1, o.queue), TypeError, "CompletionChannel"),
+    "queue on another's channel": (
+        lambda o: engine.CompletionQueue(o.context, 1, o.other_channel),
+        ValueError,
+        "another context",
+    ),
+    "queue on another's domain": (
+        lambda o: engine.CompletionQueue(o.context, 1, parent_domain=o.other_domain),
+        ValueError,
+        "another context",
+    ),
+    "queue on a plain domain": (
+        lambda o: engine.CompletionQueue(o.context, 1, parent_domain=o.pd),
+        VerbsError,
+        "ibv_create_cq_ex failed: EINVAL",
+    ),
+    "queue on a missing vector": (lambda o: engine.CompletionQueue(o.context, 1, comp_vector=1), VerbsError, "EINVAL"),
+    "qp of None": (lambda o: engine.QueuePair(o.none, o.queue, o.queue), TypeError, "NoneType"),
+    "qp without a queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.none), TypeError, "NoneType"),
+    "qp on a channel": (lambda o: engine.QueuePair(o.pd, o.channel, o.queue), TypeError, "CompletionQueue"),
+    "qp on another's queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "another context"),
+    "qp too deep": (
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_recv_wr=32769)),
+        VerbsError,
+        "ibv_create_qp failed: EINVAL",
+    ),
+    "qp far too deep": (
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_wr=1 << 32)),
+        OverflowError,
+        "too large",
+    ),
+    "qp of negative depth": (
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_sge=-1)),
+        OverflowError,
+        "negative",
+    ),
+    "qp of other capabilities": (
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, o.text),
+        AttributeError,
+        "max_send_wr",
+    ),
+    "qp of a missing type": (
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=4),
+        VerbsError,
+        "ibv_create_qp failed: EOPNOTSUPP",
+    ),
+    "qp of no type": (lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=o.text), TypeError, "int"),
+}
+
+
+@of_cases(CONSTRUCTORS)
+def test_constructors(there: Objects, call: Call, error: type[Exception], text: str) -> None:
+    before, counts = engine.open_handles(), there.context.counts()
+    with pytest.raises(error, match=text):
+        call(there)
+    assert engine.open_handles() == before
+    assert there.context.counts() == counts
+    # That the parents are free again is seen when the fixture destroys them.
+
+
+METHODS: dict[str, tuple[Call, type[Exception], str]] = {
+    "negative delay": (lambda o: engine.Context.open_software(engine=True, delay_ns=-1), ValueError, "not negative"),
+    "delay without engine": (lambda o: engine.Context.open_software(delay_ns=1), ValueError, "for engine=True"),
+    "delay inline": (lambda o: o.context.set_delay(1), VerbsError, "soft_set_delay failed: EINVAL"),
+    "delay below": (lambda o: o.context.set_delay(-1), OverflowError, "negative"),
+    "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, not 256"),
+    "port -1": (lambda o: o.context.query_gid(-1), ValueError, "from 0 to 255, not -1"),
+    "port 'a'": (lambda o: o.context.query_pkey("a"), TypeError, "str"),
+    "missing port": (lambda o: o.context.query_port(2), VerbsError, "ibv_query_port failed: EINVAL"),
+    "missing GID": (lambda o: o.context.query_gid(1, 2), VerbsError, "ibv_query_gid failed: EINVAL"),
+    "negative GID": (lambda o: o.context.query_gid(1, -1), VerbsError, "ibv_query_gid failed: EINVAL"),
+    "missing pkey": (lambda o: o.context.query_pkey(1, 1), VerbsError, "ibv_query_pkey failed: EINVAL"),
+    "missing slot": (lambda o: o.context.table_slot("alloc_td"), ValueError, "not in the table"),
+    "poll 0": (lambda o: o.queue.poll(0), ValueError, "1 completion at least, not 0"),
+    "poll -1": (lambda o: o.extended_queue.poll(-1), ValueError, "1 completion at least, not -1"),
+    "poll 'a'": (lambda o: o.queue.poll("a"), TypeError, "int"),
+    "notify without channel": (lambda o: o.queue_without_a_channel.request_notify(), VerbsError, "EINVAL"),
+    "ack of none": (lambda o: o.queue.ack_events(), ValueError, "0 events of .* can be acknowledged, not 1"),
+    "ack of -1": (lambda o: o.queue.ack_events(-1), ValueError, "not -1"),
+    "unknown state": (lambda o: o.qp.modify(99), VerbsError, "ibv_modify_qp failed: EINVAL"),
+    "state as text": (lambda o: o.qp.modify("INIT"), TypeError, "int"),
+    "port too big": (lambda o: o.qp.modify(QpState.INIT, port_num=256), OverflowError, "too large"),
+    "psn negative": (lambda o: o.qp.modify(rq_psn=-1), OverflowError, "negative"),
+    "no address vector": (lambda o: o.qp.modify(av=b"x" * 16), AttributeError, "dlid"),
+    "GID of 3 bytes": (
+        lambda o: o.qp.modify(av=SimpleNamespace(**fields(AddressVector()), dgid=b"abc")),
+        ValueError,
+        "16 bytes, this one 3",
+    ),
+    "sges a number": (lambda o: o.qp.post_send(SendOpcode.SEND, 7), TypeError, "int"),
+    "sge of two": (lambda o: o.qp.post_recv([(1, 2)]), ValueError, "unpack"),
+    "sge negative": (lambda o: o.qp.post_recv([(0, -1, 0)]), OverflowError, "negative"),
+    "sge too long": (lambda o: o.qp.post_recv([(0, 1 << 32, 0)]), OverflowError, "too large"),
+    "sge of a float": (lambda o: o.qp.post_recv([(4096.5, 1, 0)]), TypeError, "float"),
+    "sge of None": (lambda o: o.qp.post_recv([(None, 1, 0)]), TypeError, "int"),
+    "too many sges": (lambda o: o.qp.post_recv([(0, 1, 0)] * 257), ValueError, "256 .* at most, not 257"),
+    "wr_id too big": (lambda o: o.qp.post_recv(wr_id=1 << 64), OverflowError, "too large|too big"),
+    "opcode None": (lambda o: o.qp.post_send(None), TypeError, "int"),
+    "imm_data too big": (lambda o: o.qp.post_send(SendOpcode.SEND, imm_data=1 << 32), OverflowError, "too large"),
+}
+
+
+def fields(value: AddressVector) -> dict[str, object]:
+    return {name: getattr(value, name) for name in value.__slots__ if name != "dgid"}
+
+
+@of_cases(METHODS)
+def test_methods(there: Objects, call: Call, error: type[Exception], text: str) -> None:
+    counts, qp = there.context.counts(), there.qp.query()
+    with pytest.raises(error, match=text):
+        call(there)
+    assert there.context.counts() == counts
+    assert there.qp.query() == qp
+
+
+def test_a_list_of_entries_that_changes_its_length(there: Objects) -> None:
+    class Shrinking(list[tuple[int, int, int]]):
+        lengths = iter([1, 200, 200])
+
+        def __len__(self) -> int:
+            return next(self.lengths)
+
+    there.qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=AccessFlags(0))
+    there.qp.post_recv(Shrinking([(0, 1, 0)]))
+
+
+def test_what_fails_after_the_verb_takes_the_object_back(
+    inline: engine.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: int) -> QpCapabilities:
+        raise KeyboardInterrupt
+
+    pd = engine.ProtectionDomain(inline)
+    cq = engine.CompletionQueue(inline, 1)
+    before = inline.counts()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "QpCapabilities", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.QueuePair(pd, cq, cq, QpCapabilities())
+    assert inline.counts() == before
+    assert children(inline) == [pd, cq]
+    engine.QueuePair(pd, cq, cq)

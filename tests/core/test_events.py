@@ -1,0 +1,158 @@
+"""Completion events: asked for, raised once, taken, acknowledged."""
+
+import select
+
+import pytest
+
+from aioverbs import BusyResourceError, SendFlags, SendOpcode
+from aioverbs._core import engine
+from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, succeed, wait_for, wait_until
+
+WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
+SIGNALED = SendFlags.SIGNALED
+
+
+@pytest.fixture
+def channel(context: engine.Context) -> engine.CompletionChannel:
+    return engine.CompletionChannel(context)
+
+
+@pytest.fixture(params=["basic", "extended"])
+def pair(
+    request: pytest.FixtureRequest, context: engine.Context, kind: str, channel: engine.CompletionChannel
+) -> tuple[End, End]:
+    """Two connected ends, both with their queue on the channel."""
+    domain, extended = make_domain(context, kind), request.param == "extended"
+    near, far = (make_end(domain, channel=channel, extended=extended) for _ in range(2))
+    connect(near.qp, far.qp)
+    return near, far
+
+
+def readable(channel: engine.CompletionChannel, timeout_s: float = 0) -> bool:
+    return bool(select.select([channel], [], [], timeout_s)[0])
+
+
+def next_event(channel: engine.CompletionChannel) -> engine.CompletionQueue:
+    """Sleep for an event and take it."""
+    assert readable(channel, PATIENCE_S)
+    queue = channel.get_event()
+    assert queue is not None
+    return queue
+
+
+def settle(end: End, count: int = 1) -> None:
+    """Wait until so many more completions, and with them their events, have come; take them."""
+    wait_for(end.cq, count)
+    end.qp.query()  # waits for whoever executes
+
+
+def test_an_event_for_the_next_completion(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+    near, _ = pair
+    assert near.cq.channel is channel
+    assert channel.get_event() is None
+    near.cq.request_notify()
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    assert next_event(channel) is near.cq
+    near.cq.ack_events()
+    settle(near, 2)
+    assert channel.get_event() is None  # one, however many completions
+    assert not readable(channel)
+
+
+def test_no_event_without_request_nor_for_what_is_there(
+    channel: engine.CompletionChannel, pair: tuple[End, End]
+) -> None:
+    near, _ = pair
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    wait_until(lambda: near.qp.query().sq_psn == 1)
+    near.cq.request_notify()
+    assert channel.get_event() is None
+    settle(near)
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    assert next_event(channel) is near.cq
+    near.cq.ack_events()
+
+
+def test_solicited_only(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+    near, far = pair
+    for _ in range(3):
+        far.qp.post_recv()
+    far.cq.request_notify(solicited_only=True)
+    near.qp.post_send(SEND)
+    settle(far)
+    assert channel.get_event() is None
+    near.qp.post_send(SEND, flags=SendFlags.SOLICITED)
+    assert next_event(channel) is far.cq
+    # An error is always worth an event.
+    far.cq.request_notify(solicited_only=True)
+    near.qp.post_send(SEND, [near.sge(0, 1)])
+    assert next_event(channel) is far.cq
+    far.cq.ack_events(2)
+
+
+def test_a_wish_for_any_outdoes_one_for_solicited(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+    near, far = pair
+    far.qp.post_recv()
+    far.cq.request_notify()
+    far.cq.request_notify(solicited_only=True)
+    near.qp.post_send(SEND)
+    assert next_event(channel) is far.cq
+    far.cq.ack_events()
+
+
+def test_a_channel_of_many_queues(context: engine.Context, channel: engine.CompletionChannel) -> None:
+    domain = make_domain(context, "plain")
+    ends = [make_end(domain, channel=channel) for _ in range(6)]
+    for near, far in zip(ends[::2], ends[1::2], strict=True):
+        connect(near.qp, far.qp)
+        far.qp.post_recv()
+    for end in ends:
+        end.cq.request_notify()
+    for near in ends[::2]:
+        near.qp.post_send(SEND, flags=SIGNALED)
+    woken = {next_event(channel) for _ in ends}
+    assert woken == {end.cq for end in ends}
+    assert not readable(channel)
+    for queue in woken:
+        queue.ack_events()
+
+
+def test_what_was_not_acknowledged_keeps_the_queue(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+    """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
+    near, _ = pair
+    near.qp.destroy()
+    domain = near.qp.pd
+    other = make_end(domain)
+    qp = engine.QueuePair(domain, near.cq, near.cq)
+    connect(qp, other.qp)
+    for _ in range(3):
+        near.cq.request_notify()
+        qp.post_send(WRITE, flags=SIGNALED)
+        assert next_event(channel) is near.cq
+        succeed(near.cq)
+    qp.destroy()
+    for left in (3, 2, 1):
+        with pytest.raises(BusyResourceError, match=f"{left} of its events were not acknowledged"):
+            near.cq.destroy()
+        assert near.cq.poll() == []
+        near.cq.ack_events(1)
+    with pytest.raises(ValueError, match="0 events"):
+        near.cq.ack_events()
+    near.cq.destroy()
+
+
+def test_events_that_nobody_took_go_with_the_queue(context: engine.Context, channel: engine.CompletionChannel) -> None:
+    domain = make_domain(context, "plain")
+    near, far = make_end(domain, channel=channel), make_end(domain)
+    connect(near.qp, far.qp)
+    near.cq.request_notify()
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    assert readable(channel, PATIENCE_S)
+    with pytest.raises(BusyResourceError):
+        channel.destroy()
+    near.qp.destroy()
+    near.cq.destroy()
+    assert not readable(channel)
+    assert channel.get_event() is None
+    channel.destroy()

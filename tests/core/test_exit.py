@@ -1,0 +1,110 @@
+"""The end of the interpreter with everything open: no crash, no message."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.conftest import ROOT
+
+PREAMBLE = f"""
+import os, sys, threading
+sys.path.append({str(ROOT)!r})
+from aioverbs import SendFlags, SendOpcode
+from aioverbs._core import domains, engine
+from tests.core.allocators import Recording
+from tests.core.pairs import connect, make_end, make_pair
+from tests.core.contexts import open_context
+
+def busy(mode="engine-delayed", delay_ns=20_000_000, count=100):
+    near, far = make_pair(open_context(mode, delay_ns), "thread domain", size=1 << 20)
+    for _ in range(count):
+        near.qp.post_send(
+            SendOpcode.RDMA_WRITE, [near.sge()], remote_addr=far.region.address, rkey=far.region.rkey
+        )
+    return near, far
+"""
+
+SCRIPTS = {
+    "at the end": "near, far = busy()",
+    "executing": "near, far = busy(delay_ns=0)",
+    "executing in the middle of destruction": """
+        import atexit, time
+        atexit.register(time.sleep, 0.03)  # runs before the core's own
+        busy(delay_ns=25_000_000)
+    """,
+    "nothing posted": "kept = busy(count=0)",
+    "inline": "kept = busy('inline')",
+    "several contexts": "kept = [busy(), busy('inline'), busy(delay_ns=1)]",
+    "in a cycle": "cycle = [busy()]; cycle.append(cycle); del cycle",
+    "sys.exit in a function": """
+        def main():
+            near, far = busy()
+            sys.exit(0)
+        main()
+    """,
+    "with an allocator": """
+        domain = domains.ParentDomain(engine.ProtectionDomain(open_context("engine")), None, Recording())
+        near, far = make_end(domain), make_end(domain)
+        connect(near.qp, far.qp)
+        near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    """,
+    "memory that is freed": """
+        near, far = busy()
+        near.memory = far.memory = None
+        near = far = None
+    """,
+    "a daemon thread inside": """
+        def work():
+            while True:
+                busy("inline", count=10)
+        threading.Thread(target=work, daemon=True).start()
+        import time
+        time.sleep(0.05)
+    """,
+    "a fork that ends as usual": """
+        near, far = busy()
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if not child:
+            kept = busy()
+        else:
+            assert os.waitpid(child, 0)[1] == 0
+    """,
+    "destroyed at exit by the user": """
+        import atexit
+        from tests.ledger import destroy_all
+        near, far = busy()
+        atexit.register(lambda: destroy_all(engine.open_handles()))
+    """,
+    "destroyed after the core's own": """
+        import atexit
+        from tests.ledger import destroy_all
+        near, far = busy()
+        atexit.unregister(engine._halt_software)
+        engine._halt_software()
+        near.qp.post_send(SendOpcode.RDMA_WRITE)
+        destroy_all(engine.open_handles())
+        assert engine.open_handles() == []
+    """,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_the_interpreter_ends(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", PREAMBLE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_exception_is_told_as_ever() -> None:
+    script = PREAMBLE + "near, far = busy()\nraise LookupError('the one reason')"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "LookupError: the one reason"

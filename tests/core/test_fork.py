@@ -1,0 +1,185 @@
+"""After a fork the device is the parent's: the child finds it closed, opens its own, and disturbs nobody."""
+
+import threading
+import time
+
+import pytest
+
+from aioverbs import ForkedProcessError, SendFlags, SendOpcode
+from aioverbs._core import domains, engine
+from tests.core.allocators import Recording
+from tests.core.children import in_child
+from tests.core.contexts import MODES, open_context, opened
+from tests.core.family import Family, make_all
+from tests.core.pairs import connect, make_domain, make_end, make_pair, succeed, wait_for
+from tests.core.test_handles_closed import IDENTITY, ask, public
+
+WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
+
+
+def transfer(mode: str, kind: str = "thread domain") -> bytes:
+    """Open a device and move some bytes on it."""
+    with opened(mode) as context:
+        near, far = make_pair(context, kind)
+        near.memory[:5] = b"moved"
+        near.qp.post_send(WRITE, [near.sge(0, 5)], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
+        succeed(near.cq)
+        return bytes(far.memory[:5])
+
+
+def test_the_child_finds_everything_closed(context: engine.Context) -> None:
+    family: Family = make_all(context)
+
+    def child() -> int:
+        assert engine.open_handles() == []
+        asked = 0
+        for handle in family.values():
+            assert handle.closed
+            assert repr(handle).endswith(" of soft0 (closed)>")
+            for name in set(public(handle)) - IDENTITY:
+                with pytest.raises(ForkedProcessError, match=r"was opened before fork: open the device again"):
+                    ask(handle, name)
+                asked += 1
+            handle.destroy()
+        return asked
+
+    assert in_child(child) > 40
+    assert engine.open_handles() == list(family.values())
+    assert not any(handle.closed for handle in family.values())
+
+
+def test_nothing_is_made_of_what_was_inherited(context: engine.Context) -> None:
+    pd, channel = engine.ProtectionDomain(context), engine.CompletionChannel(context)
+    cq, td = engine.CompletionQueue(context, 4, channel), domains.ThreadDomain(context)
+
+    def child() -> None:
+        for make in (
+            lambda: engine.ProtectionDomain(context),
+            lambda: engine.MemoryRegion(pd, bytearray(8)),
+            lambda: domains.ParentDomain(pd, td),
+            lambda: engine.CompletionQueue(context, 4),
+            lambda: engine.QueuePair(pd, cq, cq),
+        ):
+            with pytest.raises(ForkedProcessError):
+                make()
+        assert engine.open_handles() == []
+
+    in_child(child)
+    engine.QueuePair(pd, cq, cq)
+
+
+@pytest.mark.parametrize("inner", MODES)
+def test_the_child_opens_its_own(context: engine.Context, kind: str, inner: str) -> None:
+    near, far = make_pair(context, kind)
+    assert in_child(lambda: transfer(inner, kind)) == b"moved"
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    succeed(near.cq)
+    assert far.memory == bytes(4096)
+
+
+def test_a_grandchild(context: engine.Context) -> None:
+    def child() -> bytes:
+        own = open_context("engine")
+        pd = engine.ProtectionDomain(own)
+
+        def grandchild() -> bytes:
+            assert context.closed
+            assert own.closed
+            assert pd.closed
+            assert engine.open_handles() == []
+            return transfer("engine")
+
+        moved = in_child(grandchild)
+        assert not pd.closed
+        assert context.closed
+        pd.destroy()
+        own.destroy()
+        return moved
+
+    make_pair(context)
+    assert in_child(child) == b"moved"
+
+
+@pytest.mark.parametrize("delay_ns", [0, 50_000_000], ids=["at once", "delayed"])
+def test_requests_under_way_are_the_parent_s(kind: str, delay_ns: int) -> None:
+    """The parent's complete, once; the child's copy of the memory stays as it was."""
+    with opened("engine-delayed", delay_ns=delay_ns) as context:
+        channel = engine.CompletionChannel(context)
+        domain = make_domain(context, kind)
+        near, far = make_end(domain, channel=channel), make_end(domain)
+        connect(near.qp, far.qp)
+        near.memory[:] = bytes(range(256)) * 16
+        near.cq.request_notify()
+        for number in range(100):
+            near.qp.post_send(
+                WRITE,
+                [near.sge()],
+                wr_id=number,
+                flags=SIGNALED,
+                remote_addr=far.region.address,
+                rkey=far.region.rkey,
+            )
+
+        def child() -> bytes:
+            before = bytes(far.memory)
+            time.sleep(delay_ns * 1.5e-9)
+            assert bytes(far.memory) == before
+            return transfer("engine-delayed")
+
+        assert in_child(child) == b"moved"
+        assert [completion.wr_id for completion in wait_for(near.cq, 100)] == list(range(100))
+        assert far.memory == near.memory
+        queue = channel.get_event()
+        assert queue is near.cq
+        queue.ack_events()
+
+
+def test_allocators_of_the_parent_are_left_alone(context: engine.Context) -> None:
+    allocator = Recording()
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    end = make_end(domain)
+
+    def child() -> int:
+        end.qp.destroy()
+        end.cq.destroy()
+        domain.destroy()
+        return sum(piece.freed for piece in allocator.pieces)
+
+    assert in_child(child) == 0
+    assert domain.held == 4
+
+
+def test_memory_stays_registered_in_the_child(context: engine.Context) -> None:
+    """Letting go of it is not for the child to do: it would have to touch what belongs to the parent."""
+    memory = bytearray(8)
+    region = engine.MemoryRegion(engine.ProtectionDomain(context), memory)
+
+    def child() -> None:
+        region.destroy()
+        with pytest.raises(BufferError):
+            memory.append(0)
+
+    in_child(child)
+    region.destroy()
+    memory.append(0)
+
+
+def test_forks_from_threads_while_others_work(context: engine.Context) -> None:
+    """Whatever was locked at the moment of the fork, the child works."""
+    stop = threading.Event()
+    near, far = make_pair(context, "plain")
+
+    def work() -> None:
+        while not stop.is_set():
+            near.qp.post_send(WRITE, [near.sge()], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
+            succeed(near.cq)
+            engine.MemoryRegion(near.qp.pd, bytearray(8)).destroy()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(10):
+            assert in_child(lambda: transfer("engine")) == b"moved"
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,119 @@
+"""The life of a handle: made, used, destroyed; and parents that refuse to go before their children."""
+
+import pytest
+
+from aioverbs import BusyResourceError, ClosedResourceError
+from aioverbs._core import domains, engine
+from tests.core.contexts import open_context
+from tests.core.family import KINSHIPS, MEMBERS, Family, make, make_all
+from tests.ledger import destroy_all
+
+COUNTED = {
+    "pds": 1,
+    "parent_domains": 1,
+    "thread_domains": 1,
+    "mrs": 2,
+    "channels": 1,
+    "cqs": 3,
+    "qps": 2,
+    "overlaps": 0,
+}
+
+
+def use(handle: engine.Handle) -> None:
+    """Do something with a handle that an object in order can do."""
+    match handle:
+        case engine.Context():
+            assert handle.query_device().phys_port_cnt == 1
+        case domains.ThreadDomain():
+            pd = engine.ProtectionDomain(handle.context)
+            domains.ParentDomain(pd, handle).destroy()
+            pd.destroy()
+        case engine.ProtectionDomain():
+            engine.MemoryRegion(handle, bytearray(1)).destroy()
+        case engine.MemoryRegion():
+            assert handle.lkey == handle.rkey
+        case engine.CompletionChannel():
+            assert handle.get_event() is None
+        case engine.CompletionQueue():
+            assert handle.poll() == []
+        case engine.QueuePair():
+            assert handle.query().cap == handle.capabilities
+        case _:
+            raise AssertionError(f"nobody said how to use {handle!r}")
+
+
+def test_every_object(context: engine.Context) -> None:
+    family = make_all(context)
+    assert context.counts() == COUNTED
+    assert engine.open_handles() == list(family.values())
+    for handle in family.values():
+        assert not handle.closed
+        assert handle.context is context
+        use(handle)
+    for handle in reversed(family.values()):
+        handle.destroy()
+        assert handle.closed
+        handle.destroy()
+        assert handle not in engine.open_handles()
+
+
+def test_the_family_has_every_kind(inline: engine.Context) -> None:
+    kinds = {
+        value
+        for module in (engine, domains)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, engine.Handle)
+    }
+    assert kinds - {type(handle) for handle in make_all(inline).values()} == {engine.Handle, domains.XrcDomain}
+
+
+@pytest.mark.parametrize(("parent", "child"), KINSHIPS)
+def test_a_parent_with_a_child_refuses_and_works_on(context: engine.Context, parent: str, child: str) -> None:
+    family: Family = {"context": context}
+    make(child, family)
+    for _ in range(2):
+        with pytest.raises(BusyResourceError, match="cannot be destroyed"):
+            family[parent].destroy()
+        assert not family[parent].closed
+        use(family[parent])
+        use(family[child])
+    destroy_all(family.values())
+    assert family[parent].closed
+
+
+@pytest.mark.parametrize("child", MEMBERS)
+def test_nothing_is_made_from_what_is_closed(child: str) -> None:
+    family: Family = {"context": open_context("inline")}
+    parents = [make(parent, family) for parent in MEMBERS[child].parents]
+    destroy_all(family.values())
+    with pytest.raises(ClosedResourceError):
+        MEMBERS[child].make(*parents)
+    assert engine.open_handles() == []
+
+
+@pytest.mark.parametrize(("parent", "child"), [pair for pair in KINSHIPS if pair[0] != "context"])
+def test_one_closed_parent_leaves_the_others_free(inline: engine.Context, parent: str, child: str) -> None:
+    family: Family = {"context": inline}
+    make(parent, family)
+    closed = MEMBERS[parent].make(*(family[name] for name in MEMBERS[parent].parents))
+    closed.destroy()
+    parents = [closed if name == parent else make(name, family) for name in MEMBERS[child].parents]
+    before = engine.open_handles()
+    with pytest.raises(ClosedResourceError):
+        MEMBERS[child].make(*parents)
+    assert engine.open_handles() == before
+    destroy_all(family.values())
+
+
+def test_a_bare_handle_is_closed() -> None:
+    for kind in (engine.Handle, engine.Context, engine.QueuePair, domains.ParentDomain):
+        bare = kind.__new__(kind)
+        assert bare.closed
+        bare.destroy()
+        assert repr(bare) == f"<{kind.__name__} (closed)>"
+
+
+def test_a_context_is_opened_by_name_only() -> None:
+    with pytest.raises(TypeError, match="open_software"):
+        engine.Context()

@@ -1,0 +1,97 @@
+"""A closed handle raises for everything but its identity."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioverbs import ClosedResourceError, QpState, SendOpcode, VerbsError
+from aioverbs._core import engine
+from tests.core.contexts import open_context
+from tests.core.family import make_all
+from tests.ledger import destroy_all
+
+# What says which object it was, and what may be asked of any handle at any time.
+IDENTITY = {
+    "adopt",
+    "allocator",
+    "async_fd",
+    "base",
+    "capabilities",
+    "channel",
+    "closed",
+    "context",
+    "destroy",
+    "held",
+    "name",
+    "num_comp_vectors",
+    "open_software",
+    "parent_domain",
+    "pd",
+    "recv_cq",
+    "send_cq",
+    "software",
+    "td",
+}
+
+# Arguments of those methods that need some.
+CALLS: dict[str, Callable[[Any], object]] = {
+    "modify": lambda qp: qp.modify(QpState.INIT),
+    "post_send": lambda qp: qp.post_send(SendOpcode.SEND),
+    "set_delay": lambda context: context.set_delay(0),
+    "table_slot": lambda context: context.table_slot("alloc_pd"),
+}
+
+
+def ask(handle: engine.Handle, name: str) -> object:
+    """Read a property, or call a method."""
+    if name in CALLS:
+        return CALLS[name](handle)
+    value = getattr(handle, name)
+    return value() if callable(value) else value
+
+
+@pytest.fixture
+def family() -> list[engine.Handle]:
+    """One of each, of a context of their own; open."""
+    return list(make_all(open_context("engine")).values())
+
+
+def public(handle: engine.Handle) -> list[str]:
+    return [name for name in dir(handle) if not name.startswith("_")]
+
+
+def test_everything_but_identity_raises(family: list[engine.Handle]) -> None:
+    destroy_all(family)
+    asked = 0
+    for handle in family:
+        for name in set(public(handle)) - IDENTITY:
+            with pytest.raises(ClosedResourceError, match="is closed"):
+                print("answered:", handle, name, ask(handle, name))
+            asked += 1
+    assert asked > 40
+
+
+def test_identity_stays(family: list[engine.Handle]) -> None:
+    def identity() -> list[object]:
+        return [
+            getattr(handle, name)
+            for handle in family
+            for name in public(handle)
+            if name in IDENTITY - {"closed", "destroy", "adopt", "open_software"}
+        ]
+
+    before = identity()
+    destroy_all(family)
+    assert identity() == before
+    assert all(handle.closed for handle in family)
+
+
+def test_open_ones_answer(family: list[engine.Handle]) -> None:
+    """They may say no, for reasons of their own, but not this one: else the first test would prove nothing."""
+    for handle in family:
+        for name in set(public(handle)) - IDENTITY:
+            with contextlib.suppress(VerbsError, ValueError):
+                ask(handle, name)
+    destroy_all(family)

@@ -1,0 +1,65 @@
+"""A constructor that is run again refuses, whatever became of the object."""
+
+import operator
+
+import pytest
+
+from aioverbs import VerbsError
+from aioverbs._core import domains, engine
+from aioverbs.attributes import QpCapabilities
+from tests.core.contexts import children
+from tests.core.family import make_all
+
+
+def construct(handle: engine.Handle, *arguments: object) -> None:
+    operator.methodcaller("__init__", *arguments)(handle)
+
+
+def arguments(handle: engine.Handle) -> tuple[object, ...]:
+    """What an object like this one is made of."""
+    match handle:
+        case domains.ParentDomain():
+            return handle.base, handle.td
+        case engine.MemoryRegion():
+            return handle.pd, bytearray(8)
+        case engine.CompletionQueue():
+            return handle.context, 8
+        case engine.QueuePair():
+            return handle.pd, handle.send_cq, handle.recv_cq
+        case _:
+            return (handle.context,)
+
+
+def test_open(context: engine.Context) -> None:
+    family = make_all(context)
+    before, ledger = context.counts(), engine.open_handles()
+    for name, handle in family.items():
+        if name != "context":
+            with pytest.raises(RuntimeError, match="made before"):
+                construct(handle, *arguments(handle))
+    assert context.counts() == before
+    assert engine.open_handles() == ledger
+
+
+def test_closed(context: engine.Context) -> None:
+    for handle in reversed(make_all(context).values()):
+        if handle is not context:
+            again = arguments(handle)
+            handle.destroy()
+            with pytest.raises(RuntimeError, match="made before"):
+                construct(handle, *again)
+    assert children(context) == []
+
+
+def test_failed(context: engine.Context) -> None:
+    pd = engine.ProtectionDomain(context)
+    cq = engine.CompletionQueue(context, 1)
+    qp = engine.QueuePair.__new__(engine.QueuePair)
+    with pytest.raises(VerbsError):
+        construct(qp, pd, cq, cq, QpCapabilities(max_send_wr=1 << 30))
+    assert qp.closed
+    assert repr(qp) == "<QueuePair of soft0 (closed)>"
+    with pytest.raises(RuntimeError, match="made before"):
+        construct(qp, pd, cq, cq)
+    qp.destroy()
+    assert children(context) == [pd, cq]

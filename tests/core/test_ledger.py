@@ -1,0 +1,49 @@
+"""The check of the ledger fires where it must, and only there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioverbs._core import engine
+from tests.conftest import ROOT
+
+INNER = """
+from aioverbs._core import engine
+
+def test_leaks() -> None:
+    cq = engine.CompletionQueue(engine.Context.open_software(engine=True), 1)
+
+def test_is_not_blamed() -> None:
+    assert engine.open_handles() == []
+
+def test_fails_and_leaks() -> None:
+    engine.ProtectionDomain(engine.Context.open_software())
+    raise AssertionError("the one reason")
+
+def test_is_not_blamed_either() -> None:
+    assert engine.open_handles() == []
+"""
+
+
+def test_a_leak_is_an_error_of_its_test_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_inner.py").write_text(INNER)
+    options = ["-p", "tests.ledger", "-p", "no:cacheprovider", "-rA"]
+    run = f"import sys, pytest; sys.path.append({str(ROOT)!r}); sys.exit(pytest.main({options!r}))"
+    done = subprocess.run([sys.executable, "-P", "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1, done.stdout + done.stderr
+    outcomes = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL", "ERROR"))}
+    assert outcomes == {
+        "PASSED test_inner.py::test_leaks",
+        "ERROR test_inner.py::test_leaks",
+        "PASSED test_inner.py::test_is_not_blamed",
+        "FAILED test_inner.py::test_fails_and_leaks",
+        "PASSED test_inner.py::test_is_not_blamed_either",
+    }
+    assert "left open: <Context of soft0>, <CompletionQueue of soft0>" in done.stdout
+
+
+def test_every_test_has_the_ledger(request: pytest.FixtureRequest) -> None:
+    assert "ledger" in request.fixturenames
+    assert engine.open_handles() == []

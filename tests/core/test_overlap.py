@@ -1,0 +1,236 @@
+"""Threads that really are inside at the same time: refused on a thread domain, harmless elsewhere.
+
+One thread enters the driver half of a queue pair and stays: inline, in the call that copies a long message; with an
+engine, in a query that waits until the engine has copied it. Both give the GIL away.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from aioverbs import BusyResourceError, ConcurrentAccessError, SendFlags, SendOpcode
+from aioverbs._core import engine
+from aioverbs.attributes import QpCapabilities
+from tests.core.contexts import opened
+from tests.core.pairs import End, connect, make_domain, make_end, make_queue, succeed, wait_until
+
+PIECE, PIECES = 32 << 20, 32  # the longest message: enough time for many calls of another thread
+CAPABILITIES = QpCapabilities(max_send_sge=PIECES, max_recv_sge=PIECES)
+
+
+@dataclass
+class Scene:
+    """Two ends for the long message, and others on the same domain."""
+
+    mode: str
+    near: End
+    far: End
+    other: End
+    queue: engine.CompletionQueue
+    refusals: list[str] = field(default_factory=list)
+    inside: int = 0  # the thread
+
+    def _stay(self, entered: threading.Event, left: threading.Event) -> None:
+        self.inside = threading.get_native_id()
+        if self.mode == "inline":
+            entered.set()
+        self.near.qp.post_send(SendOpcode.SEND, [self.near.sge()] * PIECES, wr_id=1, flags=SendFlags.SIGNALED)
+        if self.mode == "engine":
+            wait_until(lambda: self.far.memory[1] == 1)  # it has begun
+            entered.set()
+            self.near.qp.query()
+        left.set()
+
+    def overlap(self, meanwhile: Callable[[], None]) -> bool:
+        """Call a function while another thread is inside of `near`; whether it still was when the function returned."""
+        self.far.memory[1] = 0
+        self.far.qp.post_recv([self.far.sge()] * PIECES)
+        entered, left = threading.Event(), threading.Event()
+        thread = threading.Thread(target=self._stay, args=[entered, left])
+        thread.start()
+        try:
+            entered.wait()
+            meanwhile()
+            overlapped = not left.is_set()
+        finally:
+            thread.join()
+        assert succeed(self.near.cq).wr_id == 1
+        assert succeed(self.far.cq).byte_len == PIECE * PIECES
+        return overlapped
+
+    def refused(self, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except ConcurrentAccessError as error:
+            self.refusals.append(str(error))
+            return True
+        return False
+
+
+def make_scene(context: engine.Context, mode: str, kind: str) -> Scene:
+    domain = make_domain(context, kind)
+    near, far = (make_end(domain, size=PIECE, capabilities=CAPABILITIES) for _ in range(2))
+    connect(near.qp, far.qp)
+    near.memory[:] = bytes(range(256)) * (PIECE // 256)
+    other, peer = make_end(domain), make_end(domain)
+    connect(other.qp, peer.qp)
+    return Scene(mode, near, far, other, make_queue(context, domain, extended=True))
+
+
+@pytest.fixture(params=["inline", "engine"])
+def watched(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """On a thread domain: no locks, but a watch."""
+    with opened(request.param) as context:
+        yield make_scene(context, request.param, "thread domain")
+
+
+@pytest.fixture(params=["inline", "engine"])
+def locked(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """On a plain protection domain: objects with locks."""
+    with opened(request.param) as context:
+        yield make_scene(context, request.param, "plain")
+
+
+@dataclass
+class Call:
+    """A verb that overlaps: its name, the object, and how it is called."""
+
+    verb: str
+    on: Callable[[Scene], engine.Handle]
+    call: Callable[[Scene], object]
+
+
+def near(scene: Scene) -> engine.QueuePair:
+    return scene.near.qp
+
+
+def other(scene: Scene) -> engine.QueuePair:
+    return scene.other.qp
+
+
+def queue(scene: Scene) -> engine.CompletionQueue:
+    return scene.queue
+
+
+CALLS = {
+    "send on another": Call("ibv_post_send", other, lambda scene: other(scene).post_send(SendOpcode.RDMA_WRITE)),
+    "receive on another": Call("ibv_post_recv", other, lambda scene: other(scene).post_recv()),
+    "query another": Call("ibv_query_qp", other, lambda scene: other(scene).query()),
+    "modify another": Call("ibv_modify_qp", other, lambda scene: other(scene).modify(min_rnr_timer=9)),
+    "poll": Call("ibv_poll_cq", lambda scene: scene.near.cq, lambda scene: scene.near.cq.poll()),
+    "poll another": Call("ibv_poll_cq", lambda scene: scene.other.cq, lambda scene: scene.other.cq.poll()),
+    "poll an extended one": Call("ibv_start_poll", queue, lambda scene: queue(scene).poll()),
+    "destroy a queue": Call("ibv_destroy_cq", queue, lambda scene: queue(scene).destroy()),
+    "destroy another": Call("ibv_destroy_qp", other, lambda scene: other(scene).destroy()),
+    "send": Call("ibv_post_send", near, lambda scene: near(scene).post_send(SendOpcode.RDMA_WRITE)),
+    "receive": Call("ibv_post_recv", near, lambda scene: near(scene).post_recv()),
+    "query": Call("ibv_query_qp", near, lambda scene: near(scene).query()),
+    "modify": Call("ibv_modify_qp", near, lambda scene: near(scene).modify(min_rnr_timer=9)),
+}
+
+
+def overlap_all(scene: Scene) -> None:
+    """Try every verb while another thread is inside."""
+
+    def meanwhile() -> None:
+        # Inside for certain: a call that does nothing where it is not refused.
+        wait_until(lambda: scene.refused(scene.other.cq.poll))
+        scene.refusals.clear()
+        for name, call in CALLS.items():
+            assert scene.refused(partial(call.call, scene)), name
+        with pytest.raises(BusyResourceError, match="calls use it"):
+            scene.near.qp.destroy()
+
+    assert scene.overlap(meanwhile)
+
+
+def test_overlapping_calls_are_refused(watched: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    context = watched.near.qp.context
+    before = context.counts(), watched.near.qp.query(), watched.other.qp.query()
+    overlap_all(watched)
+    assert watched.refusals == [
+        f"{call.verb} on {call.on(watched)!r}: another call is inside of it or its thread domain; this one was refused"
+        for call in CALLS.values()
+    ]
+    # Nothing of it was done, and the message came through.
+    counts, near, other = context.counts(), watched.near.qp.query(), watched.other.qp.query()
+    assert counts["overlaps"] > len(CALLS)
+    assert {**counts, "overlaps": 0} == before[0]
+    assert other == before[2]
+    assert near.min_rnr_timer == before[1].min_rnr_timer
+    assert watched.near.cq.poll() == watched.other.cq.poll() == []
+    assert watched.far.memory == watched.near.memory
+    capfd.readouterr()
+
+
+def test_an_overlap_is_reported_once_for_each_object(watched: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    overlap_all(watched)
+    lines = capfd.readouterr().err.splitlines()
+    pattern = rf"soft0: \w+ on (.+ \d+) by thread {threading.get_native_id()}, while thread {watched.inside} is inside"
+    matches = [re.match(pattern, line) for line in lines]
+    assert len([match.group(1) for match in matches if match]) == len(lines) == 5
+    assert f"queue pair {watched.near.qp.qp_num}" in {match.group(1) for match in matches if match}
+    before = watched.near.qp.context.counts()["overlaps"]
+    overlap_all(watched)
+    assert watched.near.qp.context.counts()["overlaps"] >= before + len(CALLS)
+    assert capfd.readouterr().err == ""
+
+
+def test_everything_works_afterwards(watched: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    overlap_all(watched)
+    for end in (watched.other, watched.near):
+        end.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+        succeed(end.cq)
+    watched.queue.destroy()
+    watched.other.qp.destroy()
+    capfd.readouterr()
+
+
+def test_one_after_the_other_is_fine_from_any_thread(watched: Scene) -> None:
+    """A thread domain belongs to one thread at a time, not to the one that made it."""
+
+    def work() -> None:
+        watched.other.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+        succeed(watched.other.cq)
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        work()
+    assert watched.near.qp.context.counts()["overlaps"] == 0
+
+
+def test_without_a_thread_domain_they_are_welcome(locked: Scene) -> None:
+    def meanwhile() -> None:
+        locked.other.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+        locked.other.qp.post_recv()
+        locked.other.qp.modify(min_rnr_timer=9)
+        assert locked.near.cq.poll() == locked.queue.poll() == []
+
+    assert locked.overlap(meanwhile)
+    succeed(locked.other.cq)
+
+    def same() -> None:  # these wait for their turn
+        locked.near.qp.post_recv()
+        locked.near.qp.modify(min_rnr_timer=9)
+        locked.queue.destroy()
+
+    locked.overlap(same)
+    assert locked.near.qp.query().min_rnr_timer == 9
+    assert locked.near.qp.context.counts()["overlaps"] == 0
+    assert locked.far.memory == locked.near.memory
+
+
+def test_a_busy_object_is_not_destroyed(locked: Scene) -> None:
+    def meanwhile() -> None:
+        with pytest.raises(BusyResourceError, match="calls use it"):
+            locked.near.qp.destroy()
+
+    assert locked.overlap(meanwhile)
+    assert not locked.near.qp.closed

@@ -1,0 +1,141 @@
+"""What the software device tells of itself, its port and its queue pairs."""
+
+from typing import Any
+
+import pytest
+
+from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, VerbsError
+from aioverbs._core import engine
+from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
+
+GUID = bytes.fromhex("0241494fff564253")
+
+
+def test_device(context: engine.Context) -> None:
+    attributes = context.query_device()
+    assert attributes.node_guid == attributes.sys_image_guid == GUID
+    assert attributes.atomic_cap is AtomicCap.GLOB
+    assert attributes.phys_port_cnt == 1
+    assert attributes.max_sge == 32
+    assert attributes.max_qp_wr >= 1024
+    assert attributes.max_qp_rd_atom == attributes.max_qp_init_rd_atom == 16
+
+
+def test_port(context: engine.Context) -> None:
+    port = context.query_port()
+    assert port == context.query_port(1)
+    assert port.state is PortState.ACTIVE
+    assert port.link_layer is LinkLayer.ETHERNET
+    assert port.active_mtu is port.max_mtu is Mtu.MTU_4096
+    assert port.max_msg_sz == 1 << 30
+    assert (port.gid_tbl_len, port.pkey_tbl_len) == (2, 1)
+
+
+def test_tables(context: engine.Context) -> None:
+    # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
+    assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + GUID
+    assert context.query_gid(1, 1) == bytes(10) + b"\xff\xff" + bytes([127, 0, 0, 1])
+    assert context.query_pkey() == 0xFFFF
+
+
+def test_what_a_context_is(context: engine.Context) -> None:
+    assert context.name == "soft0"
+    assert context.software
+    assert context.context is context
+    assert context.num_comp_vectors == 1
+
+
+def test_granted_capabilities(inline: engine.Context) -> None:
+    pd = engine.ProtectionDomain(inline)
+    cq = engine.CompletionQueue(inline, 100)
+    assert cq.cqe == 128
+    wanted = QpCapabilities(max_send_wr=3, max_recv_wr=0, max_send_sge=2, max_recv_sge=5, max_inline_data=65)
+    qp = engine.QueuePair(pd, cq, cq, wanted)
+    granted = qp.capabilities
+    assert granted == qp.query().cap
+    assert (granted.max_send_wr, granted.max_recv_wr) == (4, 0)
+    assert (granted.max_send_sge, granted.max_recv_sge) == (2, 5)
+    assert granted.max_inline_data >= 65
+    assert engine.QueuePair(pd, cq, cq).capabilities.max_send_wr == 16
+
+
+def test_a_queue_pair_tells_what_it_was_told(context: engine.Context) -> None:
+    qp = make_pair(context)[0].qp
+    qp.modify(QpState.RESET)
+    assert qp.query().qp_state is QpState.RESET
+    assert qp.query().av == AddressVector(port_num=0, hop_limit=0)
+
+    to_init(qp, AccessFlags.REMOTE_READ | AccessFlags.LOCAL_WRITE)
+    told = qp.query()
+    assert told.qp_state is QpState.INIT
+    assert told.qp_access_flags == AccessFlags.REMOTE_READ | AccessFlags.LOCAL_WRITE
+    assert (told.pkey_index, told.port_num) == (0, 1)
+
+    way = AddressVector(context.query_gid(1, 1), sgid_index=1, hop_limit=9, flow_label=77, traffic_class=3, sl=2)
+    qp.modify(
+        QpState.RTR,
+        path_mtu=Mtu.MTU_1024,
+        dest_qp_num=qp.qp_num,
+        rq_psn=0xFFFFFF,
+        max_dest_rd_atomic=7,
+        min_rnr_timer=31,
+        av=way,
+    )
+    qp.modify(QpState.RTS, timeout=31, retry_cnt=7, rnr_retry=6, sq_psn=0x123456, max_rd_atomic=16)
+    told = qp.query()
+    assert told.qp_state is QpState.RTS
+    assert told.av == way
+    assert told.path_mtu == Mtu.MTU_1024
+    assert (told.dest_qp_num, told.rq_psn, told.sq_psn) == (qp.qp_num, 0xFFFFFF, 0x123456)
+    assert (told.max_rd_atomic, told.max_dest_rd_atomic, told.min_rnr_timer) == (16, 7, 31)
+    assert (told.timeout, told.retry_cnt, told.rnr_retry) == (31, 7, 6)
+
+
+def test_a_missing_attribute_changes_nothing(context: engine.Context) -> None:
+    pd = engine.ProtectionDomain(context)
+    cq = engine.CompletionQueue(context, 1)
+    qp = engine.QueuePair(pd, cq, cq)
+    before = qp.query()
+    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
+        qp.modify(QpState.INIT, pkey_index=0, port_num=1)
+    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
+        to_rtr(qp, qp.qp_num)
+    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
+        to_rts(qp)
+    assert qp.query() == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dest_qp_num": 1 << 24},
+        {"rq_psn": 1 << 24},
+        {"max_dest_rd_atomic": 17},
+        {"min_rnr_timer": 32},
+        {"path_mtu": 0},
+        {"path_mtu": 6},
+        {"av": AddressVector()},
+        {"av": AddressVector(bytes(16), sgid_index=2)},
+        {"av": AddressVector(bytes(16), port_num=2)},
+        {"timeout": 1},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_changes_nothing(inline: engine.Context, wrong: dict[str, Any]) -> None:
+    pd = engine.ProtectionDomain(inline)
+    cq = engine.CompletionQueue(inline, 1)
+    qp = engine.QueuePair(pd, cq, cq)
+    to_init(qp)
+    right: dict[str, Any] = {
+        "path_mtu": Mtu.MTU_256,
+        "dest_qp_num": 17,
+        "rq_psn": 0,
+        "max_dest_rd_atomic": 1,
+        "min_rnr_timer": 1,
+        "av": AddressVector(bytes(16)),
+    }
+    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
+        qp.modify(QpState.RTR, **{**right, **wrong})
+    assert qp.query().qp_state is QpState.INIT
+    qp.modify(QpState.RTR, **right)

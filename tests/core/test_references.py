@@ -1,0 +1,111 @@
+"""Handles and the garbage collector: forgetting an open one leaks it, visibly, and destroys nothing."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+from aioverbs import SendFlags, SendOpcode
+from aioverbs._core import domains, engine
+from tests.core.allocators import Recording
+from tests.core.contexts import open_context, opened
+from tests.core.family import make_all
+from tests.core.pairs import make_pair, wait_until
+from tests.ledger import destroy_all
+
+
+def test_forgetting_open_handles_destroys_nothing() -> None:
+    family = make_all(open_context("engine"))
+    context = family["context"]
+    assert isinstance(context, engine.Context)
+    counts, ledger = context.counts(), engine.open_handles()
+    references = [weakref.ref(handle) for handle in family.values()]
+    del family
+    gc.collect()
+    assert all(reference() is not None for reference in references)
+    assert engine.open_handles() == ledger
+    assert context.counts() == counts
+    destroy_all(ledger)
+
+
+def test_destroyed_ones_go() -> None:
+    family = make_all(open_context("engine"))
+    references = [weakref.ref(handle) for handle in family.values()]
+    destroy_all(family.values())
+    del family
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_a_handle_keeps_what_it_was_made_from(context: engine.Context) -> None:
+    def make() -> engine.QueuePair:
+        cq = engine.CompletionQueue(context, 4, engine.CompletionChannel(context))
+        return engine.QueuePair(domains.ParentDomain(engine.ProtectionDomain(context)), cq, cq)
+
+    qp = make()
+    gc.collect()
+    assert isinstance(qp.pd, domains.ParentDomain)
+    assert qp.send_cq.channel is not None
+    assert qp.send_cq.channel.get_event() is None
+
+
+def test_registered_memory_stays_while_its_region_is_open(context: engine.Context) -> None:
+    class Memory(bytearray):
+        pass
+
+    memory = Memory(64)
+    reference = weakref.ref(memory)
+    region = engine.MemoryRegion(engine.ProtectionDomain(context), memory)
+    del memory
+    gc.collect()
+    assert reference() is not None
+    region.destroy()
+    gc.collect()
+    assert reference() is None
+
+
+def test_an_allocator_stays_while_the_provider_holds_its_memory(context: engine.Context) -> None:
+    class Kept(Recording):
+        pass
+
+    def make() -> tuple[Callable[[], Recording | None], engine.CompletionQueue]:
+        allocator = Kept()
+        domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+        return weakref.ref(allocator), engine.CompletionQueue(context, 4, parent_domain=domain)
+
+    reference, cq = make()
+    gc.collect()
+    allocator = reference()
+    assert allocator is not None
+    cq.destroy()
+    assert allocator.live == []
+
+
+def test_what_a_failed_constructor_left_goes(context: engine.Context) -> None:
+    bare = engine.QueuePair.__new__(engine.QueuePair)
+    reference = weakref.ref(bare)
+    del bare
+    gc.collect()
+    assert reference() is None
+
+
+def test_requests_under_way_outlive_every_reference() -> None:
+    with opened("engine-delayed", delay_ns=10_000_000) as context:
+        seen = bytearray(8)
+
+        def post() -> weakref.ref[engine.QueuePair]:
+            near, far = make_pair(context)
+            region = engine.MemoryRegion(far.qp.pd, seen, 7)
+            near.memory[:8] = b"arrived!"
+            near.qp.post_send(
+                SendOpcode.RDMA_WRITE,
+                [near.sge(0, 8)],
+                flags=SendFlags.SIGNALED,
+                remote_addr=region.address,
+                rkey=region.rkey,
+            )
+            return weakref.ref(near.qp)
+
+        reference = post()
+        gc.collect()
+        wait_until(lambda: seen == b"arrived!")
+        assert reference() in engine.open_handles()

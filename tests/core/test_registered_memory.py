@@ -1,0 +1,150 @@
+"""Memory that is registered stays where it is, and is given back."""
+
+import array
+import ctypes
+import mmap
+from typing import Any
+
+import pytest
+
+from aioverbs import AccessFlags, BusyResourceError, VerbsError
+from aioverbs._core import domains, engine
+from tests.core.contexts import children
+from tests.core.pairs import ALL_ACCESS, make_pair, wait_for
+
+READABLE = AccessFlags.REMOTE_READ
+
+
+@pytest.fixture
+def pd(inline: engine.Context) -> engine.ProtectionDomain:
+    return engine.ProtectionDomain(inline)
+
+
+def test_what_a_region_tells(pd: engine.ProtectionDomain) -> None:
+    memory = bytearray(100)
+    region = engine.MemoryRegion(pd, memory)
+    assert region.address == ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert region.length == 100
+    assert region.lkey == region.rkey != engine.MemoryRegion(pd, memory).lkey
+    assert region.pd is pd
+
+
+def test_a_bytearray_cannot_be_resized_until_its_last_region_is_gone(pd: engine.ProtectionDomain) -> None:
+    memory = bytearray(8)
+    first, second = engine.MemoryRegion(pd, memory), engine.MemoryRegion(pd, memory)
+    for region in (first, second):
+        with pytest.raises(BufferError, match="cannot be re-sized"):
+            memory.extend(b"x")
+        region.destroy()
+    memory.extend(b"x")
+    assert len(memory) == 9
+
+
+def test_a_parent_that_refuses_keeps_the_memory(pd: engine.ProtectionDomain) -> None:
+    memory = bytearray(8)
+    engine.MemoryRegion(pd, memory)
+    with pytest.raises(BusyResourceError):
+        pd.destroy()
+    with pytest.raises(BufferError):
+        memory.clear()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        bytearray(16),
+        memoryview(bytearray(32))[8:24],
+        array.array("Q", [1, 2]),
+        mmap.mmap(-1, 16),
+        (ctypes.c_uint32 * 4)(),
+    ],
+    ids=lambda memory: type(memory).__name__,
+)
+def test_writable_buffers(pd: engine.ProtectionDomain, memory: Any) -> None:
+    region = engine.MemoryRegion(pd, memory, ALL_ACCESS)
+    assert region.length == 16
+    region.destroy()
+
+
+def test_read_only_memory_is_for_reading(context: engine.Context) -> None:
+    near, far = make_pair(context)
+    region = engine.MemoryRegion(far.qp.pd, b"constant", READABLE)
+    near.qp.post_send(4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
+    wait_for(near.cq)
+    assert near.memory[:8] == b"constant"
+    for access in (AccessFlags.LOCAL_WRITE, ALL_ACCESS):
+        with pytest.raises(BufferError, match="not writable"):
+            engine.MemoryRegion(far.qp.pd, b"constant", access)
+
+
+def test_an_address_and_a_length(pd: engine.ProtectionDomain) -> None:
+    memory = (ctypes.c_char * 64)()
+    region = engine.MemoryRegion(pd, (ctypes.addressof(memory), 64))
+    assert (region.address, region.length) == (ctypes.addressof(memory), 64)
+
+
+def page_that_is_gone() -> int:
+    """The address of a page that nothing is mapped at."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory.close()
+    return address
+
+
+REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "None": (None, READABLE, TypeError, "buffer protocol, which NoneType does not"),
+    "a number": (4096, READABLE, TypeError, "buffer protocol, which int does not"),
+    "text": ("text", READABLE, TypeError, "buffer protocol, which str does not"),
+    "no bytes": (bytearray(), READABLE, ValueError, "no bytes"),
+    "no bytes at an address": ((4096, 0), READABLE, ValueError, "no bytes"),
+    "gaps": (memoryview(bytearray(8))[::2], READABLE, BufferError, "contiguous"),
+    "gaps, to write": (memoryview(bytearray(8))[::2], ALL_ACCESS, BufferError, "contiguous"),
+    "backwards": (memoryview(bytearray(8))[::-1], READABLE, BufferError, "contiguous"),
+    "read-only view": (memoryview(bytearray(8)).toreadonly(), ALL_ACCESS, BufferError, "not writable"),
+    "three numbers": ((1, 2, 3), READABLE, ValueError, "unpack"),
+    "text address": (("1", 2), READABLE, TypeError, "integer"),
+    "float address": ((4096.0, 2), READABLE, TypeError, "integer"),
+    "negative address": ((-4096, 8), READABLE, OverflowError, "negative"),
+    "negative length": ((4096, -8), READABLE, OverflowError, "negative"),
+    "address too big": ((1 << 64, 8), READABLE, OverflowError, "too (large|big)"),
+    "past the end of all": (((1 << 64) - 8, 16), READABLE, VerbsError, "ibv_reg_mr failed: EINVAL"),
+    "address 0": ((0, 8), READABLE, VerbsError, "ibv_reg_mr failed: EFAULT"),
+    "longer than memory": ((4096, 1 << 62), READABLE, VerbsError, "ibv_reg_mr failed: EFAULT"),
+    "remote write alone": (bytearray(8), AccessFlags.REMOTE_WRITE, ValueError, "need LOCAL_WRITE"),
+    "remote atomic alone": (bytearray(8), AccessFlags.REMOTE_ATOMIC, ValueError, "need LOCAL_WRITE"),
+    "on demand": (bytearray(8), AccessFlags.ON_DEMAND, VerbsError, "ibv_reg_mr failed: EOPNOTSUPP"),
+    "unknown access": (bytearray(8), 1 << 10, VerbsError, "ibv_reg_mr failed: EINVAL"),
+    "access None": (bytearray(8), None, TypeError, "int"),
+}
+
+
+@pytest.mark.parametrize(("memory", "access", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_refused(pd: engine.ProtectionDomain, memory: Any, access: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        engine.MemoryRegion(pd, memory, access)
+    assert children(pd.context) == [pd]
+    if isinstance(memory, bytearray):
+        memory.append(0)  # nobody holds it
+
+
+def test_memory_that_is_not_there(pd: engine.ProtectionDomain) -> None:
+    with pytest.raises(VerbsError, match="ibv_reg_mr failed: EFAULT"):
+        engine.MemoryRegion(pd, (page_that_is_gone(), mmap.PAGESIZE), READABLE)
+
+
+def test_a_region_of_a_parent_domain_serves_its_base(inline: engine.Context, pd: engine.ProtectionDomain) -> None:
+    domain = domains.ParentDomain(pd)
+    region = engine.MemoryRegion(domain, bytearray(8))
+    assert region.pd is domain
+    with pytest.raises(BusyResourceError):
+        domain.destroy()
+    assert inline.counts()["mrs"] == 1
+
+
+def test_a_key_is_not_used_again_at_once(pd: engine.ProtectionDomain) -> None:
+    seen = set()
+    for _ in range(200):
+        region = engine.MemoryRegion(pd, bytearray(8))
+        assert region.rkey not in seen
+        seen.add(region.rkey)
+        region.destroy()

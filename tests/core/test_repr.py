@@ -1,0 +1,46 @@
+"""What handles and completions look like in a message."""
+
+import re
+
+import pytest
+
+from aioverbs import SendFlags, SendOpcode
+from aioverbs._core import domains, engine
+from tests.core.contexts import open_context
+from tests.core.family import make_all
+from tests.core.pairs import make_pair, succeed
+from tests.ledger import destroy_all
+
+OPEN = {
+    "context": r"<Context of soft0>",
+    "pd": r"<ProtectionDomain \d+ of soft0>",
+    "td": r"<ThreadDomain of soft0>",
+    "domain": r"<ParentDomain \d+ of soft0>",
+    "region": r"<MemoryRegion lkey 0x[0-9a-f]+, 64 bytes of soft0>",
+    "channel": r"<CompletionChannel fd \d+ of soft0>",
+    "queue": r"<CompletionQueue of soft0>",
+    "qp": r"<QueuePair \d+ of soft0>",
+}
+
+
+def test_handles() -> None:
+    family = make_all(open_context("inline"))
+    for name, pattern in OPEN.items():
+        assert re.fullmatch(pattern, repr(family[name]))
+    before = {name: repr(family[name]) for name in OPEN}
+    destroy_all(family.values())
+    assert {name: repr(family[name]) for name in OPEN} == {
+        name: text.replace(">", " (closed)>") for name, text in before.items()
+    }
+
+
+def test_a_completion(inline: engine.Context) -> None:
+    near, far = make_pair(inline)
+    near.qp.post_send(SendOpcode.RDMA_WRITE, wr_id=0xABC, flags=SendFlags.SIGNALED, remote_addr=far.region.address)
+    assert repr(succeed(near.cq)) == f"<WorkCompletion 0xabc: SUCCESS, queue pair {near.qp.qp_num}>"
+    with pytest.raises(TypeError, match=r"come from CompletionQueue\.poll"):
+        engine.WorkCompletion()
+
+
+def test_use_default() -> None:
+    assert repr(domains.USE_DEFAULT) == "USE_DEFAULT"

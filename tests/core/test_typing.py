@@ -1,0 +1,58 @@
+"""What the stubs say, checked by mypy, is what comes, checked here."""
+
+from typing import assert_type
+
+from aioverbs import SendFlags, SendOpcode, WcStatus
+from aioverbs._core import domains, engine
+from aioverbs.attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
+from tests.core.allocators import Recording
+from tests.core.contexts import children
+from tests.core.pairs import connect, wait_for
+
+
+def test_types(inline: engine.Context) -> None:
+    pd = engine.ProtectionDomain(inline)
+    domain = domains.ParentDomain(pd, domains.ThreadDomain(inline), Recording())
+    channel = engine.CompletionChannel(inline)
+    cq = engine.CompletionQueue(inline, 16, channel, parent_domain=domain)
+    region = engine.MemoryRegion(pd, bytearray(8))
+    qp = engine.QueuePair(domain, cq, cq)
+    connect(qp, engine.QueuePair(domain, cq, cq))
+    qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+
+    told: list[tuple[object, type]] = [
+        (assert_type(inline.name, str), str),
+        (assert_type(inline.software, bool), bool),
+        (assert_type(inline.address, int), int),
+        (assert_type(inline.query_device(), DeviceAttributes), DeviceAttributes),
+        (assert_type(inline.query_port(), PortAttributes), PortAttributes),
+        (assert_type(inline.query_gid(), bytes), bytes),
+        (assert_type(inline.query_pkey(), int), int),
+        (assert_type(inline.counts()["overlaps"], int), int),
+        (assert_type(region.lkey, int), int),
+        (assert_type(region.address, int), int),
+        (assert_type(region.pd, engine.ProtectionDomain), engine.ProtectionDomain),
+        (assert_type(domain.base, engine.ProtectionDomain), engine.ProtectionDomain),
+        (assert_type(domain.td, domains.ThreadDomain | None), domains.ThreadDomain),
+        (assert_type(domain.held, int), int),
+        (assert_type(channel.fileno(), int), int),
+        (assert_type(channel.get_event(), engine.CompletionQueue | None), type(None)),
+        (assert_type(cq.channel, engine.CompletionChannel | None), engine.CompletionChannel),
+        (assert_type(cq.parent_domain, engine.ProtectionDomain | None), domains.ParentDomain),
+        (assert_type(cq.cqe, int), int),
+        (assert_type(qp.capabilities, QpCapabilities), QpCapabilities),
+        (assert_type(qp.query(), QpAttributes), QpAttributes),
+        (assert_type(qp.qp_num, int), int),
+        (assert_type(qp.closed, bool), bool),
+        (assert_type(engine.open_handles(), list[engine.Handle]), list),
+    ]
+    (completion,) = assert_type(wait_for(cq), list[engine.WorkCompletion])
+    told += [
+        (assert_type(completion, engine.WorkCompletion), engine.WorkCompletion),
+        (assert_type(completion.status, WcStatus), WcStatus),
+        (assert_type(completion.wr_id, int), int),
+        (assert_type(completion.imm_data, int), int),
+    ]
+    for value, kind in told:
+        assert isinstance(value, kind)
+    assert len(children(inline)) == 8

@@ -1,0 +1,311 @@
+/* When memory, descriptors or threads run out: an errno, and nothing half made. The functions that give them are
+ * defined here once more, in front of the C library's. */
+#include "support.h"
+#include "support_fork.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+
+/* Set while no other thread calls a verb of the tested context. */
+static bool no_descriptors, no_threads;
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define OWN_MEMORY 0 /* the sanitizers have theirs */
+#else
+#define OWN_MEMORY 1
+
+void *__libc_malloc(size_t size);
+void *__libc_calloc(size_t count, size_t size);
+void *__libc_realloc(void *memory, size_t size);
+void *__libc_memalign(size_t alignment, size_t size);
+void __libc_free(void *memory);
+
+static _Thread_local int until_failure = -1; /* allocations to go; -1: none fails */
+static _Thread_local long balance;           /* what was taken less what was given back */
+
+static bool fails(void)
+{
+    if (until_failure < 0)
+        return false;
+    if (until_failure-- > 0)
+        return false;
+    errno = ENOMEM;
+    return true;
+}
+
+static void *counted(void *memory)
+{
+    balance += memory != NULL;
+    return memory;
+}
+
+void *malloc(size_t size)
+{
+    return fails() ? NULL : counted(__libc_malloc(size));
+}
+
+void *calloc(size_t count, size_t size)
+{
+    return fails() ? NULL : counted(__libc_calloc(count, size));
+}
+
+void *realloc(void *memory, size_t size)
+{
+    if (fails())
+        return NULL;
+    balance -= memory != NULL;
+    return counted(__libc_realloc(memory, size));
+}
+
+void *aligned_alloc(size_t alignment, size_t size)
+{
+    return fails() ? NULL : counted(__libc_memalign(alignment, size));
+}
+
+int posix_memalign(void **memory, size_t alignment, size_t size)
+{
+    if (fails())
+        return ENOMEM;
+    *memory = counted(__libc_memalign(alignment, size));
+    return *memory ? 0 : ENOMEM;
+}
+
+void free(void *memory)
+{
+    balance -= memory != NULL;
+    __libc_free(memory);
+}
+#endif
+
+int eventfd(unsigned int count, int flags)
+{
+    int (*real)(unsigned int, int);
+
+    if (no_descriptors) {
+        errno = EMFILE;
+        return -1;
+    }
+    *(void **)&real = dlsym(RTLD_NEXT, "eventfd");
+    return real(count, flags);
+}
+
+int pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *), void *argument)
+{
+    int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+
+    if (no_threads)
+        return EAGAIN;
+    *(void **)&real = dlsym(RTLD_NEXT, "pthread_create");
+    return real(thread, attr, start, argument);
+}
+
+static void descriptors(void)
+{
+    struct home home;
+
+    home_open(&home);
+    no_descriptors = true;
+    CHECK_REFUSED(soft_open(&variant->options), EMFILE);
+    CHECK_REFUSED(soft_verbs.create_comp_channel(home.context), EMFILE);
+    no_descriptors = false;
+    home_close(&home);
+}
+
+static void engine_thread(void)
+{
+    struct ibv_qp_init_attr attr = {.qp_type = IBV_QPT_RC};
+    struct soft_counts counts;
+    struct ibv_qp *qp;
+    struct home home;
+
+    home_open(&home);
+    attr.send_cq = attr.recv_cq = home_cq(&home, 4, NULL);
+    no_threads = true;
+    qp = soft_verbs.create_qp(home.pd, &attr);
+    if (variant->options.mode == SOFT_ENGINE) { /* a queue pair that nobody executes is none */
+        CHECK(!qp && errno == EAGAIN);
+        soft_count(home.context, &counts);
+        CHECK_EQ(counts.qps, 0);
+    } else { /* inline mode does not need the thread yet */
+        CHECK(qp && soft_verbs.destroy_qp(qp) == 0);
+    }
+    no_threads = false;
+    qp = soft_verbs.create_qp(home.pd, &attr);
+    REQUIRE(qp != NULL);
+    CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(attr.send_cq), 0);
+    home_close(&home);
+}
+
+/* In inline mode a wait needs somebody who ends it: without a thread it is an error instead. */
+static void waking_thread(void)
+{
+    struct pair pair;
+
+    PAIR_OPEN(&pair, 0);
+    no_threads = true;
+    CHECK_EQ(post_receive(&pair.a, 2, 8), 0);
+    CHECK_EQ(post_send(&pair.a, 1, 8), 0); /* finds no receive there */
+    if (variant->options.mode == SOFT_INLINE) {
+        EXPECT(pair.a.send_cq, 1, IBV_WC_GENERAL_ERR);
+        EXPECT(pair.a.recv_cq, 2, IBV_WC_WR_FLUSH_ERR);
+        CHECK_EQ(qp_state(pair.a.qp), IBV_QPS_ERR);
+        CHECK_EQ(qp_state(pair.b.qp), IBV_QPS_RTS);
+    } else { /* it has been there from the first queue pair on */
+        CHECK_EQ(post_receive(&pair.b, 3, 8), 0);
+        EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
+    }
+    no_threads = false;
+    pair_close(&pair);
+}
+
+#if OWN_MEMORY
+struct makings {
+    struct home home;
+    struct ibv_comp_channel *channel;
+    struct ibv_cq *cq;
+    struct ibv_pd *pd;
+    char memory[64];
+};
+
+/* Each verb that makes something, and the verb that unmakes it. */
+static void *make(struct makings *makings, unsigned int what)
+{
+    struct ibv_td_init_attr td_attr = {0};
+    struct ibv_cq_init_attr_ex cq_attr = {.cqe = 100};
+    struct ibv_qp_init_attr qp_attr = {
+        .send_cq = makings->cq,
+        .recv_cq = makings->cq,
+        .cap = {100, 100, 4, 4, 64},
+        .qp_type = IBV_QPT_RC,
+    };
+
+    switch (what) {
+    case 0:
+        return soft_open(&variant->options);
+    case 1:
+        return soft_verbs.alloc_pd(makings->home.context);
+    case 2:
+        return verbs_alloc_td(makings->home.context, &td_attr);
+    case 3:
+        return home_parent(&makings->home, makings->home.td);
+    case 4:
+        return soft_verbs.reg_mr(makings->home.base, makings->memory, 64, 0);
+    case 5:
+        return soft_verbs.create_comp_channel(makings->home.context);
+    case 6:
+        return soft_verbs.create_cq(makings->home.context, 100, NULL, makings->channel, 0);
+    case 7:
+        return verbs_create_cq_ex(makings->home.context, &cq_attr);
+    default:
+        return soft_verbs.create_qp(makings->home.pd, &qp_attr);
+    }
+}
+
+static int unmake(void *made, unsigned int what)
+{
+    switch (what) {
+    case 0:
+        return soft_verbs.close_device(made);
+    case 1:
+    case 3:
+        return soft_verbs.dealloc_pd(made);
+    case 2:
+        return verbs_dealloc_td(made);
+    case 4:
+        return soft_verbs.dereg_mr(made);
+    case 5:
+        return soft_verbs.destroy_comp_channel(made);
+    case 6:
+    case 7:
+        return soft_verbs.destroy_cq(made);
+    default:
+        return soft_verbs.destroy_qp(made);
+    }
+}
+
+/* Fails the first allocation of each verb, then the second one, and so on until it succeeds. */
+static void memory(void)
+{
+    struct soft_counts before, after;
+    struct makings makings;
+    unsigned int what;
+
+    home_open(&makings.home);
+    makings.channel = soft_verbs.create_comp_channel(makings.home.context);
+    makings.cq = home_cq(&makings.home, 4, NULL);
+    REQUIRE(makings.channel && makings.cq);
+    for (what = 0; what < 9; what++) {
+        int allowed;
+
+        /* Once before: tables and the engine keep what they grow. */
+        CHECK_EQ(unmake(make(&makings, what), what), 0);
+        soft_count(makings.home.context, &before);
+        for (allowed = 0; allowed < 20; allowed++) {
+            long taken = balance;
+            void *made;
+
+            until_failure = allowed;
+            errno = 0;
+            made = make(&makings, what);
+            until_failure = -1;
+            if (made) {
+                CHECK(allowed > 0); /* at least one was needed */
+                CHECK_EQ(unmake(made, what), 0);
+                CHECK_EQ(balance, taken);
+                break;
+            }
+            CHECK_EQ(errno, ENOMEM);
+            CHECK_EQ(balance, taken);
+            soft_count(makings.home.context, &after);
+            CHECK(!memcmp(&before, &after, sizeof(before)));
+        }
+        CHECK(allowed < 20);
+    }
+    CHECK_EQ(soft_verbs.destroy_cq(makings.cq), 0);
+    CHECK_EQ(soft_verbs.destroy_comp_channel(makings.channel), 0);
+    home_close(&makings.home);
+}
+
+static void *come_in(void *argument)
+{
+    struct pair *pair = argument;
+
+    until_failure = 0;
+    CHECK_EQ(post_write(&pair->a, &pair->b, 1, 8), ENOMEM);
+    until_failure = 0;
+    CHECK_EQ(post_receive(&pair->a, 1, 8), ENOMEM);
+    until_failure = 0;
+    CHECK_EQ(qp_to(pair->a.qp, IBV_QPS_SQD), ENOMEM);
+    CHECK_EQ(until_failure, -1); /* each of them asked for memory */
+    CHECK_EQ(post_write(&pair->a, &pair->b, 2, 8), 0);
+    EXPECT(pair->a.send_cq, 2, IBV_WC_SUCCESS);
+    return NULL;
+}
+
+static void let_one_come(void *argument)
+{
+    pthread_t thread;
+    struct pair pair;
+
+    (void)argument;
+    PAIR_OPEN(&pair, 0);
+    REQUIRE_EQ(pthread_create(&thread, NULL, come_in, &pair), 0);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    pair_close(&pair);
+}
+
+/* A thread's first request takes some memory of the device, or what a thread that ended has left: in a child, there
+ * is none of that. */
+static void first_request_of_a_thread(void)
+{
+    in_child(let_one_come, NULL);
+}
+#endif
+
+CHECK_MAIN(CASE(descriptors), CASE(engine_thread), CASE(waking_thread),
+#if OWN_MEMORY
+           CASE(memory), CASE(first_request_of_a_thread)
+#endif
+)

@@ -13,7 +13,9 @@ from tests.core.pairs import ALL_ACCESS
 
 T = TypeVar("T")
 
-MESSAGE = 50  # the longest, in bytes; the shortest region is longer
+MESSAGE, SHORT = 600, 30  # bytes: the longest takes three packets of the shortest MTU; every region has room for it
+IMMEDIATES = [0, 0x01020304, 0xFFFFFFFF]
+OPERANDS = [0, 1, 0x0102030405060708, (1 << 64) - 1]
 
 
 @cache
@@ -24,11 +26,14 @@ def _below(limit: int) -> st.SearchStrategy[int]:
 class Dice:
     """A source of decisions."""
 
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def __repr__(self) -> str:
+        return "dice"  # what was drawn shows in what was done
 
     def below(self, limit: int) -> int:
-        return self._data.draw(_below(limit))
+        return self._draw(_below(limit))
 
     def between(self, low: int, high: int) -> int:
         return low + self.below(high - low + 1)
@@ -50,6 +55,11 @@ class Dice:
         access = AccessFlags(self.below(16))
         remote = AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
         return access | AccessFlags.LOCAL_WRITE if access & remote else access
+
+
+@st.composite
+def dice(draw: st.DrawFn) -> Dice:
+    return Dice(draw)
 
 
 class Drawer:
@@ -76,7 +86,7 @@ class Drawer:
         offset = self.dice.below(region.length - length + 1)
         match self.dice.below(200):
             case 99:
-                return region.address + offset, length, region.key ^ 1 << 9
+                return region.address + offset, length, region.key ^ 1 << 31
             case 98:
                 return region.address + region.length - max(length - 1, 0), length, region.key
             case 97:
@@ -109,9 +119,9 @@ class Drawer:
             inline=b"" if inline else None,
             remote_addr=address,
             rkey=key,
-            imm_data=dice.below(1 << 32),
-            compare_add=dice.below(1 << 64) if dice.maybe() else 0,
-            swap=dice.below(1 << 64) if opcode is SendOpcode.ATOMIC_CMP_AND_SWP else 0,
+            imm_data=dice.pick(IMMEDIATES),
+            compare_add=dice.pick(OPERANDS),
+            swap=dice.pick(OPERANDS) if opcode is SendOpcode.ATOMIC_CMP_AND_SWP else 0,
         )
 
     def _sges(self, qp: Qp, opcode: SendOpcode) -> list[Sge]:
@@ -119,7 +129,8 @@ class Drawer:
         if opcode in ATOMIC:
             return [self.sge(qp.pd, False, 4 if self.dice.rarely(30) else 8)][:most]
         count = most + 1 if self.dice.rarely(40) else self.dice.between(min(1, most), most)
-        return [self.sge(qp.pd, False, self.dice.below(MESSAGE // count + 1)) for _ in range(count)]
+        longest = MESSAGE if self.dice.rarely(4) else SHORT
+        return [self.sge(qp.pd, False, self.dice.below(longest // max(count, 1) + 1)) for _ in range(count)]
 
     def _inside(self, sge: Sge) -> Sge:
         """Inline data is read by the caller: where nothing is, nothing can be read."""

@@ -1,12 +1,14 @@
 """Completion events: asked for, raised once, taken, acknowledged."""
 
 import select
+import threading
 
 import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode
 from aioverbs._core import engine
-from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, succeed, wait_for, wait_until
+from tests.core.contexts import opened
+from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for, wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 SIGNALED = SendFlags.SIGNALED
@@ -156,3 +158,45 @@ def test_events_that_nobody_took_go_with_the_queue(context: engine.Context, chan
     assert not readable(channel)
     assert channel.get_event() is None
     channel.destroy()
+
+
+def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
+    """Destroying waits for what is executed elsewhere, and is overtaken.
+
+    The event is acknowledged on the spot: the verb would wait for that as well, and nobody could give it any more.
+    """
+    with opened("engine") as context:
+        busy, target = make_pair(context, size=32 << 20)
+        channel = engine.CompletionChannel(context)
+        domain = make_domain(context, "plain")
+        for _ in range(20):
+            near = make_end(domain, channel=channel)
+            near.cq.request_notify()
+            far = make_end(domain)
+            connect(near.qp, far.qp)
+            near.qp.post_send(WRITE, flags=SIGNALED)
+            succeed(near.cq)
+            assert readable(channel, PATIENCE_S)
+            near.qp.destroy()
+            far.qp.destroy()
+            busy.qp.post_send(
+                WRITE, [busy.sge()], flags=SIGNALED, remote_addr=target.region.address, rkey=target.region.rkey
+            )
+            refused: list[BusyResourceError] = []
+
+            def destroy(cq: engine.CompletionQueue, refused: list[BusyResourceError]) -> None:
+                try:
+                    cq.destroy()
+                except BusyResourceError as error:  # the event was taken before
+                    refused.append(error)
+
+            destroyer = threading.Thread(target=destroy, args=(near.cq, refused))
+            destroyer.start()
+            queue = channel.get_event()
+            assert (queue is not None) or not refused
+            if queue is not None:
+                queue.ack_events()
+            destroyer.join(PATIENCE_S)
+            assert not destroyer.is_alive()
+            near.cq.destroy()
+            succeed(busy.cq)

@@ -4,8 +4,10 @@ import ctypes
 import time
 from typing import TypeVar
 
+from hypothesis import note
+
 from aioverbs import BusyResourceError, ClosedResourceError, QpState, SendFlags, VerbsError, WcFlags
-from aioverbs._core import engine
+from aioverbs._core import domains, engine
 from tests.core.allocators import Recording
 from tests.core.model import (
     Buffer,
@@ -54,6 +56,7 @@ class Twins:
     # ---- making and finding
 
     def add(self, node: Node, handle: engine.Handle) -> None:
+        note(f"made {handle} of {[self.handles[parent] for parent in node.parents]}")
         self.open.append(node)
         self.handles[node] = handle
 
@@ -95,6 +98,7 @@ class Twins:
             | SendFlags.SOLICITED * request.solicited
             | SendFlags.INLINE * (request.inline is not None)
         )
+        note(f"queue pair {qp.number}: post {request}")
         error = None
         try:
             self.qp(qp).post_send(
@@ -125,6 +129,7 @@ class Twins:
 
     def post_recv(self, qp: Qp, receive: Receive) -> None:
         self.settle()
+        note(f"queue pair {qp.number}: post {receive}")
         error = None
         try:
             self.qp(qp).post_recv(receive.sges, wr_id=receive.wr_id)
@@ -138,6 +143,7 @@ class Twins:
     def poll(self, queue: Queue, count: int) -> int:
         """Take up to so many completions and compare each with the next one that the model expects there."""
         completions = self.cq(queue).poll(count)
+        note(f"poll for {count}: {completions}")
         for completion in completions:
             qp = self.fabric.qps[completion.qp_num]
             side = completion.wr_id & 1
@@ -158,6 +164,11 @@ class Twins:
             assert completion.src_qp == expected.src_qp
             immediate = bool(completion.wc_flags & WcFlags.WITH_IMM)
             assert (completion.imm_data if immediate else None) == expected.imm_data
+
+    def request_notify(self, queue: Queue, solicited_only: bool) -> None:
+        self.settle()
+        self.cq(queue).request_notify(solicited_only)
+        queue.arm(solicited_only)
 
     def take_event(self, channel: Channel) -> None:
         self.settle()
@@ -185,7 +196,14 @@ class Twins:
                 if qp.state is QpState.ERR:  # its flushed requests show only there
                     self.poll(qp.send_cq, 1 << 20)
                     self.poll(qp.recv_cq, 1 << 20)
-            assert time.monotonic() < end, f"does not come about: {lagging[0]}, {self.qp(lagging[0]).query()}"
+            late = lagging[0]
+            assert time.monotonic() < end, (
+                late.number,
+                late.state,
+                late.next_psn,
+                late.expected,
+                self.qp(late).query(),
+            )
         for qp in self.of(Qp):
             if qp.state in (QpState.RTR, QpState.RTS, QpState.SQD):
                 assert self.qp(qp).query().rq_psn == qp.expected_psn
@@ -204,10 +222,10 @@ class Twins:
 
     def compare_counts(self) -> None:
         for context in self.of(Context):
-            domains = self.of(Pd, context)
+            pds = self.of(Pd, context)
             assert self.handle(context, engine.Context).counts() == {
-                "pds": sum(pd.base is None for pd in domains),
-                "parent_domains": sum(pd.base is not None for pd in domains),
+                "pds": sum(pd.base is None for pd in pds),
+                "parent_domains": sum(pd.base is not None for pd in pds),
                 "thread_domains": len(self.of(Td, context)),
                 "mrs": len(self.of(Region, context)),
                 "channels": len(self.of(Channel, context)),
@@ -216,8 +234,10 @@ class Twins:
                 "overlaps": 0,
             }
         assert engine.open_handles() == [self.handles[node] for node in self.open]
-        held = sum(pd.held for pd in self.of(Pd))
-        assert sum(len(allocator.live) for allocator in self.allocators) == held
+        for pd in self.of(Pd):
+            if pd.base is not None:
+                assert self.handle(pd, domains.ParentDomain).held == pd.held
+        assert sum(len(allocator.live) for allocator in self.allocators) == sum(pd.held for pd in self.of(Pd))
 
     # ---- destroying
 
@@ -225,6 +245,7 @@ class Twins:
         """Destroy an object, or see it refuse as it must."""
         self.settle()
         handle = self.handles[node]
+        note(f"destroy {handle}")
         refused = False
         try:
             handle.destroy()
@@ -296,5 +317,6 @@ class Twins:
             queue.taken = 0
         for node in reversed(self.open[:]):
             assert self.destroy(node)
+            self.compare_counts()
         assert engine.open_handles() == []
         assert not any(allocator.live for allocator in self.allocators)

@@ -162,20 +162,6 @@ static uint64_t resident_bytes(void)
     return (uint64_t)resident * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-static struct ibv_qp *make_qp(const struct home *home, struct ibv_cq *cq)
-{
-    struct ibv_qp_init_attr attr = {
-        .send_cq = cq,
-        .recv_cq = cq,
-        .cap = {.max_send_wr = PAIR_DEPTH, .max_recv_wr = PAIR_DEPTH, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
-    struct ibv_qp *qp = soft_verbs.create_qp(home->pd, &attr);
-
-    REQUIRE(qp != NULL);
-    return qp;
-}
-
 static void many_pairs(void)
 {
     static struct ibv_qp *qps[PAIRS][2];
@@ -194,8 +180,8 @@ static void many_pairs(void)
     for (i = 0; i < PAIRS; i++) {
         uint64_t begin = now_ns();
 
-        qps[i][0] = make_qp(&home, cq);
-        qps[i][1] = make_qp(&home, cq);
+        qps[i][0] = make_qp(home.pd, cq, PAIR_DEPTH);
+        qps[i][1] = make_qp(home.pd, cq, PAIR_DEPTH);
         qp_connect(qps[i][0], &default_link, qps[i][1]->qp_num);
         qp_connect(qps[i][1], &default_link, qps[i][0]->qp_num);
         pair_ns[i] = (double)(now_ns() - begin);

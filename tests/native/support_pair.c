@@ -73,6 +73,28 @@ enum ibv_qp_state qp_state(struct ibv_qp *qp)
     return attr.qp_state;
 }
 
+struct ibv_qp *make_qp(struct ibv_pd *pd, struct ibv_cq *cq, uint32_t depth)
+{
+    struct ibv_qp_init_attr attr = {
+        .send_cq = cq,
+        .recv_cq = cq,
+        .cap = {.max_send_wr = depth, .max_recv_wr = depth, .max_send_sge = 1, .max_recv_sge = 1},
+        .qp_type = IBV_QPT_RC,
+    };
+    struct ibv_qp *qp = soft_verbs.create_qp(pd, &attr);
+
+    REQUIRE(qp != NULL);
+    return qp;
+}
+
+struct ibv_qp *make_loop(struct ibv_pd *pd, struct ibv_cq *cq, uint32_t depth)
+{
+    struct ibv_qp *qp = make_qp(pd, cq, depth);
+
+    qp_connect(qp, &default_link, qp->qp_num);
+    return qp;
+}
+
 static struct ibv_qp_cap cap_or_default(const struct ibv_qp_cap *cap)
 {
     static const struct ibv_qp_cap unset;

@@ -31,6 +31,12 @@ void qp_connect(struct ibv_qp *qp, const struct ibv_qp_attr *link, uint32_t dest
 
 enum ibv_qp_state qp_state(struct ibv_qp *qp);
 
+/* A queue pair for `depth` requests each way, with both queues on `cq`. */
+struct ibv_qp *make_qp(struct ibv_pd *pd, struct ibv_cq *cq, uint32_t depth);
+
+/* The same connected to itself: what it sends, it receives. */
+struct ibv_qp *make_loop(struct ibv_pd *pd, struct ibv_cq *cq, uint32_t depth);
+
 struct end {
     struct home *home;
     struct ibv_cq *send_cq, *recv_cq;

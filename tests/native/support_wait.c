@@ -23,7 +23,7 @@ void sleep_us(unsigned int microseconds)
 
 void settle(void)
 {
-    sleep_us(3000 + (unsigned int)(variant->options.delay_ns / 1000));
+    sleep_us(10000 + (unsigned int)(variant->options.delay_ns / 1000));
 }
 
 static uint64_t deadline(void)
@@ -56,6 +56,27 @@ struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status st
     return wc;
 }
 
+void start_poll(struct ibv_cq_ex *cq)
+{
+    struct ibv_poll_cq_attr attr = {0};
+    uint64_t end = deadline();
+    int answer;
+
+    while ((answer = cq->start_poll(cq, &attr)) == ENOENT && now_ns() < end)
+        sched_yield();
+    REQUIRE_EQ(answer, 0);
+}
+
+void next_poll(struct ibv_cq_ex *cq)
+{
+    uint64_t end = deadline();
+    int answer;
+
+    while ((answer = cq->next_poll(cq)) == ENOENT && now_ns() < end)
+        sched_yield();
+    REQUIRE_EQ(answer, 0);
+}
+
 void expect_nothing_at(struct ibv_cq *cq, struct check_place place)
 {
     struct ibv_wc wc;
@@ -74,6 +95,22 @@ bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state)
         sched_yield();
     } while (now_ns() < end);
     return false;
+}
+
+void wait_executed(struct ibv_qp *qp, uint32_t count)
+{
+    uint32_t psn = (default_link.sq_psn + count) & 0xffffff;
+    struct ibv_qp_init_attr init_attr;
+    uint64_t end = deadline();
+    struct ibv_qp_attr attr;
+
+    for (;;) {
+        REQUIRE_EQ(soft_verbs.query_qp(qp, &attr, IBV_QP_SQ_PSN, &init_attr), 0);
+        if (attr.sq_psn == psn)
+            return;
+        REQUIRE(now_ns() < end);
+        sched_yield();
+    }
 }
 
 bool is_readable(int fd)

@@ -19,9 +19,19 @@ bool wait_completion(struct ibv_cq *cq, struct ibv_wc *wc);
 struct ibv_wc expect_at(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_status status, struct check_place place);
 #define EXPECT(cq, wr_id, status) expect_at(cq, wr_id, status, HERE)
 
+/* The start_poll of an extended queue, at the next completion; a REQUIRE where none comes. */
+void start_poll(struct ibv_cq_ex *cq);
+
+/* The session's next entry, once it is there: a REQUIRE where none comes. The device finds what came late. */
+void next_poll(struct ibv_cq_ex *cq);
+
 /* Nothing is there, nor comes. */
 void expect_nothing_at(struct ibv_cq *cq, struct check_place place);
 #define EXPECT_NOTHING(cq) expect_nothing_at(cq, HERE)
+
+/* That a queue pair of `default_link` has executed so many requests of one packet since it was connected: their
+ * completions are there. */
+void wait_executed(struct ibv_qp *qp, uint32_t count);
 
 bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state);
 

@@ -55,6 +55,13 @@ int post_write(struct end *from, const struct end *to, uint64_t wr_id, uint32_t 
     return post(from->qp, &wr);
 }
 
+int post_nothing(struct ibv_qp *qp, uint64_t wr_id)
+{
+    struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, wr_id, NULL, 0);
+
+    return post(qp, &wr);
+}
+
 int post_receive_list(struct end *end, uint64_t wr_id, struct ibv_sge *list, int count)
 {
     struct ibv_recv_wr wr = {.wr_id = wr_id, .sg_list = list, .num_sge = count};

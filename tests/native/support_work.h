@@ -23,6 +23,9 @@ int post_send(struct end *from, uint64_t wr_id, uint32_t length);
 /* A signalled RDMA WRITE of the first `length` bytes to the same place there. */
 int post_write(struct end *from, const struct end *to, uint64_t wr_id, uint32_t length);
 
+/* A signalled RDMA WRITE of no bytes, which needs no memory. */
+int post_nothing(struct ibv_qp *qp, uint64_t wr_id);
+
 /* A receive for the first `length` bytes of the end's memory, or for a list. */
 int post_receive(struct end *end, uint64_t wr_id, uint32_t length);
 int post_receive_list(struct end *end, uint64_t wr_id, struct ibv_sge *list, int count);

@@ -5,7 +5,7 @@
 #define TYPE_RECORD (1ull << 32 | 3)
 #define TYPE_CQ (1ull << 32 | 5)
 
-enum answer { GOOD, USE_DEFAULT, NOTHING, MISALIGNED, DIRTY_FIRST, DIRTY_MIDDLE, DIRTY_LAST };
+enum answer { GOOD, USE_DEFAULT, NOTHING, MISALIGNED, DIRTY_FIRST, DIRTY_MIDDLE, DIRTY_LAST, DIRTY };
 
 struct block {
     void *address, *memory; /* what was returned, and what to free */
@@ -62,6 +62,8 @@ static void *pool_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_t
         bytes[size / 2] = 1;
     if (answer == DIRTY_LAST)
         bytes[size - 1] = 1;
+    if (answer == DIRTY)
+        memset(bytes, 1, size);
     block->address = bytes;
     pool->live++;
     return bytes;
@@ -119,14 +121,14 @@ static void pool_close(struct pool *pool, struct home *home)
     home_close(home);
 }
 
-static struct ibv_cq *make_cq(const struct home *home, uint32_t cqe)
+static struct ibv_cq *try_cq(const struct home *home, uint32_t cqe)
 {
     struct ibv_cq_init_attr_ex attr = {.cqe = cqe, .comp_mask = IBV_CQ_INIT_ATTR_MASK_PD, .parent_domain = home->pd};
 
     return cq_of(verbs_create_cq_ex(home->context, &attr));
 }
 
-static struct ibv_qp *make_qp(const struct home *home, struct ibv_cq *cq, const struct ibv_qp_cap *cap)
+static struct ibv_qp *try_qp(const struct home *home, struct ibv_cq *cq, const struct ibv_qp_cap *cap)
 {
     struct ibv_qp_init_attr attr = {.send_cq = cq, .recv_cq = cq, .cap = *cap, .qp_type = IBV_QPT_RC};
 
@@ -171,7 +173,7 @@ static void sizes_and_alignments(void)
         struct ibv_qp *qp;
 
         pool.count = 0;
-        qp = make_qp(&with_pool, plain, &qps[i].cap);
+        qp = try_qp(&with_pool, plain, &qps[i].cap);
         REQUIRE(qp != NULL);
         REQUIRE_EQ(pool.count, 2);
         check_block(&pool.blocks[0], (qps[i].size + qps[i].alignment - 1) / qps[i].alignment * qps[i].alignment,
@@ -184,7 +186,7 @@ static void sizes_and_alignments(void)
         struct ibv_cq *cq;
 
         pool.count = 0;
-        cq = make_cq(&with_pool, cqs[i].cqe);
+        cq = try_cq(&with_pool, cqs[i].cqe);
         REQUIRE(cq != NULL);
         REQUIRE_EQ(pool.count, 2);
         check_block(&pool.blocks[0], cqs[i].size, 4096, TYPE_CQ);
@@ -225,8 +227,8 @@ static void memory_is_used(void)
     struct pool pool;
 
     pool_open(&pool, &home, &with_pool);
-    cq = make_cq(&with_pool, 16);
-    qp = make_qp(&with_pool, cq, &usual_cap);
+    cq = try_cq(&with_pool, 16);
+    qp = try_qp(&with_pool, cq, &usual_cap);
     REQUIRE(cq && qp && pool.count == 4);
     cq_block = &pool.blocks[0], cq_record = &pool.blocks[1];
     qp_block = &pool.blocks[2], qp_record = &pool.blocks[3];
@@ -274,8 +276,8 @@ static void default_memory(void)
         pool_open(&pool, &home, &with_pool);
         pool.answer = USE_DEFAULT;
         pool.spoiled = which;
-        cq = make_cq(&with_pool, 16);
-        qp = make_qp(&with_pool, cq, &usual_cap);
+        cq = try_cq(&with_pool, 16);
+        qp = try_qp(&with_pool, cq, &usual_cap);
         REQUIRE(cq && qp);
         CHECK_EQ(pool.count, 4);
         CHECK_EQ(pool.live, 3);
@@ -296,7 +298,7 @@ static void refused_memory(void)
         int error, expected;
     } table[] = {
         {NOTHING, ENOSPC, ENOSPC}, {NOTHING, EPERM, EPERM},   {NOTHING, 0, ENOMEM},    {MISALIGNED, 0, EINVAL},
-        {DIRTY_FIRST, 0, EINVAL},  {DIRTY_MIDDLE, 0, EINVAL}, {DIRTY_LAST, 0, EINVAL},
+        {DIRTY_FIRST, 0, EINVAL},  {DIRTY_MIDDLE, 0, EINVAL}, {DIRTY_LAST, 0, EINVAL}, {DIRTY, 0, EINVAL},
     };
     struct soft_counts before, after;
     struct home home, with_pool;
@@ -315,11 +317,11 @@ static void refused_memory(void)
             pool.error = table[i].error;
             pool.spoiled = second;
             pool.count = 0;
-            CHECK_REFUSED(make_qp(&with_pool, plain, &usual_cap), table[i].expected);
+            CHECK_REFUSED(try_qp(&with_pool, plain, &usual_cap), table[i].expected);
             CHECK_EQ(pool.count, 1 + second);
             CHECK_EQ(pool.live, 0);
             pool.count = 0;
-            CHECK_REFUSED(make_cq(&with_pool, 16), table[i].expected);
+            CHECK_REFUSED(try_cq(&with_pool, 16), table[i].expected);
             CHECK_EQ(pool.count, 1 + second);
             CHECK_EQ(pool.live, 0);
         }
@@ -328,7 +330,7 @@ static void refused_memory(void)
     CHECK(!memcmp(&before, &after, sizeof(before)));
     pool.answer = GOOD;
     pool.count = 0;
-    qp = make_qp(&with_pool, plain, &usual_cap);
+    qp = try_qp(&with_pool, plain, &usual_cap);
     REQUIRE(qp != NULL);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
     CHECK_EQ(soft_verbs.destroy_cq(plain), 0);
@@ -346,8 +348,8 @@ static void wrong_attributes_ask_for_nothing(void)
     pool_open(&pool, &home, &with_pool);
     plain = home_cq(&home, 16, NULL);
     cap.max_send_sge = 1000;
-    CHECK_REFUSED(make_qp(&with_pool, plain, &cap), EINVAL);
-    CHECK_REFUSED(make_cq(&with_pool, 0), EINVAL);
+    CHECK_REFUSED(try_qp(&with_pool, plain, &cap), EINVAL);
+    CHECK_REFUSED(try_cq(&with_pool, 0), EINVAL);
     CHECK_EQ(pool.count, 0);
     CHECK_EQ(soft_verbs.destroy_cq(plain), 0);
     pool_close(&pool, &home);
@@ -365,7 +367,7 @@ static void only_this_domain(void)
 
     pool_open(&pool, &home, &with_pool);
     cq = home_cq(&home, 16, NULL);
-    qp = make_qp(&home, cq, &usual_cap);
+    qp = try_qp(&home, cq, &usual_cap);
     mr = soft_verbs.reg_mr(with_pool.pd, memory, 64, 0);
     REQUIRE(qp && mr);
     CHECK_EQ(pool.count, 0);
@@ -415,7 +417,7 @@ static void attributes(void)
     other = home;
     other.pd = verbs_alloc_parent_domain(home.context, &good);
     REQUIRE(other.pd != NULL);
-    cq = make_cq(&other, 4);
+    cq = try_cq(&other, 4);
     REQUIRE(cq != NULL);
     CHECK(context_seen == NULL); /* the context without its bit */
     CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
@@ -426,7 +428,7 @@ static void attributes(void)
     context_seen = &other;
     other.pd = verbs_alloc_parent_domain(home.context, &attr);
     REQUIRE(other.pd != NULL);
-    cq = make_cq(&other, 4);
+    cq = try_cq(&other, 4);
     REQUIRE(cq != NULL);
     CHECK(context_seen == &other); /* never called */
     CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
@@ -444,8 +446,8 @@ static void allocators_may_call_verbs(void)
 
     pool_open(&pool, &home, &with_pool);
     pool.calls_verbs = true;
-    cq = make_cq(&with_pool, 16);
-    qp = make_qp(&with_pool, cq, &usual_cap);
+    cq = try_cq(&with_pool, 16);
+    qp = try_qp(&with_pool, cq, &usual_cap);
     REQUIRE(cq && qp);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
     CHECK_EQ(soft_verbs.destroy_cq(cq), 0);

@@ -3,29 +3,6 @@
 
 #include <arpa/inet.h>
 
-/* A queue pair that is its own peer, with both queues on `cq`. */
-static struct ibv_qp *make_qp(const struct home *home, struct ibv_cq *cq, uint32_t depth)
-{
-    struct ibv_qp_init_attr attr = {
-        .send_cq = cq,
-        .recv_cq = cq,
-        .cap = {.max_send_wr = depth, .max_recv_wr = depth, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
-    struct ibv_qp *qp = soft_verbs.create_qp(home->pd, &attr);
-
-    REQUIRE(qp != NULL);
-    qp_connect(qp, &default_link, qp->qp_num);
-    return qp;
-}
-
-static void write_nothing(struct ibv_qp *qp, uint64_t wr_id)
-{
-    struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, wr_id, NULL, 0);
-
-    CHECK_EQ(post(qp, &wr), 0);
-}
-
 /* As many as were granted, over and over, in batches of all sizes. */
 static void capacity(void)
 {
@@ -39,13 +16,13 @@ static void capacity(void)
     home_open(&home);
     cq = home_cq(&home, 20, NULL);
     REQUIRE(cq->cqe >= 20 && cq->cqe <= 32);
-    qp = make_qp(&home, cq, 32);
+    qp = make_loop(home.pd, cq, 32);
     CHECK_EQ(verbs_poll_cq(cq, 32, wcs), 0);
     for (batch = 1; batch <= cq->cqe; batch++) {
         uint64_t end = now_ns() + WAIT_S * 1000000000ull;
 
         for (i = 0; i < cq->cqe; i++)
-            write_nothing(qp, sent++);
+            CHECK_EQ(post_nothing(qp, sent++), 0);
         CHECK_EQ(verbs_poll_cq(cq, 0, wcs), 0);
         while (seen < sent && now_ns() < end) {
             n = verbs_poll_cq(cq, batch, wcs);
@@ -74,10 +51,10 @@ static void overrun(void)
 
     home_open(&home);
     cq = home_cq(&home, 4, NULL);
-    qp = make_qp(&home, cq, 16);
-    innocent = make_qp(&home, cq, 16);
+    qp = make_loop(home.pd, cq, 16);
+    innocent = make_loop(home.pd, cq, 16);
     for (i = 0; i <= cq->cqe; i++)
-        write_nothing(qp, (uint64_t)i);
+        CHECK_EQ(post_nothing(qp, (uint64_t)i), 0);
     CHECK(wait_state(qp, IBV_QPS_ERR));
     CHECK_EQ(qp_state(innocent), IBV_QPS_RTS);
     for (i = 0; i < cq->cqe; i++) {
@@ -88,7 +65,7 @@ static void overrun(void)
     CHECK_EQ(verbs_poll_cq(cq, 1, &wc), -EIO);
     CHECK_EQ(verbs_poll_cq(cq, 1, &wc), -EIO);
     CHECK_EQ(verbs_poll_cq(cq, 0, &wc), 0);
-    write_nothing(innocent, 50); /* the queue works no more, though there is room again */
+    CHECK_EQ(post_nothing(innocent, 50), 0); /* the queue works no more, though there is room again */
     CHECK(wait_state(innocent, IBV_QPS_ERR));
     CHECK_EQ(verbs_poll_cq(cq, 1, &wc), -EIO);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
@@ -129,13 +106,13 @@ static void extended_overrun(void)
 
     home_open(&home);
     ex = home_cq_ex(&home, 4, NULL);
-    qp = make_qp(&home, cq_of(ex), 16);
+    qp = make_loop(home.pd, cq_of(ex), 16);
     for (i = 0; i <= ex->cqe; i++)
-        write_nothing(qp, (uint64_t)i);
+        CHECK_EQ(post_nothing(qp, (uint64_t)i), 0);
     CHECK(wait_state(qp, IBV_QPS_ERR));
     REQUIRE_EQ(ex->start_poll(ex, &attr), 0);
     for (i = 1; i < ex->cqe; i++)
-        REQUIRE_EQ(ex->next_poll(ex), 0);
+        next_poll(ex);
     CHECK_EQ(ex->next_poll(ex), EIO);
     ex->end_poll(ex);
     CHECK_EQ(ex->start_poll(ex, &attr), EIO);
@@ -143,18 +120,6 @@ static void extended_overrun(void)
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
     CHECK_EQ(soft_verbs.destroy_cq(cq_of(ex)), 0);
     home_close(&home);
-}
-
-/* start_poll that answers 0, or gives up. */
-static void start(struct ibv_cq_ex *ex)
-{
-    struct ibv_poll_cq_attr attr = {0};
-    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
-    int answer;
-
-    while ((answer = ex->start_poll(ex, &attr)) == ENOENT && now_ns() < end)
-        sleep_us(50);
-    REQUIRE_EQ(answer, 0);
 }
 
 static void extended_polling(void)
@@ -168,41 +133,41 @@ static void extended_polling(void)
 
     home_open(&home);
     ex = home_cq_ex(&home, 8, NULL);
-    qp = make_qp(&home, cq_of(ex), 8);
+    qp = make_loop(home.pd, cq_of(ex), 8);
     CHECK_EQ(ex->start_poll(ex, &attr), ENOENT); /* and is over with it */
     CHECK_EQ(ex->start_poll(ex, &attr), ENOENT);
     attr.comp_mask = 1;
     CHECK_EQ(ex->start_poll(ex, &attr), EINVAL);
     for (i = 0; i < 8; i++)
-        write_nothing(qp, i);
-    settle();
+        CHECK_EQ(post_nothing(qp, i), 0);
+    wait_executed(qp, 8);
     for (i = 0; i < 3; i++) { /* ended on an entry: that one is done */
-        start(ex);
+        start_poll(ex);
         CHECK_EQ(ex->wr_id, i);
         CHECK_EQ(ex->status, IBV_WC_SUCCESS);
         ex->end_poll(ex);
     }
-    start(ex);
+    start_poll(ex);
     for (i = 3;; i++) {
         CHECK_EQ(ex->wr_id, i);
         CHECK_EQ(ex->read_opcode(ex), IBV_WC_RDMA_WRITE);
         if (i == 7)
             break;
-        REQUIRE_EQ(ex->next_poll(ex), 0);
+        next_poll(ex);
     }
     CHECK_EQ(ex->next_poll(ex), ENOENT);
     ex->end_poll(ex);
     CHECK_EQ(verbs_poll_cq(cq_of(ex), 1, &wc), 0);
 
-    write_nothing(qp, 20); /* an extended queue can be polled the basic way, too */
-    write_nothing(qp, 21);
+    CHECK_EQ(post_nothing(qp, 20), 0); /* an extended queue can be polled the basic way, too */
+    CHECK_EQ(post_nothing(qp, 21), 0);
     EXPECT(cq_of(ex), 20, IBV_WC_SUCCESS);
-    start(ex);
+    start_poll(ex);
     CHECK_EQ(ex->wr_id, 21);
     CHECK_EQ(ex->next_poll(ex), ENOENT);
-    write_nothing(qp, 22); /* more may come while it is being polled */
-    settle();
-    CHECK_EQ(ex->next_poll(ex), 0);
+    CHECK_EQ(post_nothing(qp, 22), 0); /* more may come while it is being polled */
+    wait_executed(qp, 11);
+    next_poll(ex);
     CHECK_EQ(ex->wr_id, 22);
     ex->end_poll(ex);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
@@ -221,7 +186,7 @@ static void extended_fields(void)
     PAIR_OPEN(&pair, .one_cq = true, .unconnected = true);
     CHECK_EQ(soft_verbs.destroy_qp(pair.b.qp), 0);
     ex = home_cq_ex(&pair.own, 8, NULL);
-    pair.b.qp = make_qp(&pair.own, cq_of(ex), 8);
+    pair.b.qp = make_loop(pair.own.pd, cq_of(ex), 8);
     CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_RESET), 0);
     qp_connect(pair.b.qp, &default_link, pair.a.qp->qp_num);
     qp_connect(pair.a.qp, &default_link, pair.b.qp->qp_num);
@@ -232,7 +197,7 @@ static void extended_fields(void)
         wr = request_to(i ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_SEND_WITH_IMM, 1, &sge, 1, &pair.b, 0);
         wr.imm_data = htonl(0xcafe);
         CHECK_EQ(post(pair.a.qp, &wr), 0);
-        start(ex);
+        start_poll(ex);
         CHECK_EQ(ex->wr_id, 77);
         CHECK_EQ(ex->status, IBV_WC_SUCCESS);
         CHECK_EQ(ex->read_opcode(ex), i ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV);
@@ -248,13 +213,13 @@ static void extended_fields(void)
         ex->end_poll(ex);
     }
     CHECK_EQ(post_write(&pair.b, &pair.a, 5, 9), 0);
-    start(ex);
+    start_poll(ex);
     CHECK_EQ(ex->wr_id, 5);
     CHECK_EQ(ex->read_wc_flags(ex), 0);
     ex->end_poll(ex);
     CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_ERR), 0);
     CHECK_EQ(post_receive(&pair.b, 6, 9), 0);
-    start(ex);
+    start_poll(ex);
     CHECK_EQ(ex->wr_id, 6);
     CHECK_EQ(ex->status, IBV_WC_WR_FLUSH_ERR);
     CHECK_EQ(ex->read_qp_num(ex), pair.b.qp->qp_num);
@@ -299,20 +264,18 @@ static void shared_queue(void)
     enum { QPS = 5, ROUNDS = 20 };
     struct ibv_qp *qps[QPS];
     uint64_t seen[QPS] = {0};
-    struct home home, bare;
+    struct home home;
     struct ibv_cq *cq;
     struct ibv_wc wc;
     uint64_t i, q;
 
     home_open(&home);
-    bare = home;
-    bare.pd = home.base;
     cq = home_cq(&home, QPS * ROUNDS, NULL);
     for (q = 0; q < QPS; q++)
-        qps[q] = make_qp(q % 2 ? &home : &bare, cq, ROUNDS);
+        qps[q] = make_loop(q % 2 ? home.pd : home.base, cq, ROUNDS);
     for (i = 0; i < ROUNDS; i++)
         for (q = 0; q < QPS; q++)
-            write_nothing(qps[q], q << 32 | i);
+            CHECK_EQ(post_nothing(qps[q], q << 32 | i), 0);
     for (i = 0; i < QPS * ROUNDS; i++) {
         REQUIRE(wait_completion(cq, &wc));
         q = wc.wr_id >> 32;

@@ -13,7 +13,7 @@ struct tree {
     char memory[64];
 };
 
-static struct ibv_qp *make_qp(struct ibv_pd *pd, struct ibv_cq *send_cq, struct ibv_cq *recv_cq)
+static struct ibv_qp *make_qp_on(struct ibv_pd *pd, struct ibv_cq *send_cq, struct ibv_cq *recv_cq)
 {
     struct ibv_qp_init_attr attr = {
         .send_cq = send_cq,
@@ -49,8 +49,8 @@ static void plant(struct tree *tree)
     cq_attr.parent_domain = tree->parent;
     tree->parent_cq = cq_of(verbs_create_cq_ex(tree->context, &cq_attr));
     REQUIRE(tree->cq && tree->parent_cq);
-    tree->qp = make_qp(tree->pd, tree->cq, tree->parent_cq);
-    tree->parent_qp = make_qp(tree->parent, tree->parent_cq, tree->cq);
+    tree->qp = make_qp_on(tree->pd, tree->cq, tree->parent_cq);
+    tree->parent_qp = make_qp_on(tree->parent, tree->parent_cq, tree->cq);
     REQUIRE(tree->qp && tree->parent_qp);
 }
 

@@ -140,11 +140,6 @@ static void check_closed(void *argument)
 
 static void open_inherited(struct inherited *inherited)
 {
-    struct ibv_qp_init_attr attr = {
-        .cap = {.max_send_wr = 8, .max_recv_wr = 8, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
-
     memset(inherited, 0, sizeof(*inherited));
     home_open(&inherited->home);
     PAIR_OPEN(&inherited->pair, .homes = {&inherited->home, &inherited->home});
@@ -152,10 +147,7 @@ static void open_inherited(struct inherited *inherited)
     REQUIRE(inherited->channel != NULL);
     REQUIRE_EQ(fcntl(inherited->channel->fd, F_SETFL, O_NONBLOCK), 0);
     inherited->cq = home_cq_ex(&inherited->home, 16, inherited->channel);
-    attr.send_cq = attr.recv_cq = cq_of(inherited->cq);
-    inherited->qp = soft_verbs.create_qp(inherited->home.pd, &attr);
-    REQUIRE(inherited->qp != NULL);
-    qp_connect(inherited->qp, &default_link, inherited->qp->qp_num);
+    inherited->qp = make_loop(inherited->home.pd, cq_of(inherited->cq), 8);
 }
 
 static void close_inherited(struct inherited *inherited)
@@ -165,17 +157,6 @@ static void close_inherited(struct inherited *inherited)
     CHECK_EQ(soft_verbs.destroy_comp_channel(inherited->channel), 0);
     pair_close(&inherited->pair);
     home_close(&inherited->home);
-}
-
-static void start(struct ibv_cq_ex *cq)
-{
-    struct ibv_poll_cq_attr attr = {0};
-    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
-    int answer;
-
-    while ((answer = cq->start_poll(cq, &attr)) == ENOENT && now_ns() < end)
-        sleep_us(50);
-    REQUIRE_EQ(answer, 0);
 }
 
 /* The fork comes in the middle of everything: of a poll, with an event that waits, with requests in flight. */
@@ -188,13 +169,10 @@ static void in_the_middle(void)
 
     open_inherited(&inherited);
     CHECK_EQ(verbs_req_notify_cq(cq_of(inherited.cq), 0), 0);
-    for (i = 0; i < 3; i++) {
-        struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, i, NULL, 0);
-
-        CHECK_EQ(post(inherited.qp, &wr), 0);
-    }
-    start(inherited.cq);
-    settle();
+    for (i = 0; i < 3; i++)
+        CHECK_EQ(post_nothing(inherited.qp, i), 0);
+    start_poll(inherited.cq);
+    wait_executed(inherited.qp, 3);
     if (variant->options.mode == SOFT_ENGINE)
         CHECK_EQ(soft_set_delay(inherited.home.context, 30000000), 0);
     memset(inherited.pair.a.memory, 9, 64);
@@ -203,7 +181,7 @@ static void in_the_middle(void)
     in_child(check_closed, &inherited);
 
     CHECK_EQ(inherited.cq->wr_id, 0);
-    CHECK_EQ(inherited.cq->next_poll(inherited.cq), 0);
+    next_poll(inherited.cq);
     CHECK_EQ(inherited.cq->wr_id, 1);
     inherited.cq->end_poll(inherited.cq);
     EXPECT(cq_of(inherited.cq), 2, IBV_WC_SUCCESS);
@@ -275,7 +253,7 @@ static void forks_are_counted(void)
 struct busy {
     struct inherited *inherited;
     atomic_bool stop;
-    uint64_t done;
+    uint64_t done, registered;
 };
 
 /* A thread that posts and polls without a break, so that a fork finds every lock held now and then. */
@@ -292,6 +270,20 @@ static void *keep_busy(void *argument)
     return NULL;
 }
 
+static void *keep_registering(void *argument)
+{
+    struct busy *busy = argument;
+    char memory[64];
+
+    while (!atomic_load(&busy->stop)) {
+        struct ibv_mr *mr = soft_verbs.reg_mr(busy->inherited->home.base, memory, 64, 0);
+
+        CHECK(mr && soft_verbs.dereg_mr(mr) == 0);
+        busy->registered++;
+    }
+    return NULL;
+}
+
 static void check_closed_briefly(void *argument)
 {
     const struct inherited *inherited = argument;
@@ -301,20 +293,22 @@ static void check_closed_briefly(void *argument)
     work_anew();
 }
 
-static void while_another_thread_is_inside(void)
+static void while_other_threads_are_inside(void)
 {
     struct inherited inherited;
     struct busy busy = {.inherited = &inherited};
-    pthread_t thread;
+    pthread_t threads[2];
     int i;
 
     open_inherited(&inherited);
-    REQUIRE_EQ(pthread_create(&thread, NULL, keep_busy, &busy), 0);
+    REQUIRE_EQ(pthread_create(&threads[0], NULL, keep_busy, &busy), 0);
+    REQUIRE_EQ(pthread_create(&threads[1], NULL, keep_registering, &busy), 0);
     for (i = 0; i < (UNDER_TSAN ? 3 : 15); i++)
         in_child(check_closed_briefly, &inherited);
     atomic_store(&busy.stop, true);
-    CHECK_EQ(pthread_join(thread, NULL), 0);
-    CHECK(busy.done > 0);
+    CHECK_EQ(pthread_join(threads[0], NULL), 0);
+    CHECK_EQ(pthread_join(threads[1], NULL), 0);
+    CHECK(busy.done > 0 && busy.registered > 0);
     close_inherited(&inherited);
 }
 
@@ -367,10 +361,6 @@ static void allocator_memory(bool shared)
     };
     struct ibv_cq_init_attr_ex cq_attr = {
         .cqe = 16, .wc_flags = IBV_WC_STANDARD_FLAGS, .comp_mask = IBV_CQ_INIT_ATTR_MASK_PD};
-    struct ibv_qp_init_attr qp_attr = {
-        .cap = {.max_send_wr = 8, .max_recv_wr = 8, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
     struct inherited inherited;
     uint64_t i;
 
@@ -384,20 +374,14 @@ static void allocator_memory(bool shared)
     cq_attr.channel = inherited.channel;
     inherited.cq = verbs_create_cq_ex(inherited.home.context, &cq_attr);
     REQUIRE(inherited.cq != NULL);
-    qp_attr.send_cq = qp_attr.recv_cq = cq_of(inherited.cq);
-    inherited.qp = soft_verbs.create_qp(cq_attr.parent_domain, &qp_attr);
-    REQUIRE(inherited.qp != NULL);
-    qp_connect(inherited.qp, &default_link, inherited.qp->qp_num);
-    for (i = 0; i < 3; i++) {
-        struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, i, NULL, 0);
-
-        CHECK_EQ(post(inherited.qp, &wr), 0);
-    }
-    start(inherited.cq);
-    settle();
+    inherited.qp = make_loop(cq_attr.parent_domain, cq_of(inherited.cq), 8);
+    for (i = 0; i < 3; i++)
+        CHECK_EQ(post_nothing(inherited.qp, i), 0);
+    start_poll(inherited.cq);
+    wait_executed(inherited.qp, 3);
     in_child(check_closed, &inherited);
     CHECK_EQ(inherited.cq->wr_id, 0);
-    CHECK_EQ(inherited.cq->next_poll(inherited.cq), 0); /* nobody has consumed it instead */
+    next_poll(inherited.cq); /* nobody has consumed it instead */
     CHECK_EQ(inherited.cq->wr_id, 1);
     inherited.cq->end_poll(inherited.cq);
     EXPECT(cq_of(inherited.cq), 2, IBV_WC_SUCCESS);
@@ -405,9 +389,7 @@ static void allocator_memory(bool shared)
     CHECK_EQ(soft_verbs.destroy_cq(cq_of(inherited.cq)), 0);
     CHECK_EQ(soft_verbs.dealloc_pd(cq_attr.parent_domain), 0);
     inherited.cq = home_cq_ex(&inherited.home, 4, inherited.channel);
-    qp_attr.send_cq = qp_attr.recv_cq = cq_of(inherited.cq);
-    inherited.qp = soft_verbs.create_qp(inherited.home.pd, &qp_attr);
-    REQUIRE(inherited.qp != NULL);
+    inherited.qp = make_qp(inherited.home.pd, cq_of(inherited.cq), 1);
     close_inherited(&inherited);
 }
 
@@ -421,5 +403,5 @@ static void memory_that_is_shared(void)
     allocator_memory(true);
 }
 
-CHECK_MAIN(CASE(in_the_middle), CASE(grandchildren), CASE(forks_are_counted), CASE(while_another_thread_is_inside),
+CHECK_MAIN(CASE(in_the_middle), CASE(grandchildren), CASE(forks_are_counted), CASE(while_other_threads_are_inside),
            CASE(memory_that_is_not_inherited), CASE(memory_that_is_shared))

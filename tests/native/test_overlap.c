@@ -14,39 +14,6 @@ struct unlocked {
     struct ibv_qp *qp, *other; /* each its own peer, both on `cq` */
 };
 
-static struct ibv_qp *make_qp(const struct home *home, struct ibv_cq_ex *cq)
-{
-    struct ibv_qp_init_attr attr = {
-        .send_cq = cq_of(cq),
-        .recv_cq = cq_of(cq),
-        .cap = {.max_send_wr = 8, .max_recv_wr = 8, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
-    struct ibv_qp *qp = soft_verbs.create_qp(home->pd, &attr);
-
-    REQUIRE(qp != NULL);
-    qp_connect(qp, &default_link, qp->qp_num);
-    return qp;
-}
-
-static void write_nothing(struct ibv_qp *qp, uint64_t wr_id)
-{
-    struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, wr_id, NULL, 0);
-
-    CHECK_EQ(post(qp, &wr), 0);
-}
-
-static void start(struct ibv_cq_ex *cq)
-{
-    struct ibv_poll_cq_attr attr = {0};
-    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
-    int answer;
-
-    while ((answer = cq->start_poll(cq, &attr)) == ENOENT && now_ns() < end)
-        sleep_us(50);
-    REQUIRE_EQ(answer, 0);
-}
-
 /* This thread stands inside of the queue, at a completion with the id 1, when it returns. */
 static void open_inside(struct unlocked *unlocked, bool thread_domain)
 {
@@ -54,10 +21,10 @@ static void open_inside(struct unlocked *unlocked, bool thread_domain)
     unlocked->like.thread_domain = thread_domain;
     home_open_like(&unlocked->home, &unlocked->like);
     unlocked->cq = home_cq_ex(&unlocked->home, 32, NULL);
-    unlocked->qp = make_qp(&unlocked->home, unlocked->cq);
-    unlocked->other = make_qp(&unlocked->home, unlocked->cq);
-    write_nothing(unlocked->qp, 1);
-    start(unlocked->cq);
+    unlocked->qp = make_loop(unlocked->home.pd, cq_of(unlocked->cq), 8);
+    unlocked->other = make_loop(unlocked->home.pd, cq_of(unlocked->cq), 8);
+    CHECK_EQ(post_nothing(unlocked->qp, 1), 0);
+    start_poll(unlocked->cq);
     CHECK_EQ(unlocked->cq->wr_id, 1);
 }
 
@@ -75,8 +42,8 @@ static int use_it(void *argument)
         CHECK_EQ(post(unlocked->other, &wr), 0);
         EXPECT(cq_of(unlocked->cq), i << 8, IBV_WC_SUCCESS);
         EXPECT(cq_of(unlocked->cq), i, IBV_WC_SUCCESS);
-        write_nothing(unlocked->qp, i);
-        start(unlocked->cq);
+        CHECK_EQ(post_nothing(unlocked->qp, i), 0);
+        start_poll(unlocked->cq);
         CHECK_EQ(unlocked->cq->wr_id, i);
         unlocked->cq->end_poll(unlocked->cq);
     }
@@ -222,9 +189,9 @@ static void posting_while_polling(void)
         CHECK_EQ(verbs_post_recv(unlocked.qp, &recv, &bad), 0);
         CHECK_EQ(qp_state(unlocked.qp), IBV_QPS_RTS);
         settle();
-        CHECK_EQ(unlocked.cq->next_poll(unlocked.cq), 0);
+        next_poll(unlocked.cq);
         CHECK_EQ(unlocked.cq->wr_id, 2);
-        CHECK_EQ(unlocked.cq->next_poll(unlocked.cq), 0);
+        next_poll(unlocked.cq);
         unlocked.cq->end_poll(unlocked.cq);
         CHECK_EQ(overlaps(&unlocked), 0);
         CHECK_EQ(qp_to(unlocked.qp, IBV_QPS_RESET), 0); /* takes the receive with it */
@@ -360,7 +327,7 @@ static int poll_single(void *argument)
     struct unlocked *unlocked = argument;
     struct ibv_wc wc;
 
-    write_nothing(unlocked->qp, 2);
+    CHECK_EQ(post_nothing(unlocked->qp, 2), 0);
     CHECK_EQ(qp_state(unlocked->qp), IBV_QPS_RTS);
     CHECK_EQ(verbs_poll_cq(cq_of(unlocked->cq), 1, &wc), -EBUSY);
     CHECK_EQ(soft_verbs.destroy_qp(unlocked->qp), EBUSY);
@@ -388,14 +355,14 @@ static void single_threaded_queue(void)
     home_open_like(&unlocked.home, &unlocked.like);
     unlocked.cq = verbs_create_cq_ex(unlocked.home.context, &attr);
     REQUIRE(unlocked.cq != NULL);
-    unlocked.qp = make_qp(&unlocked.home, unlocked.cq);
-    unlocked.other = make_qp(&unlocked.home, unlocked.cq);
-    write_nothing(unlocked.qp, 1);
-    start(unlocked.cq);
+    unlocked.qp = make_loop(unlocked.home.pd, cq_of(unlocked.cq), 8);
+    unlocked.other = make_loop(unlocked.home.pd, cq_of(unlocked.cq), 8);
+    CHECK_EQ(post_nothing(unlocked.qp, 1), 0);
+    start_poll(unlocked.cq);
     free(stderr_of(intrude_single, &unlocked));
     CHECK_EQ(overlaps(&unlocked), 3);
     settle();
-    CHECK_EQ(unlocked.cq->next_poll(unlocked.cq), 0);
+    next_poll(unlocked.cq);
     CHECK_EQ(unlocked.cq->wr_id, 2);
     unlocked.cq->end_poll(unlocked.cq);
     close_unlocked(&unlocked);
@@ -406,7 +373,7 @@ static int use_locked(void *argument)
 {
     struct unlocked *unlocked = argument;
 
-    write_nothing(unlocked->qp, 2);
+    CHECK_EQ(post_nothing(unlocked->qp, 2), 0);
     CHECK_EQ(qp_to(unlocked->other, IBV_QPS_SQD), 0);
     CHECK_EQ(qp_state(unlocked->other), IBV_QPS_SQD);
     CHECK_EQ(qp_to(unlocked->other, IBV_QPS_RTS), 0);

@@ -292,7 +292,6 @@ static void execution_mode(void)
 static void taking_turns(void)
 {
     enum { REQUESTS = 15, QUICK = 99 };
-    struct ibv_qp_init_attr attr = {.cap = {1, 1, 1, 1, 0}, .qp_type = IBV_QPT_RC};
     struct ibv_qp *near, *far;
     struct pair pair;
     struct end quick;
@@ -301,10 +300,8 @@ static void taking_turns(void)
     PAIR_OPEN(&pair, .memory = 2 << 20);
     if (variant->options.mode == SOFT_ENGINE)
         CHECK_EQ(soft_set_delay(pair.own.context, 100 * 1000 * 1000), 0);
-    attr.send_cq = attr.recv_cq = pair.a.send_cq;
-    near = soft_verbs.create_qp(pair.own.pd, &attr);
-    far = soft_verbs.create_qp(pair.own.pd, &attr);
-    REQUIRE(near && far);
+    near = make_qp(pair.own.pd, pair.a.send_cq, 1);
+    far = make_qp(pair.own.pd, pair.a.send_cq, 1);
     qp_connect(near, &default_link, far->qp_num);
     qp_connect(far, &default_link, near->qp_num);
     quick = pair.a;

@@ -378,10 +378,6 @@ static void commit(void *argument)
 
 static void misused_thread_domain(void)
 {
-    struct ibv_qp_init_attr attr = {
-        .cap = {.max_send_wr = 16, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
     struct check_variant like = *variant;
     struct crime *crime = calloc(1, sizeof(*crime));
     struct soft_counts counts;
@@ -393,12 +389,8 @@ static void misused_thread_domain(void)
     like.thread_domain = true;
     home_open_like(&crime->home, &like);
     crime->cq = home_cq_ex(&crime->home, 64, NULL);
-    attr.send_cq = attr.recv_cq = cq_of(crime->cq);
-    for (i = 0; i < 2; i++) {
-        crime->qps[i] = soft_verbs.create_qp(crime->home.pd, &attr);
-        REQUIRE(crime->qps[i] != NULL);
-        qp_connect(crime->qps[i], &default_link, crime->qps[i]->qp_num);
-    }
+    for (i = 0; i < 2; i++)
+        crime->qps[i] = make_loop(crime->home.pd, cq_of(crime->cq), 16);
     text = stderr_of(commit, crime);
     for (i = 0; text[i]; i++)
         lines += text[i] == '\n';

@@ -410,6 +410,42 @@ static void keys_rest(void)
     home_close(&home);
 }
 
+/* More at a time than any table starts with, some of them given back before: each has a key of its own that works. */
+static void many_regions(void)
+{
+    enum { REGIONS = 3000 };
+    static struct ibv_mr *mrs[REGIONS];
+    struct pair pair;
+    int round, i;
+
+    PAIR_OPEN(&pair, 0);
+    for (round = 0; round < 2; round++) {
+        for (i = 0; i < REGIONS; i++) {
+            if (i < 700) { /* so that the row of free numbers does not begin at its beginning */
+                struct ibv_mr *mr = soft_verbs.reg_mr(pair.own.base, pair.b.memory, 64, 0);
+
+                CHECK(mr && soft_verbs.dereg_mr(mr) == 0);
+            }
+            mrs[i] = soft_verbs.reg_mr(pair.own.base, pair.b.memory + i, 1, ACCESS_ALL);
+            REQUIRE(mrs[i] != NULL);
+        }
+        for (i = 0; i < REGIONS; i++) {
+            struct ibv_sge sge = {(uintptr_t)pair.a.memory, 1, pair.a.mr->lkey};
+            struct ibv_send_wr wr = request_to(IBV_WR_RDMA_WRITE, 1, &sge, 1, &pair.b, (size_t)i);
+
+            if (i % 16 && i < REGIONS - 16)
+                continue;
+            wr.wr.rdma.rkey = mrs[i]->rkey; /* which is good for this one byte only */
+            CHECK_EQ(post(pair.a.qp, &wr), 0);
+            EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
+        }
+        for (i = 0; i < REGIONS; i++)
+            CHECK_EQ(soft_verbs.dereg_mr(mrs[i]), 0);
+    }
+    pair_close(&pair);
+}
+
 CHECK_MAIN(CASE(registration), CASE(unmapped_memory), CASE(protected_memory), CASE(remote_bounds),
            CASE(wild_remote_addresses), CASE(local_bounds), CASE(remote_rights), CASE(queue_pair_rights),
-           CASE(local_rights), CASE(receive_rights), CASE(foreign_domain), CASE(deregistered), CASE(keys_rest))
+           CASE(local_rights), CASE(receive_rights), CASE(foreign_domain), CASE(deregistered), CASE(keys_rest),
+           CASE(many_regions))

@@ -137,41 +137,55 @@ static void endless_rnr_retries(void)
 /* Many wait at once, each for its own time, and some are gone before: the others are waked in time and in order. */
 static void many_timers(void)
 {
-    enum { WAITING = 200 };
-    static struct end ends[WAITING];
-    static uint64_t due_ns[WAITING];
-    static bool gone[WAITING];
-    struct pair_options options = {.memory = 64, .cap = {1, 1, 1, 1, 0}};
+    enum { WAITING = 1000 };
+    static struct waiting {
+        struct ibv_qp *qp;
+        uint64_t earliest_ns, latest_ns; /* when it is due */
+    } waiting[WAITING];
+    uint64_t order[WAITING];
     unsigned int seed = 5;
     struct home home;
-    int i;
+    struct ibv_cq *cq;
+    struct ibv_wc wc;
+    int i, j, left = 0;
 
     home_open(&home);
+    cq = home_cq(&home, WAITING, NULL);
     for (i = 0; i < WAITING; i++) {
+        struct ibv_send_wr wr = request(IBV_WR_SEND, (uint64_t)i, NULL, 0);
         struct ibv_qp_attr link = default_link;
+        uint64_t wait_ns;
 
-        gone[i] = false;
         link.rnr_retry = 1;
-        link.min_rnr_timer = (uint8_t)(14 + next_random(&seed, 9)); /* 1 to 20 ms */
-        end_open(&ends[i], &home, &options);
-        qp_connect(ends[i].qp, &link, ends[i].qp->qp_num);
-        due_ns[i] = now_ns() + 1000 * rnr_units_us[link.min_rnr_timer];
-        CHECK_EQ(post_send(&ends[i], (uint64_t)i, 8), 0);
+        link.min_rnr_timer = (uint8_t)(20 + next_random(&seed, 6)); /* 10 to 61 ms */
+        wait_ns = 1000 * rnr_units_us[link.min_rnr_timer];
+        waiting[i].qp = make_qp(home.pd, cq, 1);
+        qp_connect(waiting[i].qp, &link, waiting[i].qp->qp_num);
+        waiting[i].earliest_ns = now_ns() + wait_ns;
+        CHECK_EQ(post(waiting[i].qp, &wr), 0);
+        waiting[i].latest_ns = now_ns() + wait_ns; /* in inline mode: it was tried in the call */
         if (i % 2) {
-            int victim = (int)next_random(&seed, (unsigned int)i);
+            struct waiting *victim = &waiting[next_random(&seed, (unsigned int)i)];
 
-            if (!gone[victim])
-                end_close(&ends[victim]);
-            gone[victim] = true;
+            if (victim->qp)
+                CHECK_EQ(soft_verbs.destroy_qp(victim->qp), 0);
+            victim->qp = NULL;
         }
     }
-    for (i = 0; i < WAITING; i++) {
-        if (gone[i])
-            continue;
-        EXPECT(ends[i].send_cq, i, IBV_WC_RNR_RETRY_EXC_ERR);
-        CHECK(now_ns() >= due_ns[i]);
-        end_close(&ends[i]);
+    for (i = 0; i < WAITING; i++)
+        left += waiting[i].qp != NULL;
+    for (i = 0; i < left; i++) {
+        REQUIRE(wait_completion(cq, &wc));
+        CHECK_EQ(wc.status, IBV_WC_RNR_RETRY_EXC_ERR);
+        CHECK(now_ns() >= waiting[wc.wr_id].earliest_ns);
+        order[i] = wc.wr_id;
+        for (j = 0; variant->options.mode == SOFT_INLINE && j < i; j++)
+            CHECK(waiting[order[j]].earliest_ns <= waiting[order[i]].latest_ns);
     }
+    for (i = 0; i < WAITING; i++)
+        if (waiting[i].qp)
+            CHECK_EQ(soft_verbs.destroy_qp(waiting[i].qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
     home_close(&home);
 }
 
@@ -303,6 +317,29 @@ static void peer_comes_up(void)
     pair_close(&pair);
 }
 
+/* An answer gives the next request all of its retries again. */
+static void retries_are_per_request(void)
+{
+    struct ibv_qp_attr link = default_link, next = default_link;
+    struct pair pair;
+
+    link.timeout = next.timeout = 14; /* 67 ms, in which the peer comes up */
+    link.retry_cnt = 1;
+    next.rq_psn = (link.rq_psn + 1) & 0xffffff; /* after one message */
+    PAIR_OPEN(&pair, .unconnected = true);
+    qp_connect(pair.a.qp, &link, pair.b.qp->qp_num);
+    CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
+    settle();
+    qp_connect(pair.b.qp, &link, pair.a.qp->qp_num);
+    EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
+    CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_RESET), 0);
+    CHECK_EQ(post_write(&pair.a, &pair.b, 2, 8), 0);
+    settle();
+    qp_connect(pair.b.qp, &next, pair.a.qp->qp_num);
+    EXPECT(pair.a.send_cq, 2, IBV_WC_SUCCESS);
+    pair_close(&pair);
+}
+
 /* Timeout 0: the request is sent once, and only a change of state ends it. */
 static void timeout_zero(void)
 {
@@ -338,4 +375,5 @@ static void timeout_zero(void)
 
 CHECK_MAIN(CASE(receive_posted_late), CASE(write_with_imm_waits_too), CASE(rnr_retries_run_out), CASE(rnr_timer_codes),
            CASE(rnr_retries_are_per_message), CASE(endless_rnr_retries), CASE(many_timers),
-           CASE(rnr_wait_ends_with_the_state), CASE(nobody_answers), CASE(peer_comes_up), CASE(timeout_zero))
+           CASE(rnr_wait_ends_with_the_state), CASE(nobody_answers), CASE(peer_comes_up), CASE(retries_are_per_request),
+           CASE(timeout_zero))

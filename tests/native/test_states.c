@@ -54,15 +54,8 @@ static const enum ibv_qp_state reachable[] = {IBV_QPS_RESET, IBV_QPS_INIT, IBV_Q
 /* A queue pair of this state that is its own peer. */
 static struct ibv_qp *make(const struct home *home, struct ibv_cq *cq, enum ibv_qp_state state)
 {
-    struct ibv_qp_init_attr attr = {
-        .send_cq = cq,
-        .recv_cq = cq,
-        .cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1},
-        .qp_type = IBV_QPT_RC,
-    };
-    struct ibv_qp *qp = soft_verbs.create_qp(home->pd, &attr);
+    struct ibv_qp *qp = make_qp(home->pd, cq, 1);
 
-    REQUIRE(qp != NULL);
     if (state != IBV_QPS_RESET)
         REQUIRE_EQ(qp_to_init(qp, &default_link), 0);
     if (state != IBV_QPS_RESET && state != IBV_QPS_INIT)

@@ -24,6 +24,16 @@
 #define SOFT_PSN_MASK 0xffffffu
 #define SOFT_PAGE 4096u
 
+/* The smallest power of two that is not less; the sizes here are far below 2^31. */
+static inline uint32_t soft_power_of_two(uint32_t at_least)
+{
+    uint32_t size = 1;
+
+    while (size < at_least)
+        size *= 2;
+    return size;
+}
+
 /* ---- Memory of queues, by default or from a parent domain's allocator ------------------------------------ */
 
 /* mlx5's codes, so that an allocator sees here what it will see there: RDMA_DRIVER_MLX5 in the upper half. */

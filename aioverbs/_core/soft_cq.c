@@ -10,15 +10,6 @@
 
 /* ---- Creation and destruction ---------------------------------------------------------------------------- */
 
-static uint32_t power_of_two(uint32_t at_least)
-{
-    uint32_t size = 1;
-
-    while (size < at_least)
-        size *= 2;
-    return size;
-}
-
 static int check_cq(struct soft_context *context, uint32_t cqe, struct ibv_comp_channel *channel, uint32_t comp_vector)
 {
     if (soft_stale(context))
@@ -94,7 +85,7 @@ static struct soft_cq *create(struct soft_context *context, const struct ibv_cq_
     error = init_cq(cq, context, exclusive);
     if (error)
         goto free_cq;
-    error = get_ring(cq, power_of_two(attr->cqe));
+    error = get_ring(cq, soft_power_of_two(attr->cqe));
     if (error)
         goto destroy;
     cq->ex.cq_context = attr->cq_context;

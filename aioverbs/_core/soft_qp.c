@@ -7,15 +7,6 @@
 
 /* ---- Sizes ----------------------------------------------------------------------------------------------- */
 
-static uint32_t power_of_two(uint32_t at_least)
-{
-    uint32_t size = 1;
-
-    while (size < at_least)
-        size *= 2;
-    return size;
-}
-
 static uint32_t round_up(uint32_t size, uint32_t to)
 {
     return (size + to - 1) / to * to;
@@ -52,11 +43,11 @@ static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
 
     qp->rq.max_sge = cap->max_recv_sge;
     qp->rq.stride =
-        (uint32_t)power_of_two(sizeof(struct soft_rwqe) + cap->max_recv_sge * (uint32_t)sizeof(struct ibv_sge));
-    qp->rq.mask = power_of_two(cap->max_recv_wr) - 1;
+        (uint32_t)soft_power_of_two(sizeof(struct soft_rwqe) + cap->max_recv_sge * (uint32_t)sizeof(struct ibv_sge));
+    qp->rq.mask = soft_power_of_two(cap->max_recv_wr) - 1;
     qp->sq.max_sge = cap->max_send_sge;
     qp->sq.stride = round_up((uint32_t)sizeof(struct soft_wqe) + payload, 64);
-    qp->sq.mask = power_of_two(cap->max_send_wr) - 1;
+    qp->sq.mask = soft_power_of_two(cap->max_send_wr) - 1;
     /* What was granted: at least what was asked for. */
     cap->max_send_wr = qp->sq.depth = cap->max_send_wr ? qp->sq.mask + 1 : 0;
     cap->max_recv_wr = qp->rq.depth = cap->max_recv_wr ? qp->rq.mask + 1 : 0;
@@ -68,7 +59,7 @@ static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
     uint32_t size = lay_out(qp, cap);
     /* As mlx5 aligns it: to its largest stride, 64 bytes at least. */
-    uint32_t alignment = larger(64, larger(power_of_two(qp->rq.stride), power_of_two(qp->sq.stride)));
+    uint32_t alignment = larger(64, larger(soft_power_of_two(qp->rq.stride), soft_power_of_two(qp->sq.stride)));
     _Atomic uint32_t *record = qp->own_record;
     int error;
 

@@ -38,6 +38,7 @@ def in_child(function: Callable[[], T]) -> T:
         data = stream.read()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {os.waitstatus_to_exitcode(status)}"
-    worked, value = pickle.loads(data)
+    result: tuple[bool, T] = pickle.loads(data)
+    worked, value = result
     assert worked, f"in the child: {value}"
-    return value  # type: ignore[no-any-return]
+    return value

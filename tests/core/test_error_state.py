@@ -149,3 +149,20 @@ def test_a_full_completion_queue_is_lost_for_good(context: engine.Context) -> No
     for _ in range(2):
         with pytest.raises(VerbsError, match="ibv_poll_cq failed: EIO"):
             cq.poll()
+
+
+def test_who_sleeps_hears_of_a_lost_queue(context: engine.Context) -> None:
+    """A queue that overran has nothing more to tell but this: its event comes all the same."""
+    pd, channel = engine.ProtectionDomain(context), engine.CompletionChannel(context)
+    cq = engine.CompletionQueue(context, 1, channel)
+    near, far = (engine.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
+    connect(near, far)
+    near.post_send(WRITE, flags=SendFlags.SIGNALED)
+    wait_until(lambda: near.query().sq_psn == 1)
+    cq.request_notify()
+    near.post_send(WRITE, flags=SendFlags.SIGNALED)
+    wait_until(lambda: channel.get_event() is cq)
+    cq.ack_events()
+    assert len(cq.poll()) == 1
+    with pytest.raises(VerbsError, match="ibv_poll_cq failed: EIO"):
+        cq.poll()

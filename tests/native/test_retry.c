@@ -108,7 +108,7 @@ static void rnr_retries_are_per_message(void)
     uint64_t i;
 
     link.rnr_retry = 1;
-    link.min_rnr_timer = 26; /* 82 ms, in which the receive is posted */
+    link.min_rnr_timer = 27; /* 123 ms, in which the receive is posted */
     PAIR_OPEN(&pair, .link = &link);
     for (i = 0; i < 2; i++) {
         CHECK_EQ(post_send(&pair.a, i, 8), 0);
@@ -323,7 +323,7 @@ static void retries_are_per_request(void)
     struct ibv_qp_attr link = default_link, next = default_link;
     struct pair pair;
 
-    link.timeout = next.timeout = 14; /* 67 ms, in which the peer comes up */
+    link.timeout = next.timeout = 15; /* 134 ms, in which the peer comes up */
     link.retry_cnt = 1;
     next.rq_psn = (link.rq_psn + 1) & 0xffffff; /* after one message */
     PAIR_OPEN(&pair, .unconnected = true);

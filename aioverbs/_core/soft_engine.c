@@ -137,10 +137,10 @@ static void *engine_main(void *argument)
     struct soft_context *context = argument;
     struct soft_engine *engine = &context->engine;
 
-    prctl(PR_SET_NAME, "aioverbs-soft");
     prctl(PR_SET_TIMERSLACK, 1000); /* ns: delays are to be what they are set to */
     while (!grace_ready())
-        sched_yield(); /* memory for one record: requests wait until there is some */
+        sched_yield();                   /* memory for one record: requests wait until there is some */
+    prctl(PR_SET_NAME, "aioverbs-soft"); /* last: whoever reads it knows that this thread allocates no more */
     pthread_mutex_lock(&engine->lock);
     while (!engine->stop) {
         struct grace_reader *grace;

@@ -66,7 +66,9 @@ SCRIPTS = {
     "a fork that ends as usual": """
         near, far = busy()
         import warnings
+        from tests.core.children import wait_for_beginnings
         warnings.simplefilter("ignore", DeprecationWarning)
+        wait_for_beginnings()
         child = os.fork()
         if not child:
             kept = busy()

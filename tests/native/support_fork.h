@@ -6,4 +6,9 @@
  * child of a process that has some: with it, `variant` is an inline one there. */
 void in_child(void (*function)(void *), void *argument);
 
+/* For a thread that is there while another one forks: a name of its own says that it has begun, and memory is
+ * allocated between these two. */
+void allocating_begin(void);
+void allocating_end(void);
+
 #endif

@@ -262,6 +262,7 @@ static void *keep_busy(void *argument)
     struct busy *busy = argument;
     struct pair *pair = &busy->inherited->pair;
 
+    CHECK_EQ(pthread_setname_np(pthread_self(), "busy"), 0);
     while (!atomic_load(&busy->stop)) {
         CHECK_EQ(post_write(&pair->a, &pair->b, busy->done, 4096), 0);
         EXPECT(pair->a.send_cq, busy->done, IBV_WC_SUCCESS);
@@ -275,10 +276,14 @@ static void *keep_registering(void *argument)
     struct busy *busy = argument;
     char memory[64];
 
+    CHECK_EQ(pthread_setname_np(pthread_self(), "registering"), 0);
     while (!atomic_load(&busy->stop)) {
-        struct ibv_mr *mr = soft_verbs.reg_mr(busy->inherited->home.base, memory, 64, 0);
+        struct ibv_mr *mr;
 
+        allocating_begin();
+        mr = soft_verbs.reg_mr(busy->inherited->home.base, memory, 64, 0);
         CHECK(mr && soft_verbs.dereg_mr(mr) == 0);
+        allocating_end();
         busy->registered++;
     }
     return NULL;

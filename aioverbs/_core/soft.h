@@ -9,6 +9,7 @@
 #define AIOVERBS_SOFT_H
 
 #include "soft_device.h"
+#include "soft_fault.h"
 #include "soft_sync.h"
 #include "soft_table.h"
 #include "verbs_abi.h"
@@ -18,11 +19,14 @@
 #define SOFT_MAX_SGE 32u
 #define SOFT_MAX_INLINE 1024u
 #define SOFT_MAX_QP_WR 32768u
+#define SOFT_MAX_SRQ_WR 32768u
 #define SOFT_MAX_CQE (1u << 22)
 #define SOFT_MAX_RD_ATOMIC 16u
 #define SOFT_MAX_MESSAGE (1u << 30)
 #define SOFT_PSN_MASK 0xffffffu
 #define SOFT_PAGE 4096u
+#define SOFT_MTU 4096u /* of the port */
+#define SOFT_GRH 40u   /* bytes before a datagram */
 
 /* The smallest power of two that is not less; the sizes here are far below 2^31. */
 static inline uint32_t soft_power_of_two(uint32_t at_least)
@@ -55,11 +59,62 @@ void soft_memory_put(struct soft_memory *memory);
 
 /* ---- Device and context ---------------------------------------------------------------------------------- */
 
+struct soft_context;
+
 /* One for the process and for all contexts; a child of a fork gets a new one. */
 struct soft_device {
     struct ibv_device device;
-    struct soft_table qps; /* struct soft_qp by number */
-    struct soft_table mrs; /* struct soft_mr by key >> 8 */
+    struct soft_table qps;        /* struct soft_qp by number */
+    struct soft_table keys;       /* struct soft_key by key >> 8: memory regions and windows */
+    struct soft_table srqs;       /* struct soft_srq by number */
+    atomic_bool port_down;        /* written under `lock` */
+    atomic_ullong serial;         /* the next queue pair's */
+    pthread_mutex_t lock;         /* guards the lists; before any lock of an object */
+    struct soft_context *first;   /* all contexts */
+    struct soft_domain *shared;   /* protection domains that have a share key */
+    struct soft_xrc_inode *xrcds; /* XRC domains that have an inode */
+    uint32_t next_share;          /* the next identifier of a shared protection domain */
+};
+
+/* ---- Asynchronous events --------------------------------------------------------------------------------- */
+
+/* What may raise events: a queue pair, a completion queue, a shared receive queue, and the context itself, for its
+ * port and device. An event that waits already is not added a second time but becomes the source's latest. */
+enum { SOFT_EVENTS_PER_SOURCE = 8 };
+
+struct soft_event_source {
+    struct soft_event_source *next; /* under events.lock, like all of it */
+    void *element;                  /* const: the ibv object; NULL for the context */
+    uint32_t taken;                 /* handed out by get_async_event */
+    uint8_t waiting;                /* how many of `types` */
+    uint8_t types[SOFT_EVENTS_PER_SOURCE];
+};
+
+struct soft_events {
+    pthread_mutex_t lock; /* innermost, like a channel's */
+    struct soft_event_source *first, *last;
+    struct soft_event_source own; /* of the port and the device */
+};
+
+int soft_events_init(struct soft_context *context); /* makes async_fd */
+void soft_events_destroy(struct soft_context *context);
+void soft_raise(struct soft_context *context, struct soft_event_source *source, enum ibv_event_type type);
+
+/* For a destroy verb: drops what waits, then waits until `*completed` (under `mutex`, signalled by `cond`) says that
+ * each event that was taken is acknowledged. Nobody raises events of this source any more. */
+void soft_events_finish(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
+                        pthread_cond_t *cond, const uint32_t *completed);
+int soft_get_async_event(struct ibv_context *context, struct ibv_async_event *event);
+void soft_ack_async_event(struct ibv_async_event *event);
+
+/* ---- The engine ------------------------------------------------------------------------------------------ */
+
+/* Embedded in what is to be visited later. Under engine->lock. */
+struct soft_timer {
+    uint32_t slot; /* its place in the heap + 1, or 0 */
+    bool forgotten;
+    enum { SOFT_TIMER_QP, SOFT_TIMER_CQ } of; /* const: what it is embedded in */
+    uint64_t due;                             /* CLOCK_MONOTONIC */
 };
 
 struct soft_engine {
@@ -68,8 +123,8 @@ struct soft_engine {
     pthread_t thread;
     bool started, stop, asleep;
     struct soft_qp *first, *last;               /* queue pairs with something to do, in order of arrival */
-    struct soft_qp **timers;                    /* a binary heap of queue pairs by timer_due */
-    uint32_t timer_count, timer_room, reserved; /* room for one timer per queue pair of the context */
+    struct soft_timer **timers;                 /* a binary heap by `due` */
+    uint32_t timer_count, timer_room, reserved; /* room for each timer that may be set */
 };
 
 struct soft_context {
@@ -78,15 +133,35 @@ struct soft_context {
     enum soft_mode mode; /* const */
     atomic_ullong delay_ns;
     /* atomic: what is alive, and the next handle to give */
-    atomic_uint pds, parent_domains, thread_domains, mrs, channels, cqs, qps, overlaps, next_handle;
+    atomic_uint pds, parent_domains, thread_domains, xrcds, mrs, mws, ahs, channels, cqs, srqs, qps;
+    atomic_uint overlaps, next_handle;
     struct soft_engine engine;
-    struct verbs_context verbs; /* must be last: libibverbs' layout is counted from its end */
+    struct soft_events events;
+    struct soft_faults *faults;        /* const */
+    atomic_uint special;               /* enum soft_special, any combination; 0 on the usual path */
+    struct soft_context *next, **link; /* under device->lock */
+    struct verbs_context verbs;        /* must be last: libibverbs' layout is counted from its end */
 };
 
 static inline struct soft_context *to_soft_context(const struct ibv_context *context)
 {
     return container_of(context, struct soft_context, verbs.context);
 }
+
+enum soft_special {
+    SOFT_SPECIAL_FAULTS = 1, /* the fault plan has something to say */
+    SOFT_SPECIAL_LOST = 2,   /* the device was taken away, for good as far as this context goes */
+};
+
+/* The errno with which this call of a verb is to fail before it does anything: the device is lost, or the fault plan
+ * has it so. 0 on the usual path. */
+static inline int soft_refusal(struct soft_context *context, enum soft_verb verb)
+{
+    return atomic_load_explicit(&context->special, memory_order_relaxed) ? soft_fault_refusal(context, verb) : 0;
+}
+
+/* soft_entry.c: the doors by which verbs come in, where refusals are decided. */
+void soft_entry_fill(struct verbs_context *verbs);
 
 static inline bool soft_stale(const struct soft_context *context)
 {
@@ -96,6 +171,13 @@ static inline bool soft_stale(const struct soft_context *context)
 extern const union ibv_gid soft_gids[];
 #define SOFT_GIDS 2u
 
+int soft_close_device(struct ibv_context *context);
+int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr);
+int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
+                         struct ibv_device_attr_ex *attr, size_t size);
+int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size);
+int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid);
+int soft_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey);
 bool soft_gid_is_local(const union ibv_gid *gid);
 void soft_fill_device_attr(struct ibv_device_attr *attr);
 
@@ -107,14 +189,23 @@ struct soft_td {
     atomic_uint references; /* parent domains */
 };
 
+/* What isolation is about. One per protection domain, unless it is shared: then one for all its instances. */
+struct soft_domain {
+    atomic_uint instances;
+    uint64_t share_key;       /* under device->lock, like the next two */
+    uint32_t share;           /* its identifier; 0: not shared */
+    struct soft_domain *next; /* of device->shared */
+};
+
 struct soft_pd {
     struct ibv_pd pd;
-    struct soft_pd *base; /* const: itself, or for a parent domain the domain that it extends */
-    struct soft_td *td;   /* const */
+    struct soft_pd *base;       /* const: itself, or for a parent domain the domain that it extends */
+    struct soft_domain *domain; /* const: the base's */
+    struct soft_td *td;         /* const */
     void *(*alloc)(struct ibv_pd *, void *, size_t, size_t, uint64_t); /* const, like the next two */
     void (*free)(struct ibv_pd *, void *, void *, uint64_t);
     void *pd_context;
-    atomic_uint references; /* queue pairs, queues, regions, parent domains */
+    atomic_uint references; /* queue pairs, queues, regions, windows, address handles, parent domains */
 };
 
 static inline struct soft_pd *to_soft_pd(struct ibv_pd *pd)
@@ -128,12 +219,47 @@ struct ibv_td *soft_alloc_td(struct ibv_context *context, struct ibv_td_init_att
 int soft_dealloc_td(struct ibv_td *td);
 struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr);
 
-/* ---- Memory regions -------------------------------------------------------------------------------------- */
+struct soft_xrcd {
+    struct ibv_xrcd xrcd;
+    struct soft_xrc_inode *shared; /* const: what all handles of one inode's domain have in common */
+    atomic_uint references;        /* queue pairs and shared receive queues made with this handle */
+};
 
-/* All const while it can be found. */
+static inline struct soft_xrcd *to_soft_xrcd(struct ibv_xrcd *xrcd)
+{
+    return container_of(xrcd, struct soft_xrcd, xrcd);
+}
+
+struct ibv_xrcd *soft_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_attr *attr);
+int soft_close_xrcd(struct ibv_xrcd *xrcd);
+
+/* ---- Memory regions and windows --------------------------------------------------------------------------- */
+
+/* What a key finds. */
+struct soft_key {
+    bool is_window; /* const */
+};
+
+/* All const while it can be found, but for `windows`. */
 struct soft_mr {
+    struct soft_key key;
     struct ibv_mr mr;
-    struct soft_pd *pd; /* as given at registration; `pd->base` is what access is checked against */
+    struct soft_pd *pd; /* as given at registration; its domain is what access is checked against */
+    int access;
+    atomic_uint windows; /* bound to it: with any, it cannot be deregistered */
+};
+
+/* A window's key as a number stays; its low byte, and whether it leads anywhere, change with each binding. */
+struct soft_mw {
+    struct soft_key key;
+    struct ibv_mw mw;
+    struct soft_pd *pd;    /* const */
+    struct soft_lock lock; /* guards what follows; held while bytes move through the window. After rq_lock */
+    bool bound;
+    uint32_t rkey;
+    uint64_t qp_serial; /* type 2: the queue pair that it was bound on, and that alone may be used */
+    struct soft_mr *mr;
+    uint64_t address, length;
     int access;
 };
 
@@ -144,9 +270,12 @@ struct soft_segment {
 
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access);
 int soft_dereg_mr(struct ibv_mr *mr);
+struct ibv_mw *soft_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
+int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
+int soft_dealloc_mw(struct ibv_mw *mw);
 
-/* In a grace section. NULL where the key is not one of `pd`'s, the range leaves the region, or a bit of `access`
- * was not granted. The address stays good until the section ends. */
+/* Local memory. In a grace section. NULL where the key is not of a region of `pd`'s domain, the range leaves the
+ * region, or a bit of `access` was not granted. The address stays good until the section ends. */
 uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
                          uint64_t length, int access);
 
@@ -168,18 +297,19 @@ void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count);
 void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq);
 uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq);
 
-/* A completion, in the queue's own memory. `qp` is good as long as the entry is there: destroying a queue pair
- * removes its entries first. */
+/* A completion, in the queue's own memory. `qp` and `srq` are good as long as the entry is there: destroying them
+ * removes their entries first. */
 struct soft_cqe {
     uint64_t wr_id;
-    struct soft_qp *qp;
+    struct soft_qp *qp;   /* NULL in the completion of an XRC shared receive queue */
+    struct soft_srq *srq; /* of a receive that came from one */
+    uint64_t timestamp;   /* CLOCK_MONOTONIC, where the queue has timestamps */
     uint32_t byte_len, imm_data, qp_num, src_qp;
-    uint32_t wqe_index; /* of a send: the work request and all before it are done */
-    uint16_t status, opcode;
-    uint16_t wc_flags;
-    uint8_t is_send, solicited;
+    uint32_t wqe_index; /* of a send or of the queue pair's own receive: it and all before it are done */
     uint32_t vendor_err;
-    uint8_t reserved[12];
+    uint8_t status, opcode, wc_flags;
+    bool is_send : 1, solicited : 1;
+    uint8_t reserved[4];
 };
 _Static_assert(sizeof(struct soft_cqe) == 64, "a completion is a cache line");
 
@@ -188,21 +318,26 @@ struct soft_cq {
     struct soft_half half;
     struct soft_pd *parent_domain; /* const, or NULL */
     struct soft_channel *channel;  /* const, or NULL */
+    bool timestamps;               /* const */
     struct soft_memory buffer, record;
-    struct soft_cqe *ring;      /* const; entries [consumer, producer) are the driver's, the others the device's */
-    uint32_t mask;              /* const */
+    struct soft_cqe *ring;      /* entries [consumer, producer) are the driver's, the others the device's; */
+    uint32_t mask;              /* both are changed by who holds the driver half and the lock, and read under either */
     _Atomic uint32_t *consumer; /* the doorbell record; written by the driver half, release */
     struct soft_cqe *current;   /* driver: between start_poll and end_poll */
-    atomic_uint references;     /* queue pairs' ends */
+    atomic_uint references;     /* queue pairs' ends, XRC shared receive queues */
 
     struct soft_lock lock;                                             /* the device half */
     _Atomic uint32_t producer;                                         /* written under lock, release */
     enum { SOFT_UNARMED, SOFT_ARMED_SOLICITED, SOFT_ARMED_ANY } armed; /* cq */
-    atomic_bool overrun; /* written under lock, for good: a completion found no room */
+    atomic_bool overrun; /* written under lock, for good: a completion found no room, or the fault plan had it so */
+    uint16_t moderate_count, moderate_period_us; /* cq */
+    uint16_t moderated;                          /* cq: completions since it was armed that would have notified */
+    struct soft_timer timer;                     /* until the period is over */
 
     uint32_t events_waiting;    /* under channel->lock: raised, not taken */
     uint32_t events_taken;      /* under channel->lock: handed out by soft_get_cq_event */
     struct soft_cq *next_event; /* under channel->lock */
+    struct soft_event_source events;
 };
 
 static inline struct soft_cq *to_soft_cq(struct ibv_cq *cq)
@@ -216,27 +351,119 @@ struct ibv_cq_ex *soft_create_cq_ex(struct ibv_context *context, struct ibv_cq_i
 int soft_destroy_cq(struct ibv_cq *cq);
 int soft_poll_cq(struct ibv_cq *cq, int count, struct ibv_wc *wc);
 int soft_req_notify_cq(struct ibv_cq *cq, int solicited_only);
+int soft_resize_cq(struct ibv_cq *cq, int cqe);
+int soft_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr);
 void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags);
 
 /* From the device half of any queue pair. False: the queue overran, the completion is lost. */
 bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe);
 
-/* Removes what `qp` completed and nobody polled. The caller is inside of the queue's driver half. */
-void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp);
+/* The same by way of the fault plan, which may hold completions. Device halves call this one. */
+static inline bool soft_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe)
+{
+    if (atomic_load_explicit(&context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS)
+        return soft_fault_complete(context, cq, cqe);
+    return soft_cq_push(cq, cqe);
+}
+
+/* Removes what `qp` or `srq` completed and nobody polled; either may be NULL. The caller is inside of the queue's
+ * driver half. Credits of shared receive queues are given back. */
+void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct soft_srq *srq);
+
+/* In a grace section: the moderation period is over. */
+void soft_cq_expired(struct soft_cq *cq);
+
+/* The queue breaks, as by an overrun. In a grace section, no lock held that comes after cq->lock. */
+void soft_cq_break(struct soft_cq *cq);
+
+/* ---- Shared receive queues ------------------------------------------------------------------------------- */
+
+struct soft_srq {
+    struct ibv_srq srq;
+    struct soft_half half; /* who posts */
+    struct soft_context *context;
+    enum ibv_srq_type type;   /* const, like the next five */
+    struct soft_pd *pd;       /* receives go to its memory; one-sided XRC requests, too */
+    struct soft_xrcd *xrcd;   /* XRC */
+    struct soft_cq *cq;       /* XRC: where its receives complete */
+    uint32_t number;          /* in device->srqs */
+    uint32_t max_sge, stride; /* granted; bytes of an entry, a struct soft_rwqe and its list */
+    struct soft_memory buffer, record;
+    atomic_uint references; /* queue pairs */
+    /* Posted and not polled: what the depth limits. Raised by who posts, lowered by who polls. */
+    atomic_uint outstanding;
+
+    struct soft_lock lock; /* after rq_lock; guards what follows */
+    uint8_t *entries;      /* changed (resize) by who holds the driver half, too */
+    uint32_t mask, depth;
+    uint32_t taken, limit;    /* free-running; 0: no limit is armed */
+    _Atomic uint32_t *posted; /* in the doorbell record; written by the driver half under the lock */
+    bool broken;
+    struct soft_event_source events;
+};
+
+static inline struct soft_srq *to_soft_srq(struct ibv_srq *srq)
+{
+    return container_of(srq, struct soft_srq, srq);
+}
+
+struct ibv_srq *soft_create_srq(struct ibv_pd *pd, struct ibv_srq_init_attr *attr);
+struct ibv_srq *soft_create_srq_ex(struct ibv_context *context, struct ibv_srq_init_attr_ex *attr);
+int soft_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int mask);
+int soft_query_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr);
+int soft_destroy_srq(struct ibv_srq *srq);
+int soft_get_srq_num(struct ibv_srq *srq, uint32_t *number);
+int soft_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
+
+/* A receive, wherever it was posted; the list is a copy. */
+struct soft_receive {
+    uint64_t wr_id;
+    uint32_t num_sge;
+    struct ibv_sge sges[SOFT_MAX_SGE];
+};
+
+/* From the device half of a queue pair. Whether there is a receive; takes the oldest, raises SRQ_LIMIT_REACHED where
+ * that is due. False: there is none, or the queue is broken. */
+bool soft_srq_has(struct soft_srq *srq);
+bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive);
+
+/* `count` of its completions were polled or purged. */
+static inline void soft_srq_credit(struct soft_srq *srq, uint32_t count)
+{
+    atomic_fetch_sub_explicit(&srq->outstanding, count, memory_order_release);
+}
+
+/* Nothing is taken from it any more. SRQ_ERR is raised. */
+void soft_srq_break(struct soft_srq *srq);
 
 /* ---- Queue pairs ----------------------------------------------------------------------------------------- */
 
 /* A send work request in the queue's memory; scatter/gather entries or inline bytes follow it. */
 struct soft_wqe {
     uint64_t wr_id;
-    uint8_t opcode, flags, num_sge, reserved;
-    uint32_t imm_data;
-    uint64_t remote_addr;
-    uint32_t rkey;
+    uint8_t opcode, flags, num_sge;
+    bool ah_refused;      /* a datagram: its address handle is of another protection domain */
+    uint32_t imm_data;    /* or the key to invalidate; of a bind: the lkey of the region */
+    uint64_t remote_addr; /* of a datagram: the peer's number; of a bind: where the window begins */
+    uint32_t rkey;        /* of a datagram: the Q_Key; of a bind: the window's new key */
     uint32_t inline_length;
-    uint64_t compare_add, swap;
+    union {
+        struct {
+            uint64_t compare_add, swap;
+        };
+        struct {
+            uint64_t length, access;
+        } bind;
+        union ibv_gid dgid; /* of a datagram */
+    };
     uint64_t due_ns; /* engine mode: not to be executed before */
-    uint64_t padding;
+    union {
+        uint32_t remote_srqn;
+        struct {
+            uint32_t flow_label;
+            uint8_t sgid_index, hop_limit, traffic_class;
+        } path; /* of a datagram */
+    };
 };
 _Static_assert(sizeof(struct soft_wqe) == 64, "a work request's head is a cache line");
 _Static_assert(SOFT_MAX_SGE < 256, "num_sge is one byte");
@@ -264,9 +491,12 @@ static inline void *soft_ring_entry(const struct soft_ring *ring, uint32_t count
 struct soft_qp {
     struct ibv_qp qp;
     struct soft_half half;
-    struct soft_context *context; /* const, like the next five */
-    struct soft_pd *pd;
-    struct soft_cq *send_cq, *recv_cq;
+    struct soft_context *context;      /* const, like the next eight */
+    struct soft_pd *pd;                /* NULL: XRC_RECV */
+    struct soft_cq *send_cq, *recv_cq; /* NULL where the type has no such queue */
+    struct soft_srq *srq;              /* or NULL */
+    struct soft_xrcd *xrcd;            /* XRC_RECV */
+    uint64_t serial;                   /* never given to another queue pair */
     uint32_t max_inline;
     bool sq_sig_all;
     struct soft_memory buffer, record;
@@ -279,21 +509,25 @@ struct soft_qp {
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
 
-    struct soft_lock sq_lock;        /* the sending device half */
-    uint32_t next_psn;               /* sq */
-    uint32_t retries_left, rnr_left; /* sq */
-    bool waiting;                    /* sq: a request is to be tried again, or never (timeout 0) */
-    bool unanswered;                 /* sq: ... since nobody answered */
-    uint64_t retry_ns;               /* sq: when; UINT64_MAX: never */
+    struct soft_lock sq_lock;                /* the sending device half */
+    uint32_t next_psn;                       /* sq */
+    uint32_t retries_left, rnr_left;         /* sq */
+    bool waiting;                            /* sq: a request is to be tried again, or never (timeout 0) */
+    bool unanswered;                         /* sq: ... since nobody answered */
+    uint64_t retry_ns;                       /* sq: when; UINT64_MAX: never */
+    bool drain_notify;                       /* sq: SQ_DRAINED is to be raised */
+    uint64_t fault_requests, fault_attempts; /* sq: what the fault plan counts */
 
     struct soft_lock rq_lock; /* the receiving device half */
     uint32_t expected_psn;    /* rq */
+    bool established;         /* rq: COMM_EST was raised */
+    bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
+    uint64_t fault_receives;  /* rq */
 
-    bool queued;    /* under engine.lock, like the next four */
-    bool forgotten; /* it is being destroyed */
+    bool queued; /* under engine.lock, like the next two */
     struct soft_qp *next_queued;
-    uint32_t timer_slot; /* its place in the heap + 1, or 0 */
-    uint64_t timer_due;
+    struct soft_timer timer;
+    struct soft_event_source events;
 };
 
 static inline struct soft_qp *to_soft_qp(struct ibv_qp *qp)
@@ -307,6 +541,20 @@ int soft_destroy_qp(struct ibv_qp *qp);
 int soft_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init_attr);
 int soft_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask);
 int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
+
+/* QP_FATAL: the queue pair breaks by itself. In a grace section, no device lock held. */
+void soft_qp_break(struct soft_qp *qp);
+
+/* ---- Address handles ------------------------------------------------------------------------------------- */
+
+struct soft_ah {
+    struct ibv_ah ah;
+    struct soft_pd *pd;
+    struct ibv_ah_attr attr;
+};
+
+struct ibv_ah *soft_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
+int soft_destroy_ah(struct ibv_ah *ah);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 
 /* soft_state.c, pure: 0 where `mask` may take a queue pair of this type from one state to the other, else EINVAL. */
@@ -329,20 +577,25 @@ void soft_flush_receives(struct soft_qp *qp);
 
 int soft_engine_init(struct soft_context *context);
 void soft_engine_destroy(struct soft_context *context);
-int soft_engine_reserve(struct soft_context *context); /* room for one more queue pair; may start the thread */
+int soft_engine_reserve(struct soft_context *context); /* room for one more timer; may start the thread */
 void soft_engine_unreserve(struct soft_context *context);
-void soft_engine_ring(struct soft_qp *qp);                /* the engine executes it soon */
-void soft_engine_timer(struct soft_qp *qp, uint64_t due); /* ... or then; the earliest of several counts */
-int soft_engine_start(struct soft_context *context);      /* makes sure that the thread runs: 0 or an errno */
-void soft_engine_forget(struct soft_qp *qp);
+void soft_engine_ring(struct soft_qp *qp);           /* the engine executes it soon */
+int soft_engine_start(struct soft_context *context); /* makes sure that the thread runs: 0 or an errno */
+void soft_engine_forget(struct soft_qp *qp);         /* neither executed nor timed from here on */
+
+/* The engine comes back then: to execute a queue pair, or for soft_cq_expired. The earliest of several counts. */
+void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, uint64_t due);
+void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, bool for_good);
 
 /* ---- Delivery to a peer ---------------------------------------------------------------------------------- */
 
 struct soft_request {
     const struct soft_qp *from; /* its sq_lock is held */
+    const struct soft_wqe *wqe;
     enum ibv_wr_opcode opcode;
     bool solicited;
     uint32_t imm_data, rkey, length, psn, packets;
+    uint32_t reads; /* of a read or atomic: how many the requester would have in flight, with this one */
     uint64_t remote_addr, compare_add, swap;
     const struct soft_segment *local; /* what is sent, or where the answer goes; checked */
     uint32_t local_count;

@@ -303,7 +303,7 @@ int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
     return n;
 }
 
-void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp)
+void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct soft_srq *srq)
 {
     uint32_t consumer, producer, from, to;
 
@@ -312,7 +312,7 @@ void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp)
     producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
     /* What stays moves up against the producer, so that only the consumer's counter changes. */
     for (from = to = producer; from != consumer; from--)
-        if (cq->ring[(from - 1) & cq->mask].qp != qp)
+        if ((!qp || cq->ring[(from - 1) & cq->mask].qp != qp) && (!srq || cq->ring[(from - 1) & cq->mask].srq != srq))
             cq->ring[--to & cq->mask] = cq->ring[(from - 1) & cq->mask];
     atomic_store_explicit(cq->consumer, to, memory_order_release);
     soft_lock_give(&cq->lock);
@@ -479,4 +479,28 @@ void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags)
         ex->read_sl = read_sl;
     if (wc_flags & IBV_WC_EX_WITH_DLID_PATH_BITS)
         ex->read_dlid_path_bits = read_dlid_path_bits;
+}
+
+/* ---- To come ---- */
+
+int soft_resize_cq(struct ibv_cq *cq, int cqe)
+{
+    (void)cq, (void)cqe;
+    return EOPNOTSUPP;
+}
+
+int soft_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr)
+{
+    (void)cq, (void)attr;
+    return EOPNOTSUPP;
+}
+
+void soft_cq_expired(struct soft_cq *cq)
+{
+    (void)cq;
+}
+
+void soft_cq_break(struct soft_cq *cq)
+{
+    (void)cq;
 }

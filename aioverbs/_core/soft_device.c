@@ -5,11 +5,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #define SOFT_FIRST_QPN 0x10u /* 0 and 1 are the management queue pairs of the architecture */
 #define SOFT_FIRST_MR 1u
+#define SOFT_FIRST_SRQ 1u
 #define SOFT_MAX_NUMBER (SOFT_CHUNKS * SOFT_CHUNK_SIZE)
 #define SOFT_GUID 0x0241494fff564253ull /* locally administered */
 
@@ -72,7 +71,9 @@ static struct soft_device *device_get(void)
     if (!device) {
         device = calloc(1, sizeof(*device));
         if (device && (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
-                       soft_table_init(&device->mrs, SOFT_FIRST_MR, SOFT_MAX_NUMBER))) {
+                       soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
+                       soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) ||
+                       pthread_mutex_init(&device->lock, NULL))) {
             free(device);
             device = NULL;
         }
@@ -120,7 +121,7 @@ void soft_fill_device_attr(struct ibv_device_attr *attr)
     attr->phys_port_cnt = 1;
 }
 
-static int query_device(struct ibv_context *context, struct ibv_device_attr *attr)
+int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr)
 {
     if (soft_stale(to_soft_context(context)))
         return ENODEV;
@@ -128,8 +129,8 @@ static int query_device(struct ibv_context *context, struct ibv_device_attr *att
     return 0;
 }
 
-static int query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
-                           struct ibv_device_attr_ex *attr, size_t size)
+int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
+                         struct ibv_device_attr_ex *attr, size_t size)
 {
     if (soft_stale(to_soft_context(context)))
         return ENODEV;
@@ -142,7 +143,7 @@ static int query_device_ex(struct ibv_context *context, const struct ibv_query_d
     return 0;
 }
 
-static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size)
+int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size)
 {
     struct ibv_port_attr attr = {
         .state = IBV_PORT_ACTIVE,
@@ -170,7 +171,7 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
 }
 
 /* As with libibverbs, the queries of tables answer -1 with errno. */
-static int query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid)
+int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid)
 {
     bool stale = soft_stale(to_soft_context(context));
 
@@ -182,7 +183,7 @@ static int query_gid(struct ibv_context *context, uint8_t port, int index, union
     return 0;
 }
 
-static int query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey)
+int soft_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey)
 {
     bool stale = soft_stale(to_soft_context(context));
 
@@ -192,90 +193,6 @@ static int query_pkey(struct ibv_context *context, uint8_t port, int index, __be
     }
     memset(pkey, 0xff, sizeof(*pkey)); /* the default partition, full membership */
     return 0;
-}
-
-/* ---- Verbs that are not here ------------------------------------------------------------------------------ */
-
-static int get_async_event(struct ibv_context *context, struct ibv_async_event *event)
-{
-    (void)context, (void)event;
-    errno = EOPNOTSUPP;
-    return -1;
-}
-
-static void ack_async_event(struct ibv_async_event *event)
-{
-    (void)event; /* none was ever handed out */
-}
-
-static int resize_cq(struct ibv_cq *cq, int cqe)
-{
-    (void)cq, (void)cqe;
-    return EOPNOTSUPP;
-}
-
-static struct ibv_srq *create_srq(struct ibv_pd *pd, struct ibv_srq_init_attr *attr)
-{
-    (void)pd, (void)attr;
-    errno = EOPNOTSUPP;
-    return NULL;
-}
-
-static int modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int mask)
-{
-    (void)srq, (void)attr, (void)mask;
-    return EOPNOTSUPP;
-}
-
-static int query_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr)
-{
-    (void)srq, (void)attr;
-    return EOPNOTSUPP;
-}
-
-static int destroy_srq(struct ibv_srq *srq)
-{
-    (void)srq;
-    return EOPNOTSUPP;
-}
-
-static struct ibv_ah *create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
-{
-    (void)pd, (void)attr;
-    errno = EOPNOTSUPP;
-    return NULL;
-}
-
-static int destroy_ah(struct ibv_ah *ah)
-{
-    (void)ah;
-    return EOPNOTSUPP;
-}
-
-static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
-{
-    (void)srq;
-    *bad = wr;
-    return EOPNOTSUPP;
-}
-
-static struct ibv_mw *alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
-{
-    (void)pd, (void)type;
-    errno = EOPNOTSUPP;
-    return NULL;
-}
-
-static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
-{
-    (void)qp, (void)mw, (void)bind;
-    return EOPNOTSUPP;
-}
-
-static int dealloc_mw(struct ibv_mw *mw)
-{
-    (void)mw;
-    return EOPNOTSUPP;
 }
 
 /* ---- Contexts -------------------------------------------------------------------------------------------- */
@@ -304,63 +221,50 @@ struct ibv_context *soft_open(const struct soft_options *options)
     context->generation = soft_generation;
     context->mode = options->mode;
     atomic_init(&context->delay_ns, options->delay_ns);
-    error = soft_engine_init(context);
+    context->faults = soft_faults_new();
+    error = context->faults ? soft_engine_init(context) : ENOMEM;
     if (error)
         goto free_context;
 
     verbs = &context->verbs;
     verbs->sz = sizeof(*verbs);
-    verbs->query_port = query_port;
-    verbs->query_device_ex = query_device_ex;
-    verbs->alloc_td = soft_alloc_td;
-    verbs->dealloc_td = soft_dealloc_td;
-    verbs->alloc_parent_domain = soft_alloc_parent_domain;
-    verbs->create_cq_ex = soft_create_cq_ex;
-    verbs->create_qp_ex = soft_create_qp_ex;
+    soft_entry_fill(verbs);
     verbs->context.abi_compat = __VERBS_ABI_IS_EXTENDED;
     verbs->context.device = &device->device;
     verbs->context.cmd_fd = -1;
     verbs->context.num_comp_vectors = 1;
-    verbs->context.ops.poll_cq = soft_poll_cq;
-    verbs->context.ops.req_notify_cq = soft_req_notify_cq;
-    verbs->context.ops.post_send = soft_post_send;
-    verbs->context.ops.post_recv = soft_post_recv;
-    verbs->context.ops.post_srq_recv = post_srq_recv;
-    verbs->context.ops.alloc_mw = alloc_mw;
-    verbs->context.ops.bind_mw = bind_mw;
-    verbs->context.ops.dealloc_mw = dealloc_mw;
-    verbs->context.async_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (verbs->context.async_fd < 0) {
-        error = errno;
+    error = soft_events_init(context);
+    if (error)
         goto destroy_engine;
-    }
     error = pthread_mutex_init(&verbs->context.mutex, NULL);
     if (error)
-        goto close_fd;
+        goto destroy_events;
     return &verbs->context;
 
-close_fd:
-    close(verbs->context.async_fd);
+destroy_events:
+    soft_events_destroy(context);
 destroy_engine:
     soft_engine_destroy(context);
 free_context:
+    soft_faults_free(context->faults);
     free(context);
     errno = error;
     return NULL;
 }
 
-static int close_device(struct ibv_context *ibv_context)
+int soft_close_device(struct ibv_context *ibv_context)
 {
     struct soft_context *context = to_soft_context(ibv_context);
 
     if (soft_stale(context))
         return ENODEV;
-    if (context->pds || context->parent_domains || context->thread_domains || context->mrs || context->channels ||
-        context->cqs || context->qps)
+    if (context->pds || context->parent_domains || context->thread_domains || context->xrcds || context->mrs ||
+        context->mws || context->ahs || context->channels || context->cqs || context->srqs || context->qps)
         return EBUSY;
     soft_engine_destroy(context);
-    close(ibv_context->async_fd);
+    soft_events_destroy(context);
     pthread_mutex_destroy(&ibv_context->mutex);
+    soft_faults_free(context->faults);
     free(context);
     return 0;
 }
@@ -378,8 +282,12 @@ void soft_count(struct ibv_context *ibv_context, struct soft_counts *counts)
     counts->parent_domains = context->parent_domains;
     counts->thread_domains = context->thread_domains;
     counts->mrs = context->mrs;
+    counts->xrcds = context->xrcds;
+    counts->mws = context->mws;
+    counts->ahs = context->ahs;
     counts->channels = context->channels;
     counts->cqs = context->cqs;
+    counts->srqs = context->srqs;
     counts->qps = context->qps;
     counts->overlaps = context->overlaps;
 }
@@ -394,32 +302,16 @@ int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
     return 0;
 }
 
-const struct verbs_table soft_verbs = {
-    .close_device = close_device,
-    .query_device = query_device,
-    .query_gid = query_gid,
-    .query_pkey = query_pkey,
-    .get_async_event = get_async_event,
-    .ack_async_event = ack_async_event,
-    .alloc_pd = soft_alloc_pd,
-    .dealloc_pd = soft_dealloc_pd,
-    .reg_mr = soft_reg_mr,
-    .dereg_mr = soft_dereg_mr,
-    .create_comp_channel = soft_create_comp_channel,
-    .destroy_comp_channel = soft_destroy_comp_channel,
-    .get_cq_event = soft_get_cq_event,
-    .ack_cq_events = soft_ack_cq_events,
-    .create_cq = soft_create_cq,
-    .resize_cq = resize_cq,
-    .destroy_cq = soft_destroy_cq,
-    .create_srq = create_srq,
-    .modify_srq = modify_srq,
-    .query_srq = query_srq,
-    .destroy_srq = destroy_srq,
-    .create_qp = soft_create_qp,
-    .query_qp = soft_query_qp,
-    .modify_qp = soft_modify_qp,
-    .destroy_qp = soft_destroy_qp,
-    .create_ah = create_ah,
-    .destroy_ah = destroy_ah,
-};
+/* ---- To come ---- */
+
+int soft_set_port(struct ibv_context *context, bool up)
+{
+    (void)context, (void)up;
+    return EOPNOTSUPP;
+}
+
+int soft_lose(struct ibv_context *context)
+{
+    (void)context;
+    return EOPNOTSUPP;
+}

@@ -4,6 +4,7 @@
 #ifndef AIOVERBS_SOFT_DEVICE_H
 #define AIOVERBS_SOFT_DEVICE_H
 
+#include "soft_fault.h"
 #include "verbs_table.h"
 
 enum soft_mode {
@@ -18,7 +19,7 @@ struct soft_options {
 
 /* What is alive in a context. */
 struct soft_counts {
-    uint32_t pds, parent_domains, thread_domains, mrs, channels, cqs, qps;
+    uint32_t pds, parent_domains, thread_domains, xrcds, mrs, mws, ahs, channels, cqs, srqs, qps;
     uint32_t overlaps; /* calls that were refused because another was inside of the same unlocked half */
 };
 
@@ -39,6 +40,33 @@ void soft_count(struct ibv_context *context, struct soft_counts *counts);
 
 /* For measurements and tests: changes the delay of requests posted from here on. EINVAL in inline mode. */
 int soft_set_delay(struct ibv_context *context, uint64_t delay_ns);
+
+/* ---- Shared protection domains ---------------------------------------------------------------------------- */
+
+/* As ibv_alloc_shpd and ibv_share_pd of Solaris: gives a protection domain a share key, and opens a further instance
+ * of it in any context of the device. An instance goes by ibv_dealloc_pd: regions and windows made with it die with
+ * it (what is left of them is to be given back to dereg_mr and dealloc_mw), anything else makes it EBUSY. The domain
+ * itself goes with its last instance.
+ *
+ * EINVAL: it is a parent domain; EEXIST: it is shared already. `*share` is its identifier. */
+int soft_alloc_shpd(struct ibv_pd *pd, uint64_t share_key, uint32_t *share);
+
+/* NULL and errno: ENOENT (no such identifier), EACCES (not its key), ENOMEM. */
+struct ibv_pd *soft_share_pd(struct ibv_context *context, uint32_t share, uint64_t share_key);
+
+/* ---- What happens to a device ------------------------------------------------------------------------------ */
+
+/* The device's port goes down or up, for all contexts, with an event in each. While it is down nobody answers. */
+int soft_set_port(struct ibv_context *context, bool up);
+
+/* The device is gone as far as this context goes: DEVICE_FATAL; verbs answer EIO, but for those that destroy or take
+ * what is there; nothing completes any more. */
+int soft_lose(struct ibv_context *context);
+
+/* An object breaks, as by a fault of the hardware: ERR and QP_FATAL; CQ_ERR; SRQ_ERR. 0 or an errno. */
+int soft_break_qp(struct ibv_qp *qp);
+int soft_break_cq(struct ibv_cq *cq);
+int soft_break_srq(struct ibv_srq *srq);
 
 /* Stops the context's C thread for good, before memory that requests refer to goes away (end of the process). */
 void soft_halt(struct ibv_context *context);

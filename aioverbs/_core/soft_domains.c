@@ -17,6 +17,10 @@ struct ibv_pd *soft_alloc_pd(struct ibv_context *ibv_context)
         return NULL;
     }
     pd = calloc(1, sizeof(*pd));
+    if (pd && !(pd->domain = calloc(1, sizeof(*pd->domain)))) {
+        free(pd);
+        pd = NULL;
+    }
     if (!pd) {
         errno = ENOMEM;
         return NULL;
@@ -38,6 +42,7 @@ int soft_dealloc_pd(struct ibv_pd *ibv_pd)
     if (atomic_load(&pd->references))
         return EBUSY;
     if (pd->base == pd) {
+        free(pd->domain);
         atomic_fetch_sub(&context->pds, 1);
     } else {
         atomic_fetch_sub(&pd->base->references, 1);
@@ -116,6 +121,7 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
         return NULL;
     }
     parent->base = to_soft_pd(attr->pd);
+    parent->domain = parent->base->domain;
     parent->pd = parent->base->pd; /* the same handle: resources of both mix freely */
     atomic_fetch_add(&parent->base->references, 1);
     if (attr->td) {
@@ -185,4 +191,19 @@ void soft_memory_put(struct soft_memory *memory)
     else
         free(memory->address);
     memory->address = NULL;
+}
+
+/* ---- To come ---- */
+
+int soft_alloc_shpd(struct ibv_pd *pd, uint64_t share_key, uint32_t *share)
+{
+    (void)pd, (void)share_key, (void)share;
+    return EOPNOTSUPP;
+}
+
+struct ibv_pd *soft_share_pd(struct ibv_context *context, uint32_t share, uint64_t share_key)
+{
+    (void)context, (void)share, (void)share_key;
+    errno = EOPNOTSUPP;
+    return NULL;
 }

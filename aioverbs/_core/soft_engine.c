@@ -10,71 +10,71 @@
 
 /* ---- Timers: a binary heap, earliest first. All under engine->lock ---------------------------------------- */
 
-static void place(struct soft_engine *engine, uint32_t slot, struct soft_qp *qp)
+static void place(struct soft_engine *engine, uint32_t slot, struct soft_timer *timer)
 {
-    engine->timers[slot] = qp;
-    qp->timer_slot = slot + 1;
+    engine->timers[slot] = timer;
+    timer->slot = slot + 1;
 }
 
-static void sift_up(struct soft_engine *engine, uint32_t slot, struct soft_qp *qp)
+static void sift_up(struct soft_engine *engine, uint32_t slot, struct soft_timer *timer)
 {
     while (slot) {
         uint32_t above = (slot - 1) / 2;
 
-        if (engine->timers[above]->timer_due <= qp->timer_due)
+        if (engine->timers[above]->due <= timer->due)
             break;
         place(engine, slot, engine->timers[above]);
         slot = above;
     }
-    place(engine, slot, qp);
+    place(engine, slot, timer);
 }
 
-static void sift_down(struct soft_engine *engine, uint32_t slot, struct soft_qp *qp)
+static void sift_down(struct soft_engine *engine, uint32_t slot, struct soft_timer *timer)
 {
     uint32_t below;
 
     while ((below = 2 * slot + 1) < engine->timer_count) {
-        if (below + 1 < engine->timer_count && engine->timers[below + 1]->timer_due < engine->timers[below]->timer_due)
+        if (below + 1 < engine->timer_count && engine->timers[below + 1]->due < engine->timers[below]->due)
             below++;
-        if (engine->timers[below]->timer_due >= qp->timer_due)
+        if (engine->timers[below]->due >= timer->due)
             break;
         place(engine, slot, engine->timers[below]);
         slot = below;
     }
-    place(engine, slot, qp);
+    place(engine, slot, timer);
 }
 
-static void cancel_timer(struct soft_engine *engine, struct soft_qp *qp)
+static void cancel_timer(struct soft_engine *engine, struct soft_timer *timer)
 {
-    uint32_t slot = qp->timer_slot - 1;
-    struct soft_qp *last;
+    uint32_t slot = timer->slot - 1;
+    struct soft_timer *last;
 
-    if (!qp->timer_slot)
+    if (!timer->slot)
         return;
-    qp->timer_slot = 0;
+    timer->slot = 0;
     last = engine->timers[--engine->timer_count];
-    if (last == qp)
+    if (last == timer)
         return;
-    if (slot && engine->timers[(slot - 1) / 2]->timer_due > last->timer_due)
+    if (slot && engine->timers[(slot - 1) / 2]->due > last->due)
         sift_up(engine, slot, last);
     else
         sift_down(engine, slot, last);
 }
 
-static void set_timer(struct soft_engine *engine, struct soft_qp *qp, uint64_t due)
+static void set_timer(struct soft_engine *engine, struct soft_timer *timer, uint64_t due)
 {
-    if (qp->forgotten || (qp->timer_slot && qp->timer_due <= due))
+    if (timer->forgotten || (timer->slot && timer->due <= due))
         return;
-    cancel_timer(engine, qp);
-    qp->timer_due = due;
-    sift_up(engine, engine->timer_count++, qp);
+    cancel_timer(engine, timer);
+    timer->due = due;
+    sift_up(engine, engine->timer_count++, timer);
 }
 
 /* ---- The list of queue pairs to execute, under engine->lock ----------------------------------------------- */
 
 static void enqueue(struct soft_engine *engine, struct soft_qp *qp)
 {
-    if (qp->forgotten || qp->queued)
+    if (qp->timer.forgotten || qp->queued)
         return;
     qp->queued = true;
     qp->next_queued = NULL;
@@ -107,8 +107,8 @@ static void sleep_until_work(struct soft_engine *engine)
 
     engine->asleep = true;
     if (engine->timer_count) {
-        due.tv_sec = (time_t)(engine->timers[0]->timer_due / 1000000000u);
-        due.tv_nsec = (long)(engine->timers[0]->timer_due % 1000000000u);
+        due.tv_sec = (time_t)(engine->timers[0]->due / 1000000000u);
+        due.tv_nsec = (long)(engine->timers[0]->due % 1000000000u);
         pthread_cond_timedwait(&engine->wake, &engine->lock, &due);
     } else {
         pthread_cond_wait(&engine->wake, &engine->lock);
@@ -124,11 +124,11 @@ static void expire_timers(struct soft_engine *engine)
     if (!engine->timer_count)
         return;
     now = soft_now_ns();
-    while (engine->timer_count && engine->timers[0]->timer_due <= now) {
-        struct soft_qp *qp = engine->timers[0];
+    while (engine->timer_count && engine->timers[0]->due <= now) {
+        struct soft_timer *timer = engine->timers[0];
 
-        cancel_timer(engine, qp);
-        enqueue(engine, qp);
+        cancel_timer(engine, timer);
+        enqueue(engine, container_of(timer, struct soft_qp, timer));
     }
 }
 
@@ -159,7 +159,7 @@ static void *engine_main(void *argument)
         pthread_mutex_unlock(&engine->lock);
         again = soft_execute(qp);
         if (again != UINT64_MAX)
-            soft_engine_timer(qp, again);
+            soft_engine_timer(context, &qp->timer, again);
         grace_leave(grace);
         pthread_mutex_lock(&engine->lock);
     }
@@ -254,7 +254,7 @@ int soft_engine_reserve(struct soft_context *context)
     pthread_mutex_lock(&engine->lock);
     if (engine->reserved == engine->timer_room) {
         uint32_t room = engine->timer_room ? 2 * engine->timer_room : 64;
-        struct soft_qp **timers = realloc(engine->timers, room * sizeof(struct soft_qp *));
+        struct soft_timer **timers = realloc(engine->timers, room * sizeof(struct soft_timer *));
 
         if (timers) {
             engine->timers = timers;
@@ -291,17 +291,28 @@ void soft_engine_ring(struct soft_qp *qp)
         pthread_cond_signal(&engine->wake);
 }
 
-void soft_engine_timer(struct soft_qp *qp, uint64_t due)
+void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, uint64_t due)
 {
-    struct soft_engine *engine = &qp->context->engine;
+    struct soft_engine *engine = &context->engine;
     bool wake;
 
     pthread_mutex_lock(&engine->lock);
-    set_timer(engine, qp, due);
-    wake = engine->asleep && qp->timer_slot == 1;
+    set_timer(engine, timer, due);
+    wake = engine->asleep && timer->slot == 1;
     pthread_mutex_unlock(&engine->lock);
     if (wake)
         pthread_cond_signal(&engine->wake);
+}
+
+void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, bool for_good)
+{
+    struct soft_engine *engine = &context->engine;
+
+    pthread_mutex_lock(&engine->lock);
+    if (for_good)
+        timer->forgotten = true;
+    cancel_timer(engine, timer);
+    pthread_mutex_unlock(&engine->lock);
 }
 
 void soft_engine_forget(struct soft_qp *qp)
@@ -311,8 +322,8 @@ void soft_engine_forget(struct soft_qp *qp)
 
     pthread_mutex_lock(&engine->lock);
     /* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
-    qp->forgotten = true;
-    cancel_timer(engine, qp);
+    qp->timer.forgotten = true;
+    cancel_timer(engine, &qp->timer);
     if (qp->queued) {
         for (link = &engine->first; *link != qp; link = &(*link)->next_queued)
             last = *link;

@@ -280,7 +280,7 @@ void soft_kick(struct soft_qp *qp)
         again = soft_execute(qp);
     while (!again); /* nobody else goes on with it; what was posted is no more than the queue holds */
     if (again != UINT64_MAX)
-        soft_engine_timer(qp, again);
+        soft_engine_timer(qp->context, &qp->timer, again);
 }
 
 void soft_kick_from_driver(struct soft_qp *qp)

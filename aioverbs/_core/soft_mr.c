@@ -60,7 +60,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     if (!error && !(mr = calloc(1, sizeof(*mr))))
         error = ENOMEM;
     if (!error)
-        error = soft_table_reserve(&context->device->mrs, &number, &use);
+        error = soft_table_reserve(&context->device->keys, &number, &use);
     if (error) {
         free(mr);
         errno = error;
@@ -77,7 +77,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     mr->mr.lkey = mr->mr.rkey = number << 8 | use;
     atomic_fetch_add(&pd->references, 1);
     atomic_fetch_add(&context->mrs, 1);
-    soft_table_publish(&context->device->mrs, number, mr);
+    soft_table_publish(&context->device->keys, number, &mr->key);
     return &mr->mr;
 }
 
@@ -89,9 +89,9 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 
     if (soft_stale(context))
         return ENODEV;
-    soft_table_withdraw(&context->device->mrs, number);
+    soft_table_withdraw(&context->device->keys, number);
     grace_wait(); /* from here on nobody reads or writes the memory through this region */
-    soft_table_release(&context->device->mrs, number);
+    soft_table_release(&context->device->keys, number);
     atomic_fetch_sub(&mr->pd->references, 1);
     atomic_fetch_sub(&context->mrs, 1);
     free(mr);
@@ -101,10 +101,11 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
                          uint64_t length, int access)
 {
-    const struct soft_mr *mr = soft_table_find(&device->mrs, key >> 8);
+    const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
+    const struct soft_mr *mr = found && !found->is_window ? container_of(found, struct soft_mr, key) : NULL;
     uint64_t offset;
 
-    if (!mr || mr->mr.lkey != key || mr->pd->base != pd->base || (mr->access & access) != access)
+    if (!mr || mr->mr.lkey != key || mr->pd->domain != pd->domain || (mr->access & access) != access)
         return NULL;
     offset = address - (uintptr_t)mr->mr.addr; /* wraps to something large where the address is below */
     if (offset > mr->mr.length || length > mr->mr.length - offset)

@@ -220,9 +220,9 @@ static void leave_cqs(struct soft_qp *qp)
 
 static void purge_cqs(struct soft_qp *qp)
 {
-    soft_cq_purge(qp->send_cq, qp);
+    soft_cq_purge(qp->send_cq, qp, NULL);
     if (qp->recv_cq != qp->send_cq)
-        soft_cq_purge(qp->recv_cq, qp);
+        soft_cq_purge(qp->recv_cq, qp, NULL);
 }
 
 int soft_destroy_qp(struct ibv_qp *ibv_qp)
@@ -432,4 +432,9 @@ leave:
     if (to_reset)
         leave_cqs(qp);
     return error;
+}
+
+void soft_qp_break(struct soft_qp *qp)
+{
+    (void)qp;
 }

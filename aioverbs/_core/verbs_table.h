@@ -140,6 +140,59 @@ static inline int verbs_close_xrcd(struct ibv_xrcd *xrcd)
     return vctx->close_xrcd(xrcd);
 }
 
+static inline int verbs_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
+{
+    return srq->context->ops.post_srq_recv(srq, wr, bad);
+}
+
+static inline struct ibv_mw *verbs_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
+{
+    return pd->context->ops.alloc_mw(pd, type);
+}
+
+static inline int verbs_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
+{
+    return mw->context->ops.bind_mw(qp, mw, bind);
+}
+
+static inline int verbs_dealloc_mw(struct ibv_mw *mw)
+{
+    return mw->context->ops.dealloc_mw(mw);
+}
+
+static inline int verbs_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr)
+{
+    struct verbs_context *vctx = verbs_context_of(cq->context);
+
+    VERBS_REQUIRE(vctx, modify_cq, EOPNOTSUPP);
+    return vctx->modify_cq(cq, attr);
+}
+
+static inline struct ibv_srq *verbs_create_srq_ex(struct ibv_context *context, struct ibv_srq_init_attr_ex *attr)
+{
+    struct verbs_context *vctx = verbs_context_of(context);
+
+    VERBS_REQUIRE(vctx, create_srq_ex, NULL);
+    return vctx->create_srq_ex(context, attr);
+}
+
+static inline int verbs_get_srq_num(struct ibv_srq *srq, uint32_t *number)
+{
+    struct verbs_context *vctx = verbs_context_of(srq->context);
+
+    VERBS_REQUIRE(vctx, get_srq_num, EOPNOTSUPP);
+    return vctx->get_srq_num(srq, number);
+}
+
+/* Not for attributes that ibv_create_qp takes: libibverbs answers those itself. */
+static inline struct ibv_qp *verbs_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+    struct verbs_context *vctx = verbs_context_of(context);
+
+    VERBS_REQUIRE(vctx, create_qp_ex, NULL);
+    return vctx->create_qp_ex(context, attr);
+}
+
 /* Whoever fills create_cq_ex (libibverbs around its providers, or the software device) initialises the queue's
  * mutex and condition. */
 static inline struct ibv_cq_ex *verbs_create_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr)

@@ -1,0 +1,121 @@
+/* The fault plan of a context: what is to go wrong, when. A plan repeats itself: a fault strikes the n-th call of a
+ * verb or the n-th request of a queue pair, and chances are drawn from a seed and such numbers, not from time, so
+ * the same program meets the same faults again. */
+#ifndef AIOVERBS_SOFT_FAULT_H
+#define AIOVERBS_SOFT_FAULT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "verbs_abi.h"
+
+/* X(name): the verbs of the device, as a fault plan names and counts them. */
+#define SOFT_VERBS(X)                                                                                             \
+    X(close_device)                                                                                               \
+    X(query_device)                                                                                               \
+    X(query_device_ex) X(query_port) X(query_gid) X(query_pkey) X(query_rt_values) X(get_async_event) X(alloc_pd) \
+        X(dealloc_pd) X(alloc_td) X(dealloc_td) X(alloc_parent_domain) X(alloc_shpd) X(share_pd) X(open_xrcd)     \
+            X(close_xrcd) X(reg_mr) X(dereg_mr) X(alloc_mw) X(bind_mw) X(dealloc_mw) X(create_comp_channel)       \
+                X(destroy_comp_channel) X(get_cq_event) X(create_cq) X(create_cq_ex) X(resize_cq) X(modify_cq)    \
+                    X(destroy_cq) X(req_notify_cq) X(poll_cq) X(start_poll) X(create_srq) X(create_srq_ex)        \
+                        X(modify_srq) X(query_srq) X(get_srq_num) X(destroy_srq) X(post_srq_recv) X(create_qp)    \
+                            X(create_qp_ex) X(query_qp) X(modify_qp) X(destroy_qp) X(post_send) X(post_recv)      \
+                                X(create_ah) X(destroy_ah)
+
+enum soft_verb {
+#define X(name) SOFT_VERB_##name,
+    SOFT_VERBS(X)
+#undef X
+        SOFT_VERB_COUNT
+};
+
+#define SOFT_ANY_VERB SOFT_VERB_COUNT
+
+const char *soft_verb_name(enum soft_verb verb);
+
+/* Which ones of a sequence that counts from 1: the first, then each `every`-th after it (0: no more), `times` at
+ * most (0: without end). */
+struct soft_strike {
+    uint64_t first, every, times;
+};
+
+struct soft_fault_record {
+    enum { SOFT_RECORD_VERB, SOFT_RECORD_REQUEST, SOFT_RECORD_RECEIVE, SOFT_RECORD_LOSS } what;
+    uint32_t which;   /* enum soft_verb, or a queue pair's number */
+    uint64_t ordinal; /* of the call or request */
+    uint32_t value;   /* errno or status */
+};
+
+/* All of these take a lock of their own; any thread may call them, not from an allocator. 0, or an errno: EINVAL,
+ * ENOMEM (the plan is as it was). Counting begins when the rule is made. */
+
+/* Calls of a verb (SOFT_ANY_VERB: of all, counted together) fail with `error` and do nothing. */
+int soft_fault_verb(struct ibv_context *context, enum soft_verb verb, struct soft_strike strike, int error);
+
+/* Each call of any verb fails with a chance of `per_million`; 0 ends that. */
+int soft_fault_verbs_at_random(struct ibv_context *context, uint32_t per_million, int error);
+
+/* Requests of a queue pair (0: of all, counted together) complete with `status` and do nothing else but break the
+ * queue pair, as that status does. `receives`: receives, counted as messages come for them; their sender sees a
+ * remote operational error. */
+int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receives, struct soft_strike strike,
+                       enum ibv_wc_status status, uint32_t vendor_err);
+
+/* Messages of a queue pair (0: of all) are lost on their way: counted by attempts, or at random. `per_million` of
+ * 1,000,000 is a link that is cut. */
+int soft_fault_loss(struct ibv_context *context, uint32_t qp_num, struct soft_strike strike);
+int soft_fault_loss_at_random(struct ibv_context *context, uint32_t per_million);
+
+/* Each request waits up to `max_ns` longer before it is executed, in engine mode; EINVAL in inline mode. */
+int soft_fault_jitter(struct ibv_context *context, uint64_t max_ns);
+
+/* Completions of a queue pair (0: of all) are held back from here on, until they are released: `count` of them
+ * (0: all that are held). In the order in which they came, or, `shuffled`, drawn across queue pairs, where those of
+ * one queue keep their order. What is held stays held for later releases, and new ones are held, too, until
+ * soft_fault_unhold, which releases all. */
+int soft_fault_hold(struct ibv_context *context, uint32_t qp_num);
+size_t soft_fault_held(struct ibv_context *context);
+size_t soft_fault_release(struct ibv_context *context, size_t count, bool shuffled);
+void soft_fault_unhold(struct ibv_context *context);
+
+/* Where chances are drawn from; also begins the count of what random rules saw anew. */
+void soft_fault_seed(struct ibv_context *context, uint64_t seed);
+
+/* No rule is left; everything is released. Calls go on being counted. */
+void soft_fault_clear(struct ibv_context *context);
+
+/* From soft_fault_count(true) on, calls of verbs are counted, `verb` or all; for who wants to fail each in turn. */
+void soft_fault_count(struct ibv_context *context, bool on);
+uint64_t soft_fault_calls(struct ibv_context *context, enum soft_verb verb);
+
+/* What was done so far, oldest first: copies up to `room` records from `from` on and returns how many there are in
+ * all. The oldest 4096 are kept. */
+size_t soft_fault_records(struct ibv_context *context, size_t from, struct soft_fault_record *records, size_t room);
+
+/* ---- From the device's side ------------------------------------------------------------------------------- */
+
+struct soft_context;
+struct soft_cq;
+struct soft_cqe;
+struct soft_qp;
+struct soft_srq;
+
+struct soft_faults *soft_faults_new(void);
+void soft_faults_free(struct soft_faults *faults);
+int soft_fault_refusal(struct soft_context *context, enum soft_verb verb);
+
+/* These are asked only while SOFT_SPECIAL_FAULTS is set. Under sq_lock (a request; a loss; the delay when one is
+ * posted) or rq_lock (a receive) or both. SUCCESS: nothing happens. */
+enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err);
+bool soft_fault_loses(struct soft_qp *qp);
+uint64_t soft_fault_delay(struct soft_qp *qp);
+
+/* In place of soft_cq_push. */
+bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);
+
+/* Forgets what is held of a queue pair or shared receive queue; as soft_cq_purge, which calls it. */
+void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
+                      const struct soft_srq *srq);
+
+#endif

@@ -339,11 +339,13 @@ struct soft_cq {
     struct soft_pd *parent_domain; /* const, or NULL */
     struct soft_channel *channel;  /* const, or NULL */
     bool timestamps;               /* const */
+    bool timed;                    /* driver: the engine has room for `timer` */
     struct soft_memory buffer, record;
     struct soft_cqe *ring;      /* entries [consumer, producer) are the driver's, the others the device's; */
     uint32_t mask;              /* both are changed by who holds the driver half and the lock, and read under either */
     _Atomic uint32_t *consumer; /* the doorbell record; written by the driver half, release */
     struct soft_cqe *current;   /* driver: between start_poll and end_poll */
+    uint64_t to_wallclock;      /* driver: from a timestamp to CLOCK_REALTIME, as it was at start_poll */
     atomic_uint references;     /* queue pairs' ends, XRC shared receive queues */
 
     struct soft_lock lock;                                             /* the device half */
@@ -352,6 +354,7 @@ struct soft_cq {
     atomic_bool overrun; /* written under lock, for good: a completion found no room, or the fault plan had it so */
     uint16_t moderate_count, moderate_period_us; /* cq */
     uint16_t moderated;                          /* cq: completions since it was armed that would have notified */
+    uint64_t moderated_since;                    /* cq: when the first of them came, CLOCK_MONOTONIC */
     struct soft_timer timer;                     /* until the period is over */
 
     uint32_t events_waiting;    /* under channel->lock: raised, not taken */

@@ -171,7 +171,6 @@ static void tables(void)
     home_close(&home);
 }
 
-/* Missing ability is an answer: EOPNOTSUPP, by return value or by NULL and errno. */
 /* A context that knows fewer ops than we do: its `sz` decides, not what lies in front of it. */
 static void short_context(void)
 {

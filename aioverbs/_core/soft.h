@@ -406,15 +406,16 @@ struct soft_srq {
     uint32_t number;          /* in device->srqs */
     uint32_t max_sge, stride; /* granted; bytes of an entry, a struct soft_rwqe and its list */
     struct soft_memory buffer, record;
-    atomic_uint references; /* queue pairs */
+    _Atomic uint32_t own_record; /* used where the allocator gave none */
+    atomic_uint references;      /* queue pairs */
     /* Posted and not polled: what the depth limits. Raised by who posts, lowered by who polls. */
     atomic_uint outstanding;
 
     struct soft_lock lock; /* after rq_lock; guards what follows */
-    uint8_t *entries;      /* changed (resize) by who holds the driver half, too */
+    uint8_t *entries;      /* this and the next two: changed under the lock by who holds the driver half (resize) */
     uint32_t mask, depth;
     uint32_t taken, limit;    /* free-running; 0: no limit is armed */
-    _Atomic uint32_t *posted; /* in the doorbell record; written by the driver half under the lock */
+    _Atomic uint32_t *posted; /* const; the doorbell record: written by the driver half, release */
     bool broken;
     struct soft_event_source events;
 };

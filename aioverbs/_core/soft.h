@@ -206,6 +206,10 @@ struct soft_pd {
     void (*free)(struct ibv_pd *, void *, void *, uint64_t);
     void *pd_context;
     atomic_uint references; /* queue pairs, queues, regions, windows, address handles, parent domains */
+    pthread_mutex_t lock;   /* guards what follows; after device->lock */
+    struct soft_key *keys;  /* the regions and windows made on it */
+    uint32_t key_count;     /* how many, of `references` */
+    bool gone;              /* it was given back, some of its dead keys were not: the last of them frees it */
 };
 
 static inline struct soft_pd *to_soft_pd(struct ibv_pd *pd)
@@ -218,6 +222,14 @@ int soft_dealloc_pd(struct ibv_pd *pd);
 struct ibv_td *soft_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr);
 int soft_dealloc_td(struct ibv_td *td);
 struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr);
+
+/* A protection domain: of its own, or a further instance of a shared one (under device->lock). NULL and errno. */
+struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared);
+
+/* For who makes a region or window and before it can be found; and for who gives it back, when nobody finds it any
+ * more and before its number is free again. The domain counts it as a reference meanwhile. */
+void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number);
+void soft_pd_release(struct soft_pd *pd, struct soft_key *key);
 
 struct soft_xrcd {
     struct ibv_xrcd xrcd;
@@ -237,7 +249,12 @@ int soft_close_xrcd(struct ibv_xrcd *xrcd);
 
 /* What a key finds. */
 struct soft_key {
-    bool is_window; /* const */
+    bool is_window;  /* const */
+    uint32_t number; /* const: in device->keys */
+    /* Set once, when the instance of a shared protection domain that it was made on is given back. Its key finds
+     * nothing any more, and it waits to be given back itself. A window that is bound to a dead region leads nowhere. */
+    atomic_bool dead;
+    struct soft_key *next, **link; /* of pd->keys, under pd->lock */
 };
 
 /* All const while it can be found, but for `windows`. */
@@ -412,15 +429,16 @@ struct soft_srq {
     uint32_t number;          /* in device->srqs */
     uint32_t max_sge, stride; /* granted; bytes of an entry, a struct soft_rwqe and its list */
     struct soft_memory buffer, record;
-    atomic_uint references; /* queue pairs */
+    _Atomic uint32_t own_record; /* used where the allocator gave none */
+    atomic_uint references;      /* queue pairs */
     /* Posted and not polled: what the depth limits. Raised by who posts, lowered by who polls. */
     atomic_uint outstanding;
 
     struct soft_lock lock; /* after rq_lock; guards what follows */
-    uint8_t *entries;      /* changed (resize) by who holds the driver half, too */
+    uint8_t *entries;      /* this and the next two: changed under the lock by who holds the driver half (resize) */
     uint32_t mask, depth;
     uint32_t taken, limit;    /* free-running; 0: no limit is armed */
-    _Atomic uint32_t *posted; /* in the doorbell record; written by the driver half under the lock */
+    _Atomic uint32_t *posted; /* const; the doorbell record: written by the driver half, release */
     bool broken;
     struct soft_event_source events;
 };

@@ -75,7 +75,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     mr->mr.handle = number;
     /* The low byte differs from one use of a number to the next, so that an old key never fits a new region. */
     mr->mr.lkey = mr->mr.rkey = number << 8 | use;
-    atomic_fetch_add(&pd->references, 1);
+    soft_pd_adopt(pd, &mr->key, number);
     atomic_fetch_add(&context->mrs, 1);
     soft_table_publish(&context->device->keys, number, &mr->key);
     return &mr->mr;
@@ -92,11 +92,12 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
     soft_table_withdraw(&context->device->keys, number);
     grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
     if (atomic_load(&mr->windows)) {
-        soft_table_publish(&context->device->keys, number, &mr->key);
+        if (!atomic_load(&mr->key.dead))
+            soft_table_publish(&context->device->keys, number, &mr->key);
         return EBUSY;
     }
+    soft_pd_release(mr->pd, &mr->key);
     soft_table_release(&context->device->keys, number);
-    atomic_fetch_sub(&mr->pd->references, 1);
     atomic_fetch_sub(&context->mrs, 1);
     free(mr);
     return 0;

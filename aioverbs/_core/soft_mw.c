@@ -31,7 +31,7 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
     mw->mw = (struct ibv_mw){ibv_pd->context, ibv_pd, number << 8 | use, number, type};
     mw->rkey = mw->mw.rkey;
     soft_lock_init(&mw->lock);
-    atomic_fetch_add(&mw->pd->references, 1);
+    soft_pd_adopt(mw->pd, &mw->key, number);
     atomic_fetch_add(&context->mws, 1);
     soft_table_publish(&context->device->keys, number, &mw->key);
     return &mw->mw;
@@ -55,8 +55,8 @@ int soft_dealloc_mw(struct ibv_mw *ibv_mw)
     soft_table_withdraw(&context->device->keys, ibv_mw->handle);
     grace_wait(); /* nobody finds it, nobody is in it */
     unbind(mw);
+    soft_pd_release(mw->pd, &mw->key);
     soft_table_release(&context->device->keys, ibv_mw->handle);
-    atomic_fetch_sub(&mw->pd->references, 1);
     atomic_fetch_sub(&context->mws, 1);
     free(mw);
     return 0;
@@ -175,7 +175,7 @@ static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const s
 {
     uint64_t offset = address - mw->address;
 
-    if (!mw->bound || mw->rkey != key || mw->pd->domain != pd->domain || (mw->access & access) != access)
+    if (!mw->bound || atomic_load(&mw->mr->key.dead) || mw->rkey != key || mw->pd->domain != pd->domain || (mw->access & access) != access)
         return false;
     if (mw->mw.type == IBV_MW_TYPE_2 && mw->qp_serial != qp->serial)
         return false;

@@ -5,6 +5,7 @@ void soft_entry_fill(struct verbs_context *verbs)
 {
     verbs->query_port = soft_query_port;
     verbs->query_device_ex = soft_query_device_ex;
+    verbs->query_rt_values = soft_query_rt_values;
     verbs->alloc_td = soft_alloc_td;
     verbs->dealloc_td = soft_dealloc_td;
     verbs->alloc_parent_domain = soft_alloc_parent_domain;

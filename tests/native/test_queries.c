@@ -72,9 +72,9 @@ static void device(void)
     CHECK(attr.max_qp_wr > 0 && attr.max_cqe > 0 && attr.max_sge > 0);
     CHECK(attr.max_qp_rd_atom > 0 && attr.max_qp_init_rd_atom > 0);
     CHECK_EQ(attr.atomic_cap, IBV_ATOMIC_GLOB);
-    CHECK_EQ(attr.max_srq, 0);
-    CHECK_EQ(attr.max_mw, 0);
-    CHECK_EQ(attr.max_ah, 0);
+    CHECK(attr.max_srq > 0 && attr.max_srq_wr > 0 && attr.max_srq_sge > 0);
+    CHECK(attr.max_mw > 0);
+    CHECK(attr.max_ah > 0);
 
     memset(&ex, 0xff, sizeof(ex));
     CHECK_EQ(verbs->query_device_ex(home.context, NULL, &ex, sizeof(ex)), 0);
@@ -177,7 +177,6 @@ static void absent_verbs(void)
     struct ibv_srq_init_attr srq_init = {.attr = {.max_wr = 1, .max_sge = 1}};
     struct ibv_xrcd_init_attr xrcd_init = {.comp_mask = 3, .fd = -1};
     struct ibv_ah_attr ah_attr;
-    struct ibv_async_event event;
     struct ibv_srq_attr srq_attr = {0};
     struct ibv_mw_bind bind = {0};
     struct ibv_recv_wr wr = {0}, *bad = NULL;
@@ -210,9 +209,6 @@ static void absent_verbs(void)
     CHECK_EQ(ops->dealloc_mw(&mw), EOPNOTSUPP);
     CHECK_REFUSED(verbs_open_xrcd(pair.own.context, &xrcd_init), EOPNOTSUPP);
     CHECK_EQ(verbs_close_xrcd(&xrcd), EOPNOTSUPP);
-    errno = 0;
-    CHECK_EQ(soft_verbs.get_async_event(pair.own.context, &event), -1);
-    CHECK_EQ(errno, EOPNOTSUPP);
     pair_close(&pair);
 }
 

@@ -168,6 +168,9 @@ static inline int soft_refusal(struct soft_context *context, enum soft_verb verb
 /* soft_entry.c: the doors by which verbs come in, where refusals are decided. */
 void soft_entry_fill(struct verbs_context *verbs);
 
+/* soft_absent.c: what the device does not have. */
+void soft_absent_fill(struct verbs_context *verbs);
+
 static inline bool soft_stale(const struct soft_context *context)
 {
     return context->generation != soft_generation;

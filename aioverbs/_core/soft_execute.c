@@ -29,11 +29,10 @@ static void fail_sender(struct soft_qp *qp)
 {
     unsigned int from = IBV_QPS_RTS;
 
-    if (soft_is_reliable(qp)) {
+    if (soft_is_reliable(qp))
         atomic_store(&qp->state, IBV_QPS_ERR);
-    } else if (!atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE) && from == IBV_QPS_SQD) {
-        atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE); /* else it went to ERR meanwhile */
-    }
+    else /* what flushes finds it in SQE; a peer may have broken it meanwhile */
+        atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE);
 }
 
 /* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
@@ -352,8 +351,10 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
             return wqe->due_ns;
         }
         peer = execute_one(qp, wqe, &left);
-        if (peer)
+        if (peer) { /* it is kicked first: the next datagram may break another one */
             *broken = peer;
+            return 0;
+        }
     }
     return 0;
 }

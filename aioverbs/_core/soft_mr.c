@@ -89,9 +89,11 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 
     if (soft_stale(context))
         return ENODEV;
+    if (atomic_load(&mr->windows)) /* asked before anything is done: who uses the region is not to notice */
+        return EBUSY;
     soft_table_withdraw(&context->device->keys, number);
     grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
-    if (atomic_load(&mr->windows)) {
+    if (atomic_load(&mr->windows)) { /* one was bound meanwhile */
         if (!atomic_load(&mr->key.dead))
             soft_table_publish(&context->device->keys, number, &mr->key);
         return EBUSY;

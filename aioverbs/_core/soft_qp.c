@@ -441,8 +441,11 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
         qp->next_psn = attr->sq_psn;
-    qp->retries_left = own->retry_cnt;
-    qp->rnr_left = own->rnr_retry;
+    /* A change of something else leaves a request that is tried again the attempts that it has. */
+    if (mask & IBV_QP_RETRY_CNT)
+        qp->retries_left = own->retry_cnt;
+    if (mask & IBV_QP_RNR_RETRY)
+        qp->rnr_left = own->rnr_retry;
 }
 
 /* Under both locks and inside of the driver halves of the queue pair and of its completion queues. */

@@ -101,6 +101,7 @@ static bool take_receive(const struct responder *at, struct taken *taken)
         taken->wr_id = taken->copy.wr_id;
         taken->num_sge = taken->copy.num_sge;
         taken->sges = taken->copy.sges;
+        taken->index = 0; /* credits count there, not places */
         return true;
     }
     rwqe = soft_ring_entry(ring, ring->taken);
@@ -220,11 +221,12 @@ static void respond_message(const struct responder *at, const struct soft_reques
     }
     at->reply->kind = SOFT_ACK;
     status = planned(at, &vendor_err);
-    if (status == IBV_WC_SUCCESS)
+    if (status == IBV_WC_SUCCESS) {
         status = resolve_receive(at, &taken, length, segments);
-    if (status == IBV_WC_LOC_LEN_ERR && !soft_is_reliable(at->peer) && !at->srq) {
-        at->peer->rq.taken--; /* dropped: the receive waits for one that fits */
-        return;
+        if (status == IBV_WC_LOC_LEN_ERR && !soft_is_reliable(at->peer) && !at->srq) {
+            at->peer->rq.taken--; /* dropped: the receive waits for one that fits */
+            return;
+        }
     }
     if (status == IBV_WC_SUCCESS)
         copy(segments, from, length);
@@ -264,8 +266,9 @@ static void write_grh(uint8_t *grh, const struct soft_request *request)
     static const uint8_t mapped[12] = {[10] = 0xff, [11] = 0xff};
     const struct soft_wqe *wqe = request->wqe;
     const uint8_t *source = soft_gids[wqe->path.sgid_index].raw, *target = wqe->dgid.raw;
-    /* What follows: a UDP header, a base and a datagram transport header, the data padded to 4, and a checksum. */
-    uint32_t payload = 8 + 12 + 8 + ((request->length + 3) & ~3u) + 4;
+    /* What follows: a UDP header, a base and a datagram transport header, an immediate, the data padded to 4, and a
+     * checksum. */
+    uint32_t payload = 8 + 12 + 8 + (carries_imm(request) ? 4 : 0) + ((request->length + 3) & ~3u) + 4;
 
     memset(grh, 0, SOFT_GRH);
     if (!memcmp(target, mapped, sizeof(mapped)) && !memcmp(source, mapped, sizeof(mapped))) {

@@ -230,6 +230,7 @@ struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *sh
  * more and before its number is free again. The domain counts it as a reference meanwhile. */
 void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number);
 void soft_pd_release(struct soft_pd *pd, struct soft_key *key);
+void soft_pd_restore(struct soft_pd *pd, struct soft_key *key); /* it is found again, unless it is dead */
 
 struct soft_xrcd {
     struct ibv_xrcd xrcd;
@@ -290,11 +291,32 @@ int soft_dereg_mr(struct ibv_mr *mr);
 struct ibv_mw *soft_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 int soft_dealloc_mw(struct ibv_mw *mw);
+void soft_mw_die(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
 
 /* Local memory. In a grace section. NULL where the key is not of a region of `pd`'s domain, the range leaves the
  * region, or a bit of `access` was not granted. The address stays good until the section ends. */
 uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
                          uint64_t length, int access);
+
+/* Memory that a peer of `qp` names by a region's or a window's key. In a grace section, under rq_lock. NULL as above;
+ * else the address stays good, and a window bound, until soft_remote_close. */
+struct soft_remote {
+    struct soft_mw *window; /* locked, or NULL */
+};
+
+uint8_t *soft_remote_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                          uint64_t address, uint64_t length, int access);
+void soft_remote_close(struct soft_remote *remote);
+
+struct soft_wqe;
+
+/* A binding's work request, posted; a window of type 1 comes by no other way. */
+int soft_post_window(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
+
+/* What a queue pair does with a window when it executes: in a grace section, under sq_lock or rq_lock. False: it is
+ * not to be. After an unbinding nobody is in the window any more. */
+bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe);
+bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint32_t rkey);
 
 /* ---- Completion channels and queues ---------------------------------------------------------------------- */
 
@@ -530,6 +552,7 @@ struct soft_qp {
     struct soft_lock sq_lock;                /* the sending device half */
     uint32_t next_psn;                       /* sq */
     uint32_t retries_left, rnr_left;         /* sq */
+    bool begun;                              /* sq: the request at sq.taken was tried before */
     bool waiting;                            /* sq: a request is to be tried again, or never (timeout 0) */
     bool unanswered;                         /* sq: ... since nobody answered */
     uint64_t retry_ns;                       /* sq: when; UINT64_MAX: never */
@@ -571,6 +594,7 @@ struct soft_ah {
     struct ibv_ah_attr attr;
 };
 
+int soft_check_path(const struct ibv_ah_attr *attr); /* 0 or EINVAL: whether it leads anywhere from this device */
 struct ibv_ah *soft_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
 int soft_destroy_ah(struct ibv_ah *ah);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
@@ -608,7 +632,7 @@ void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, 
 /* ---- Delivery to a peer ---------------------------------------------------------------------------------- */
 
 struct soft_request {
-    const struct soft_qp *from; /* its sq_lock is held */
+    struct soft_qp *from; /* its sq_lock is held */
     const struct soft_wqe *wqe;
     enum ibv_wr_opcode opcode;
     bool solicited;
@@ -633,6 +657,15 @@ struct soft_reply {
 
 /* In a grace section. Finds the peer of `request->from` and executes the request there. */
 void soft_link_deliver(const struct soft_request *request, struct soft_reply *reply);
+
+/* soft_respond.c: what a peer does with a request that reached it. In a grace section, under the peer's rq_lock. */
+void soft_respond(struct soft_qp *peer, const struct soft_request *request, struct soft_reply *reply);
+
+/* Whether a queue pair waits for answers: the others send and forget. */
+static inline bool soft_is_reliable(const struct soft_qp *qp)
+{
+    return qp->qp.qp_type != IBV_QPT_UC && qp->qp.qp_type != IBV_QPT_UD;
+}
 
 void soft_sync_after_fork(void);
 

@@ -62,6 +62,14 @@ void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number)
     pthread_mutex_unlock(&pd->lock);
 }
 
+void soft_pd_restore(struct soft_pd *pd, struct soft_key *key)
+{
+    pthread_mutex_lock(&pd->lock);
+    if (!atomic_load(&key->dead))
+        soft_table_publish(&to_soft_context(pd->pd.context)->device->keys, key->number, key);
+    pthread_mutex_unlock(&pd->lock);
+}
+
 void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
 {
     bool last;

@@ -7,7 +7,7 @@
 
 #define SOFT_ACCESS_KNOWN                                                                                   \
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
-     IBV_ACCESS_OPTIONAL_RANGE)
+     IBV_ACCESS_MW_BIND | IBV_ACCESS_OPTIONAL_RANGE)
 
 /* Since Linux 5.14; headers may be older. */
 #ifndef MADV_POPULATE_READ
@@ -35,7 +35,7 @@ static int check_registration(struct soft_context *context, const void *address,
 {
     if (soft_stale(context))
         return ENODEV;
-    if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_MW_BIND) || (access & IBV_ACCESS_ZERO_BASED))
+    if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_ZERO_BASED))
         return EOPNOTSUPP;
     if (access & ~SOFT_ACCESS_KNOWN)
         return EINVAL;
@@ -89,8 +89,14 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 
     if (soft_stale(context))
         return ENODEV;
+    if (atomic_load(&mr->windows)) /* who uses it meanwhile is not to notice */
+        return EBUSY;
     soft_table_withdraw(&context->device->keys, number);
-    grace_wait(); /* from here on nobody reads or writes the memory through this region */
+    grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
+    if (atomic_load(&mr->windows)) {
+        soft_pd_restore(mr->pd, &mr->key);
+        return EBUSY;
+    }
     soft_pd_release(mr->pd, &mr->key);
     soft_table_release(&context->device->keys, number);
     atomic_fetch_sub(&context->mrs, 1);

@@ -234,6 +234,9 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *context, struct ibv_
 /* A protection domain: of its own, or a further instance of a shared one (under device->lock). NULL and errno. */
 struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared);
 
+/* Under device->lock: its last instance goes. */
+void soft_domain_free(struct soft_device *device, struct soft_domain *domain);
+
 /* For who makes a region or window and before it can be found; and for who gives it back, when nobody finds it any
  * more and before its number is free again. The domain counts it as a reference meanwhile. */
 void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number);

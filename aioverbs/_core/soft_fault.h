@@ -115,7 +115,8 @@ uint64_t soft_fault_delay(struct soft_qp *qp);
 /* In place of soft_cq_push. */
 bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);
 
-/* Forgets what is held of a queue pair or shared receive queue; as soft_cq_purge, which calls it. */
+/* Forgets what is held of a queue pair or shared receive queue, and gives credits back, as soft_cq_purge does, which
+ * calls it before it looks at the ring: what is being released meanwhile must be in there when this returns. */
 void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
                       const struct soft_srq *srq);
 

@@ -91,6 +91,7 @@ static struct soft_cq *create(struct soft_context *context, const struct ibv_cq_
     cq->ex.cq_context = attr->cq_context;
     cq->ex.channel = attr->channel;
     cq->ex.cqe = (int)cq->mask + 1;
+    cq->events.element = &cq->ex;
     soft_lock_init(&cq->lock);
     if (attr->channel) {
         cq->channel = container_of(attr->channel, struct soft_channel, channel);
@@ -187,6 +188,7 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
         pthread_mutex_unlock(&cq->ex.mutex);
         atomic_fetch_sub(&cq->channel->references, 1);
     }
+    soft_events_finish(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
     soft_memory_put(&cq->record);
     soft_memory_put(&cq->buffer);
     if (cq->parent_domain)
@@ -502,5 +504,6 @@ void soft_cq_expired(struct soft_cq *cq)
 
 void soft_cq_break(struct soft_cq *cq)
 {
-    (void)cq;
+    atomic_store(&cq->overrun, true);
+    soft_raise(to_soft_context(cq->ex.context), &cq->events, IBV_EVENT_CQ_ERR);
 }

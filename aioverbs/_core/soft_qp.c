@@ -152,6 +152,8 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
     qp->qp.handle = qp->qp.qp_num;
     qp->qp.state = IBV_QPS_RESET;
     qp->qp.qp_type = attr->qp_type;
+    qp->events.element = &qp->qp;
+    qp->serial = atomic_fetch_add(&context->device->serial, 1);
     atomic_fetch_add(&qp->pd->references, 1);
     atomic_fetch_add(&qp->send_cq->references, 1);
     atomic_fetch_add(&qp->recv_cq->references, 1);
@@ -250,6 +252,7 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
     purge_cqs(qp);
     soft_half_leave(&qp->half);
     leave_cqs(qp);
+    soft_events_finish(context, &qp->events, &ibv_qp->mutex, &ibv_qp->cond, &ibv_qp->events_completed);
 
     soft_engine_unreserve(context);
     soft_table_release(&context->device->qps, ibv_qp->qp_num);
@@ -436,5 +439,11 @@ leave:
 
 void soft_qp_break(struct soft_qp *qp)
 {
-    (void)qp;
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    atomic_store(&qp->state, IBV_QPS_ERR);
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+    soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+    soft_kick(qp);
 }

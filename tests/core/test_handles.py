@@ -12,9 +12,13 @@ COUNTED = {
     "pds": 1,
     "parent_domains": 1,
     "thread_domains": 1,
+    "xrc_domains": 0,
     "mrs": 2,
+    "mws": 0,
+    "ahs": 0,
     "channels": 1,
     "cqs": 3,
+    "srqs": 0,
     "qps": 2,
     "overlaps": 0,
 }

@@ -4,12 +4,12 @@
 cdef class XrcDomain(Handle):
     """An XRC domain: ``ibv_open_xrcd``.
 
-    :param fd: a file whose inode it is associated with, or -1 for none.
-    :param oflag: ``os.O_CREAT`` and ``os.O_EXCL``.
+    :param fd: a file whose inode it is associated with, or -1 for none. All that name one inode open one domain.
+    :param oflag: ``os.O_CREAT`` makes the domain where there is none yet, with ``os.O_EXCL`` only there.
     :raises VerbsError: with EOPNOTSUPP where the provider has none.
     """
 
-    def __init__(self, Context context not None, int fd=-1, int oflag=0):
+    def __init__(self, Context context not None, int fd=-1, int oflag=os.O_CREAT):
         cdef v.ibv_xrcd_init_attr attr
         cdef int error = 0
         self._begin()

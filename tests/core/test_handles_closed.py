@@ -22,8 +22,10 @@ IDENTITY = {
     "channel",
     "closed",
     "context",
+    "cq",
     "destroy",
     "held",
+    "mw_type",
     "name",
     "num_comp_vectors",
     "open_shared",
@@ -39,7 +41,7 @@ IDENTITY = {
     "xrc_domain",
 }
 
-MODIFICATIONS = {engine.QueuePair: (QpState.INIT,), engine.CompletionQueue: (0, 0)}
+MODIFICATIONS: dict[type, tuple[int, ...]] = {engine.QueuePair: (QpState.INIT,), engine.CompletionQueue: (0, 0)}
 
 
 def a_window() -> engine.MemoryWindow:

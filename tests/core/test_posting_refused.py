@@ -26,8 +26,7 @@ REFUSED: dict[str, tuple[Callable[[End], object], int]] = {
     ),
     "unknown flag": (lambda end: end.qp.post_send(SEND, flags=1 << 10), errno.EINVAL),
     "unknown opcode": (lambda end: end.qp.post_send(99), errno.EINVAL),
-    "local invalidate": (lambda end: end.qp.post_send(SendOpcode.LOCAL_INV), errno.EOPNOTSUPP),
-    "send with invalidate": (lambda end: end.qp.post_send(SendOpcode.SEND_WITH_INV), errno.EOPNOTSUPP),
+    "an atomic write": (lambda end: end.qp.post_send(SendOpcode.ATOMIC_WRITE), errno.EOPNOTSUPP),
 }
 
 

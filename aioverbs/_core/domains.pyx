@@ -3,7 +3,7 @@
 
 import threading
 
-from aioverbs._core.engine import XrcDomain  # noqa: F401
+from aioverbs._core.engine import XrcDomain  # no-cython-lint
 from aioverbs.errors import VerbsError
 
 from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable

@@ -227,7 +227,7 @@ cdef class Context(Handle):
         return socket.ntohs(pkey)
 
     def get_async_event(self):
-        """Take an asynchronous event, an `AsyncEvent`; None where none waits, this never blocks: ``ibv_get_async_event``.
+        """Take an asynchronous event, or None where none waits; this never blocks: ``ibv_get_async_event``.
 
         `async_fd` is readable while one waits. From the first call on that descriptor is non-blocking.
         """

@@ -28,6 +28,11 @@
 #define SOFT_MTU 4096u /* of the port */
 #define SOFT_GRH 40u   /* bytes before a datagram */
 
+#define SOFT_FIRST_QPN 0x10u /* 0 and 1 are the management queue pairs of the architecture */
+#define SOFT_FIRST_MR 1u
+#define SOFT_FIRST_SRQ 1u
+#define SOFT_MAX_NUMBER (SOFT_CHUNKS * SOFT_CHUNK_SIZE)
+
 /* The smallest power of two that is not less; the sizes here are far below 2^31. */
 static inline uint32_t soft_power_of_two(uint32_t at_least)
 {
@@ -163,6 +168,9 @@ static inline int soft_refusal(struct soft_context *context, enum soft_verb verb
 /* soft_entry.c: the doors by which verbs come in, where refusals are decided. */
 void soft_entry_fill(struct verbs_context *verbs);
 
+/* soft_absent.c: what the device does not have. */
+void soft_absent_fill(struct verbs_context *verbs);
+
 static inline bool soft_stale(const struct soft_context *context)
 {
     return context->generation != soft_generation;
@@ -175,11 +183,11 @@ int soft_close_device(struct ibv_context *context);
 int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr);
 int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
                          struct ibv_device_attr_ex *attr, size_t size);
+int soft_query_rt_values(struct ibv_context *context, struct ibv_values_ex *values);
 int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size);
 int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid);
 int soft_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey);
 bool soft_gid_is_local(const union ibv_gid *gid);
-void soft_fill_device_attr(struct ibv_device_attr *attr);
 
 /* ---- Domains --------------------------------------------------------------------------------------------- */
 

@@ -175,7 +175,8 @@ static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const s
 {
     uint64_t offset = address - mw->address;
 
-    if (!mw->bound || atomic_load(&mw->mr->key.dead) || mw->rkey != key || mw->pd->domain != pd->domain || (mw->access & access) != access)
+    if (!mw->bound || atomic_load(&mw->mr->key.dead) || mw->rkey != key || mw->pd->domain != pd->domain ||
+        (mw->access & access) != access)
         return false;
     if (mw->mw.type == IBV_MW_TYPE_2 && mw->qp_serial != qp->serial)
         return false;

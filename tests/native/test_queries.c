@@ -72,9 +72,9 @@ static void device(void)
     CHECK(attr.max_qp_wr > 0 && attr.max_cqe > 0 && attr.max_sge > 0);
     CHECK(attr.max_qp_rd_atom > 0 && attr.max_qp_init_rd_atom > 0);
     CHECK_EQ(attr.atomic_cap, IBV_ATOMIC_GLOB);
-    CHECK_EQ(attr.max_srq, 0);
-    CHECK_EQ(attr.max_mw, 0);
-    CHECK_EQ(attr.max_ah, 0);
+    CHECK(attr.max_srq > 0 && attr.max_srq_wr > 0 && attr.max_srq_sge > 0);
+    CHECK(attr.max_mw > 0);
+    CHECK(attr.max_ah > 0);
 
     memset(&ex, 0xff, sizeof(ex));
     CHECK_EQ(verbs->query_device_ex(home.context, NULL, &ex, sizeof(ex)), 0);

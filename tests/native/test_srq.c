@@ -475,7 +475,7 @@ static void refused_changes(void)
     expect_unchanged(srq, 8, 3);
     for (i = 1; i < 7; i++)
         srq_expect(srq, i);
-    CHECK_EQ(srq_arm(srq, 3), 0); /* again, since it was reached */
+    CHECK_EQ(srq_arm(srq, 3), 0);         /* again, since it was reached */
     CHECK_EQ(srq_resize(srq, 2), EINVAL); /* a limit above what would be granted */
     expect_unchanged(srq, 8, 3);
     attr = (struct ibv_srq_attr){.max_wr = 2, .srq_limit = 2};

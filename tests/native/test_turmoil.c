@@ -13,6 +13,10 @@
 
 enum { ROUNDS = UNDER_TSAN ? 40 : 120, POSTS = 12 };
 
+/* Where in its memory a side keeps what it sends, what it reads, what the other one may reach, and what it receives: no
+ * two threads touch the same bytes but by the device's order. */
+enum { SENT = 0, READ = 8 << 10, REACHED = 16 << 10, RECEIVED = 32 << 10 };
+
 /* What a side tells the other one, which may be of an earlier round by the time it is read. */
 struct card {
     atomic_uint qp_num, srq_num, rkey;
@@ -101,7 +105,7 @@ static void side_connect(struct side *side)
 
 static void post_one_receive(struct side *side, uint64_t wr_id)
 {
-    struct ibv_sge sge = span(&side->receiver, next_random(&side->seed, 8) * 512, 512);
+    struct ibv_sge sge = span(&side->receiver, RECEIVED + next_random(&side->seed, 8) * 512, 512);
     struct ibv_recv_wr wr = {.wr_id = wr_id, .sg_list = &sge, .num_sge = 1}, *bad;
 
     if (side->srq)
@@ -131,10 +135,12 @@ static void post_one_send(struct side *side, uint64_t wr_id)
                                                  IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_RDMA_READ};
     unsigned int choices = both.type == IBV_QPT_UD ? 2 : both.type == IBV_QPT_UC ? 4 : 5;
     enum ibv_wr_opcode opcode = opcodes[next_random(&side->seed, choices)];
-    struct ibv_sge sge = span(&side->sender, next_random(&side->seed, 8) * 512, 1 + next_random(&side->seed, 400));
+    size_t area = opcode == IBV_WR_RDMA_READ ? READ : SENT;
+    struct ibv_sge sge =
+        span(&side->sender, area + next_random(&side->seed, 8) * 512, 1 + next_random(&side->seed, 400));
     struct ibv_send_wr wr = request(opcode, wr_id, &sge, 1);
 
-    wr.wr.rdma.remote_addr = atomic_load(&side->other->address);
+    wr.wr.rdma.remote_addr = atomic_load(&side->other->address) + REACHED;
     wr.wr.rdma.rkey = atomic_load(&side->other->rkey);
     if (both.type == IBV_QPT_UD)
         wr = datagram(opcode, wr_id, &sge, 1, side->ah, atomic_load(&side->other->qp_num));

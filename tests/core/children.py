@@ -18,8 +18,11 @@ def _may_allocate(task: Path) -> bool:
 
     A watchdog of the test runner has no name either, but sleeps.
     """
-    named = (task / "comm").read_text() == "aioverbs-soft\n"
-    state = (task / "stat").read_text().rpartition(") ")[2][0]
+    try:
+        named = (task / "comm").read_text() == "aioverbs-soft\n"
+        state = (task / "stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it has ended
     return not named and state != "S"
 
 

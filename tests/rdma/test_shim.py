@@ -232,9 +232,9 @@ class TestXrcDomain:
 
     def test_one_domain_for_an_inode(self, context: engine.Context, shim: Shim, fd: int) -> None:
         with pytest.raises(VerbsError, match="ibv_open_xrcd"):
-            domains.XrcDomain(context, fd)  # there is none yet, and O_CREAT was not asked for
+            domains.XrcDomain(context, fd, 0)  # there is none yet, and O_CREAT was not asked for
         first = domains.XrcDomain(context, fd, os.O_CREAT)
-        again = domains.XrcDomain(context, fd)
+        again = domains.XrcDomain(context, fd, 0)
         same = domains.XrcDomain(context, fd, os.O_CREAT)  # no effect: it exists
         counts = shim.counts()
         assert (counts["xrcds"], counts["xrc_domains"]) == (3, 1)
@@ -250,9 +250,8 @@ class TestXrcDomain:
     def test_closing_fails_while_associated(self, context: engine.Context, shim: Shim) -> None:
         xrcd = domains.XrcDomain(context, -1, os.O_CREAT)
         shim.associate(xrcd, 1)
-        with pytest.raises(VerbsError, match="ibv_close_xrcd") as caught:
+        with pytest.raises(BusyResourceError, match="is associated with it"):
             xrcd.destroy()
-        assert caught.value.errno == errno.EBUSY
         assert not xrcd.closed
         shim.associate(xrcd, -1)
         xrcd.destroy()

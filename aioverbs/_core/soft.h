@@ -563,26 +563,25 @@ struct soft_qp {
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
 
-    struct soft_lock sq_lock;                /* the sending device half */
-    uint32_t next_psn;                       /* sq */
-    uint32_t retries_left, rnr_left;         /* sq */
-    bool begun;                              /* sq: the request at sq.taken was tried before */
-    bool waiting;                            /* sq: a request is to be tried again, or never (timeout 0) */
-    bool unanswered;                         /* sq: ... since nobody answered */
-    uint64_t retry_ns;                       /* sq: when; UINT64_MAX: never */
-    bool drain_notify;                       /* sq: SQ_DRAINED is to be raised */
-    uint64_t fault_requests, fault_attempts; /* sq: what the fault plan counts */
+    struct soft_lock sq_lock;        /* the sending device half */
+    uint32_t next_psn;               /* sq */
+    uint32_t retries_left, rnr_left; /* sq */
+    bool begun;                      /* sq: the request at sq.taken was tried before */
+    bool waiting;                    /* sq: a request is to be tried again, or never (timeout 0) */
+    bool unanswered;                 /* sq: ... since nobody answered */
+    uint64_t retry_ns;               /* sq: when; UINT64_MAX: never */
+    bool drain_notify;               /* sq: SQ_DRAINED is to be raised */
 
     struct soft_lock rq_lock; /* the receiving device half */
     uint32_t expected_psn;    /* rq */
     bool established;         /* rq: COMM_EST was raised */
     bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
-    uint64_t fault_receives;  /* rq */
 
     bool queued; /* under engine.lock, like the next two */
     struct soft_qp *next_queued;
     struct soft_timer timer;
     struct soft_event_source events;
+    struct soft_fault_counts fault_counts; /* under the fault plan's lock */
 };
 
 static inline struct soft_qp *to_soft_qp(struct ibv_qp *qp)

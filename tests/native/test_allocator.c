@@ -1,8 +1,10 @@
 /* A parent domain whose queues live in memory of the caller's: asked for as mlx5 asks, used, and given back. */
 #include "support.h"
+#include "support_srq.h"
 
 #define TYPE_QP (1ull << 32 | 1)
 #define TYPE_RECORD (1ull << 32 | 3)
+#define TYPE_SRQ (1ull << 32 | 4)
 #define TYPE_CQ (1ull << 32 | 5)
 
 enum answer { GOOD, USE_DEFAULT, NOTHING, MISALIGNED, DIRTY_FIRST, DIRTY_MIDDLE, DIRTY_LAST, DIRTY };
@@ -337,6 +339,121 @@ static void refused_memory(void)
     pool_close(&pool, &home);
 }
 
+/* An entry of a shared receive queue has 16 bytes and 16 for each scatter entry, rounded to a power of two and 32 at
+ * least; the whole is not rounded, but begins a page. Of another size it is asked for anew, its record is not. */
+static void shared_receive_queues(void)
+{
+    static const struct {
+        uint32_t max_wr, max_sge;
+        size_t size;
+    } table[] = {{1, 0, 32}, {1, 1, 32}, {3, 2, 4 * 64}, {100, 3, 128 * 64}, {16, 32, 16 * 1024}};
+    const uint64_t wr_id = 0x5edefeed11112222;
+    struct home home, with_pool;
+    struct ibv_srq *srq;
+    struct pool pool;
+    size_t i;
+
+    pool_open(&pool, &home, &with_pool);
+    for (i = 0; i < COUNT_OF(table); i++) {
+        pool.count = 0;
+        srq = try_srq(&with_pool, table[i].max_wr, table[i].max_sge);
+        REQUIRE(srq != NULL);
+        REQUIRE_EQ(pool.count, 2);
+        check_block(&pool.blocks[0], table[i].size, 4096, TYPE_SRQ);
+        check_block(&pool.blocks[1], 8, 8, TYPE_RECORD);
+        CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
+        CHECK_EQ(pool.live, 0);
+    }
+    pool.count = 0;
+    srq = make_srq(&with_pool, 4);
+    CHECK_EQ(srq_post(srq, wr_id), 0);
+    CHECK_EQ(srq_post(srq, wr_id + 1), 0);
+    CHECK(contains(&pool.blocks[0], wr_id));
+    CHECK_EQ(counter(&pool.blocks[1], 0), 2);
+    CHECK_EQ(srq_resize(srq, 64), 0);
+    REQUIRE_EQ(pool.count, 3);
+    check_block(&pool.blocks[2], 64 * 128, 4096, TYPE_SRQ);
+    CHECK(pool.blocks[0].freed && !pool.blocks[1].freed && !pool.blocks[2].freed);
+    CHECK(contains(&pool.blocks[2], wr_id) && contains(&pool.blocks[2], wr_id + 1));
+    CHECK_EQ(srq_resize(srq, 1), EINVAL); /* refused with the memory in hand, which is given back */
+    CHECK_EQ(pool.count, 4);
+    CHECK_EQ(pool.live, 2);
+    CHECK_EQ(srq_resize(srq, 0), EINVAL); /* refused before */
+    CHECK_EQ(pool.count, 4);
+    srq_expect(srq, wr_id);
+    srq_expect(srq, wr_id + 1);
+    CHECK_EQ(soft_verbs.dealloc_pd(with_pool.pd), EBUSY); /* its free is needed yet */
+    CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
+    pool_close(&pool, &home);
+}
+
+/* What the allocator leaves to the device is not given to it; this may change with each size. */
+static void default_memory_of_shared_queues(void)
+{
+    struct home home, with_pool;
+    struct ibv_srq *srq;
+    struct pool pool;
+    unsigned int which;
+
+    for (which = 0; which < 3; which++) {
+        pool_open(&pool, &home, &with_pool);
+        pool.answer = USE_DEFAULT;
+        pool.spoiled = which;
+        srq = make_srq(&with_pool, 4);
+        CHECK_EQ(srq_post(srq, 1), 0);
+        CHECK_EQ(srq_resize(srq, 8), 0);
+        CHECK_EQ(pool.count, 3);
+        CHECK_EQ(pool.live, which == 0 ? 2 : 1);
+        CHECK_EQ(srq_resize(srq, 16), 0);
+        CHECK_EQ(pool.live, which == 1 ? 1 : 2);
+        srq_expect(srq, 1);
+        CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
+        pool_close(&pool, &home);
+    }
+}
+
+/* What is refused leaves no queue behind, or the queue as it was. */
+static void refused_memory_of_shared_queues(void)
+{
+    static const struct {
+        enum answer answer;
+        int error, expected;
+    } table[] = {{NOTHING, ENOSPC, ENOSPC}, {NOTHING, 0, ENOMEM}, {MISALIGNED, 0, EINVAL}, {DIRTY_LAST, 0, EINVAL}};
+    struct soft_counts before, after;
+    struct home home, with_pool;
+    struct ibv_srq *srq;
+    struct pool pool;
+    unsigned int which;
+    size_t i;
+
+    pool_open(&pool, &home, &with_pool);
+    for (i = 0; i < COUNT_OF(table); i++) {
+        soft_count(home.context, &before);
+        pool.answer = table[i].answer;
+        pool.error = table[i].error;
+        for (which = 0; which < 2; which++) {
+            pool.count = 0;
+            pool.spoiled = which;
+            CHECK_REFUSED(try_srq(&with_pool, 4, 1), table[i].expected);
+            CHECK_EQ(pool.count, 1 + which);
+            CHECK_EQ(pool.live, 0);
+        }
+        soft_count(home.context, &after);
+        CHECK(!memcmp(&before, &after, sizeof(before)));
+        pool.count = 0;
+        pool.spoiled = 2;
+        srq = make_srq(&with_pool, 4);
+        CHECK_EQ(srq_post(srq, 7), 0);
+        CHECK_EQ(srq_resize(srq, 8), table[i].expected);
+        CHECK_EQ(pool.live, 2);
+        CHECK_EQ(srq_query(srq).max_wr, 4);
+        srq_expect(srq, 7);
+        CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
+        CHECK_EQ(pool.live, 0);
+    }
+    pool_close(&pool, &home);
+}
+
 /* A failure of our own after the memory was had gives it back, too: here none is asked for. */
 static void wrong_attributes_ask_for_nothing(void)
 {
@@ -440,6 +557,7 @@ static void attributes(void)
 static void allocators_may_call_verbs(void)
 {
     struct home home, with_pool;
+    struct ibv_srq *srq;
     struct ibv_cq *cq;
     struct ibv_qp *qp;
     struct pool pool;
@@ -448,7 +566,10 @@ static void allocators_may_call_verbs(void)
     pool.calls_verbs = true;
     cq = try_cq(&with_pool, 16);
     qp = try_qp(&with_pool, cq, &usual_cap);
+    srq = make_srq(&with_pool, 4);
     REQUIRE(cq && qp);
+    CHECK_EQ(srq_resize(srq, 8), 0);
+    CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
     CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
     pool_close(&pool, &home);
@@ -478,5 +599,6 @@ static void working_connection(void)
 }
 
 CHECK_MAIN(CASE(sizes_and_alignments), CASE(memory_is_used), CASE(default_memory), CASE(refused_memory),
+           CASE(shared_receive_queues), CASE(default_memory_of_shared_queues), CASE(refused_memory_of_shared_queues),
            CASE(wrong_attributes_ask_for_nothing), CASE(only_this_domain), CASE(attributes),
            CASE(allocators_may_call_verbs), CASE(working_connection))

@@ -2,10 +2,13 @@
  * defined here once more, in front of the C library's. */
 #include "support.h"
 #include "support_fork.h"
+#include "support_srq.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 /* Set while no other thread calls a verb of the tested context. */
 static bool no_descriptors, no_threads;
@@ -237,7 +240,9 @@ struct makings {
     struct home home;
     struct ibv_comp_channel *channel;
     struct ibv_cq *cq;
-    struct ibv_pd *pd;
+    struct ibv_pd *shared;
+    uint32_t share;
+    struct ibv_xrcd *xrcd;
     char memory[64];
 };
 
@@ -246,6 +251,11 @@ static void *make(struct makings *makings, unsigned int what)
 {
     struct ibv_td_init_attr td_attr = {0};
     struct ibv_cq_init_attr_ex cq_attr = {.cqe = 100};
+    struct ibv_xrcd_init_attr xrcd_attr = {
+        .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
+        .fd = STDERR_FILENO,
+        .oflags = O_CREAT,
+    };
     struct ibv_qp_init_attr qp_attr = {
         .send_cq = makings->cq,
         .recv_cq = makings->cq,
@@ -270,6 +280,16 @@ static void *make(struct makings *makings, unsigned int what)
         return soft_verbs.create_cq(makings->home.context, 100, NULL, makings->channel, 0);
     case 7:
         return verbs_create_cq_ex(makings->home.context, &cq_attr);
+    case 8:
+        return soft_share_pd(makings->home.context, makings->share, 1);
+    case 9:
+        return verbs_alloc_mw(makings->home.base, IBV_MW_TYPE_2);
+    case 10:
+        return verbs_open_xrcd(makings->home.context, &xrcd_attr);
+    case 11:
+        return try_srq(&makings->home, 100, 4);
+    case 12:
+        return try_xrc_srq(&makings->home, makings->xrcd, makings->cq, 100);
     default:
         return soft_verbs.create_qp(makings->home.pd, &qp_attr);
     }
@@ -282,6 +302,7 @@ static int unmake(void *made, unsigned int what)
         return soft_verbs.close_device(made);
     case 1:
     case 3:
+    case 8:
         return soft_verbs.dealloc_pd(made);
     case 2:
         return verbs_dealloc_td(made);
@@ -292,6 +313,13 @@ static int unmake(void *made, unsigned int what)
     case 6:
     case 7:
         return soft_verbs.destroy_cq(made);
+    case 9:
+        return verbs_dealloc_mw(made);
+    case 10:
+        return verbs_close_xrcd(made);
+    case 11:
+    case 12:
+        return soft_verbs.destroy_srq(made);
     default:
         return soft_verbs.destroy_qp(made);
     }
@@ -307,8 +335,11 @@ static void memory(void)
     home_open(&makings.home);
     makings.channel = soft_verbs.create_comp_channel(makings.home.context);
     makings.cq = home_cq(&makings.home, 4, NULL);
-    REQUIRE(makings.channel && makings.cq);
-    for (what = 0; what < 9; what++) {
+    makings.xrcd = make_xrcd(makings.home.context);
+    makings.shared = soft_verbs.alloc_pd(makings.home.context);
+    REQUIRE(makings.channel && makings.cq && makings.shared);
+    REQUIRE_EQ(soft_alloc_shpd(makings.shared, 1, &makings.share), 0);
+    for (what = 0; what < 14; what++) {
         int allowed;
 
         /* Once before: tables and the engine keep what they grow. */
@@ -335,6 +366,8 @@ static void memory(void)
         }
         CHECK(allowed < 20);
     }
+    CHECK_EQ(soft_verbs.dealloc_pd(makings.shared), 0);
+    CHECK_EQ(verbs_close_xrcd(makings.xrcd), 0);
     CHECK_EQ(soft_verbs.destroy_cq(makings.cq), 0);
     CHECK_EQ(soft_verbs.destroy_comp_channel(makings.channel), 0);
     home_close(&makings.home);

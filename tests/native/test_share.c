@@ -123,6 +123,28 @@ static void identifiers(void)
     home_close(&home);
 }
 
+/* The fault plan's errno is the verb's, and nothing is left. */
+static void planned_failure(void)
+{
+    const struct soft_strike once = {1, 0, 1};
+    struct ibv_context *context;
+    struct sharing sharing;
+    struct ibv_pd *pd;
+    uint32_t share;
+
+    sharing_open(&sharing);
+    context = sharing.homes[0].context;
+    pd = soft_verbs.alloc_pd(context);
+    REQUIRE(pd != NULL);
+    CHECK_EQ(soft_fault_verb(context, SOFT_VERB_share_pd, once, EPERM), 0);
+    CHECK_EQ(soft_fault_verb(context, SOFT_VERB_alloc_shpd, once, EPERM), 0);
+    CHECK_REFUSED(soft_share_pd(context, sharing.share, KEY), EPERM);
+    CHECK_EQ(soft_alloc_shpd(pd, KEY, &share), EPERM);
+    CHECK_EQ(soft_alloc_shpd(pd, KEY, &share), 0);
+    CHECK_EQ(soft_verbs.dealloc_pd(pd), 0);
+    sharing_close(&sharing);
+}
+
 /* ---- Access ------------------------------------------------------------------------------------------------ */
 
 /* A queue pair reaches memory of each instance, on both sides; a stranger's it does not. */
@@ -473,5 +495,6 @@ static void stale_after_fork(void)
     sharing_close(&sharing);
 }
 
-CHECK_MAIN(CASE(identifiers), CASE(one_domain), CASE(busy_instance), CASE(plain_domains_keep_memory), CASE(regions_die),
-           CASE(windows_die), CASE(instances_go_under_fire), CASE(both_end_at_once), CASE(stale_after_fork))
+CHECK_MAIN(CASE(identifiers), CASE(planned_failure), CASE(one_domain), CASE(busy_instance),
+           CASE(plain_domains_keep_memory), CASE(regions_die), CASE(windows_die), CASE(instances_go_under_fire),
+           CASE(both_end_at_once), CASE(stale_after_fork))

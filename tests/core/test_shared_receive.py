@@ -70,7 +70,7 @@ def test_it_tells_its_size(inline: engine.Context) -> None:
     assert engine.SharedReceiveQueue(pd, 10, limit=4).query().limit == 4
     assert isinstance(told, SrqAttributes)
     assert srq.pd is pd
-    assert srq.cq is srq.xrc_domain is None
+    assert (srq.cq, srq.xrc_domain) == (None, None)
 
 
 def test_a_full_one_refuses(context: engine.Context, kind: str) -> None:

@@ -4,10 +4,19 @@ Fields are named as in the verbs' structures; sizes are bytes, GIDs and GUIDs `b
 """
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from .types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState
+from .types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, WcStatus
 
-__all__ = ["AddressVector", "DeviceAttributes", "PortAttributes", "QpAttributes", "QpCapabilities", "SrqAttributes"]
+__all__ = [
+    "AddressVector",
+    "DeviceAttributes",
+    "FaultRecord",
+    "PortAttributes",
+    "QpAttributes",
+    "QpCapabilities",
+    "SrqAttributes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +144,19 @@ class SrqAttributes:
     max_wr: int
     max_sge: int
     limit: int
+
+
+class FaultRecord(NamedTuple):
+    """Something that the fault plan of the software device did.
+
+    :param kind: a call of a verb that failed, a request or a receive that completed with an error, a message that was
+        lost.
+    :param subject: the verb's name, or the queue pair's number.
+    :param ordinal: which one it was, as the rule counts them; by chance, which draw.
+    :param value: the error number or the status; None for a loss.
+    """
+
+    kind: Literal["verb", "request", "receive", "loss"]
+    subject: str | int
+    ordinal: int
+    value: int | WcStatus | None

@@ -1,9 +1,11 @@
 """The ledger of handles: a test that leaves one open fails, and what it left is destroyed before the next test."""
 
+import gc
 from collections.abc import Generator, Iterable, Iterator
 
 import pytest
 
+from aioverbs import BusyResourceError
 from aioverbs._core import engine
 
 __all__ = ["destroy_all", "ledger", "pytest_runtest_makereport"]
@@ -20,12 +22,23 @@ def _acknowledge_all(queue: engine.CompletionQueue) -> None:
             return
 
 
+def _acknowledge_async_events() -> None:
+    """The same for asynchronous events, which whoever failed may still hold."""
+    for event in gc.get_objects():
+        if isinstance(event, engine.AsyncEvent) and not event.acknowledged:
+            event.ack()
+
+
 def destroy_all(handles: Iterable[engine.Handle]) -> None:
     """Destroy handles, the last one first: parents are made before their children."""
     for handle in reversed(list(handles)):
         if isinstance(handle, engine.CompletionQueue) and not handle.closed:
             _acknowledge_all(handle)
-        handle.destroy()
+        try:
+            handle.destroy()
+        except BusyResourceError:
+            _acknowledge_async_events()
+            handle.destroy()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -149,3 +149,10 @@ cdef class QueuePair(Handle):
     cdef int _create_in_xrc_domain(self, ibv_qp_init_attr *attr) except? -1
     cdef int _check_way(self, AddressHandle ah) except -1
     cdef int _post_bind(self, MemoryWindow window, ibv_mw_bind *bind, uint32_t key) except? -1
+
+
+cdef class FaultPlan:
+    cdef readonly Context context
+
+    cdef list _enter_with(self, Handle handle)
+    cdef uint32_t _number(self, QueuePair qp) except? 0

@@ -19,6 +19,7 @@ import warnings
 from aioverbs.attributes import (
     AddressVector,
     DeviceAttributes,
+    FaultRecord,
     PortAttributes,
     QpAttributes,
     QpCapabilities,
@@ -235,3 +236,4 @@ include "engine_completion.pxi"
 include "engine_shared_receive.pxi"
 include "engine_queue_pair.pxi"
 include "engine_posting.pxi"
+include "engine_faults.pxi"

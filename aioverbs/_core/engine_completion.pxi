@@ -235,7 +235,7 @@ cdef class CompletionQueue(Handle):
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):
         """Moderate its events: ``ibv_modify_cq``.
 
-        An event comes after so many completions, or so long after the first of them; 0 and 0 end it.
+        An event comes after so many completions, or so long after the first of them. 0 for either ends it.
         """
         cdef v.ibv_modify_cq_attr attr
         cdef int error

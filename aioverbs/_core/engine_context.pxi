@@ -263,6 +263,18 @@ cdef class Context(Handle):
             "overlaps": counts.overlaps,
         }
 
+    @property
+    def faults(self):
+        """The `FaultPlan` of a context of the software device."""
+        cdef FaultPlan plan
+        if not self.software:
+            raise ValueError(f"{self!r} is not of the software device: only that one fails as planned")
+        self._enter()
+        self._leave()
+        plan = FaultPlan.__new__(FaultPlan)
+        plan.context = self
+        return plan
+
     def set_delay(self, delay_ns):
         """Change how long after its posting the software device's engine executes a request, from here on."""
         cdef uint64_t delay = delay_ns

@@ -516,9 +516,53 @@ cdef extern from "soft_device.h" nogil:
     int soft_set_delay(ibv_context *, uint64_t)
     int soft_alloc_shpd(ibv_pd *, uint64_t, uint32_t *)
     ibv_pd *soft_share_pd(ibv_context *, uint32_t, uint64_t)
+    int soft_set_port(ibv_context *, bint)
+    int soft_lose(ibv_context *)
+    int soft_break_qp(ibv_qp *)
+    int soft_break_cq(ibv_cq *)
+    int soft_break_srq(ibv_srq *)
     void soft_halt(ibv_context *)
     int soft_watch_forks()
     uint32_t soft_fork_count()
+
+
+cdef extern from "soft_fault.h" nogil:
+    enum soft_verb:
+        SOFT_ANY_VERB
+
+    enum:
+        SOFT_RECORD_VERB
+        SOFT_RECORD_REQUEST
+        SOFT_RECORD_RECEIVE
+        SOFT_RECORD_LOSS
+
+    struct soft_strike:
+        uint64_t first
+        uint64_t every
+        uint64_t times
+
+    struct soft_fault_record:
+        int what
+        uint32_t which
+        uint64_t ordinal
+        uint32_t value
+
+    const char *soft_verb_name(soft_verb)
+    int soft_fault_verb(ibv_context *, soft_verb, soft_strike, int)
+    int soft_fault_verbs_at_random(ibv_context *, uint32_t, int)
+    int soft_fault_request(ibv_context *, uint32_t, bint, soft_strike, ibv_wc_status, uint32_t)
+    int soft_fault_loss(ibv_context *, uint32_t, soft_strike)
+    int soft_fault_loss_at_random(ibv_context *, uint32_t)
+    int soft_fault_jitter(ibv_context *, uint64_t)
+    int soft_fault_hold(ibv_context *, uint32_t)
+    size_t soft_fault_held(ibv_context *)
+    size_t soft_fault_release(ibv_context *, size_t, bint)
+    void soft_fault_unhold(ibv_context *)
+    void soft_fault_seed(ibv_context *, uint64_t)
+    void soft_fault_clear(ibv_context *)
+    void soft_fault_count(ibv_context *, bint)
+    uint64_t soft_fault_calls(ibv_context *, soft_verb)
+    size_t soft_fault_records(ibv_context *, size_t, soft_fault_record *, size_t)
 
 
 cdef extern from "handle_gate.h":

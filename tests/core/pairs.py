@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aioverbs import AccessFlags, Mtu, QpState, WcStatus
+from aioverbs import AccessFlags, Mtu, QpState, QpType, WcStatus
 from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector, QpCapabilities
 
@@ -118,6 +118,19 @@ def succeed(cq: engine.CompletionQueue) -> engine.WorkCompletion:
     return completion
 
 
+def next_event(context: engine.Context) -> engine.AsyncEvent:
+    """The next asynchronous event, which has come or is about to."""
+    found: list[engine.AsyncEvent] = []
+
+    def taken() -> bool:
+        event = context.get_async_event()
+        found.extend([event] if event else [])
+        return bool(found)
+
+    wait_until(taken)
+    return found[0]
+
+
 @dataclass
 class End:
     """A queue pair with a completion queue and registered memory of its own."""
@@ -146,9 +159,11 @@ def make_end(
     channel: engine.CompletionChannel | None = None,
     capabilities: QpCapabilities = CAPABILITIES,
     sq_sig_all: bool = False,
+    qp_type: QpType = QpType.RC,
+    srq: engine.SharedReceiveQueue | None = None,
 ) -> End:
     cq = make_queue(domain.context, domain, 256, channel, extended=extended)
-    qp = engine.QueuePair(domain, cq, cq, capabilities, sq_sig_all=sq_sig_all)
+    qp = engine.QueuePair(domain, cq, cq, capabilities, sq_sig_all=sq_sig_all, qp_type=qp_type, srq=srq)
     memory = bytearray(size)
     return End(qp, cq, memory, engine.MemoryRegion(domain, memory, access))
 

@@ -1,0 +1,313 @@
+# Part of engine.pyx: the fault plan of the software device.
+
+cdef object _record_kinds = {
+    int(v.SOFT_RECORD_VERB): "verb",
+    int(v.SOFT_RECORD_REQUEST): "request",
+    int(v.SOFT_RECORD_RECEIVE): "receive",
+    int(v.SOFT_RECORD_LOSS): "loss",
+}
+cdef object _verb_numbers = {
+    v.soft_verb_name(<v.soft_verb>number).decode(): number for number in range(v.SOFT_ANY_VERB)
+}
+
+cdef enum:
+    RECORD_BATCH = 64
+    KEPT_RECORDS = 4096
+    MILLION = 1000000
+    MAX_ERRNO = 4095
+
+
+cdef class FaultPlan:
+    """What is to go wrong in a context of the software device, and when: `Context.faults`.
+
+    A plan can be repeated: faults strike by the number of a call or request, chances are drawn from `seed` and from
+    such numbers, not from time. Where a rule strikes is told by three numbers, which count from 1 and from the making
+    of the rule: the `first` one, from there on each `every`-th, `times` in all (0: without end). Where several rules
+    strike at once the oldest one counts.
+
+    `verbs` has the names of the verbs, as ``"create_qp"``.
+    """
+
+    verbs = tuple(_verb_numbers)
+
+    def __init__(self):
+        raise TypeError("the fault plan of a context is its `faults`")
+
+    def __repr__(self):
+        return f"<FaultPlan of {self.context!r}>"
+
+    # ---- verbs
+
+    def fail(self, verb, int error, *, first=1, every=1, times=1):
+        """Calls of a verb, or of any where it is None, fail with that error number and do nothing."""
+        cdef v.soft_strike strike = _strike(first, every, times)
+        cdef int number = _verb_number(verb)
+        _check_range("error", error, 1, MAX_ERRNO)
+        self.context._enter()
+        try:
+            error = v.soft_fault_verb(self.context.pointer, <v.soft_verb>number, strike, error)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_verb", error)
+
+    def fail_at_random(self, per_million, int error):
+        """Each call of any verb fails with that chance; 0 ends it."""
+        cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
+        _check_range("error", error, 1, MAX_ERRNO)
+        self.context._enter()
+        try:
+            error = v.soft_fault_verbs_at_random(self.context.pointer, chance, error)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_verbs_at_random", error)
+
+    def count_calls(self, bint on=True):
+        """Count the calls of verbs from here on, beginning with none; or end it, and keep what was counted."""
+        self.context._enter()
+        v.soft_fault_count(self.context.pointer, on)
+        self.context._leave()
+
+    def calls(self, verb=None):
+        """How many calls of a verb were counted, or of all."""
+        cdef int number = _verb_number(verb)
+        self.context._enter()
+        try:
+            return v.soft_fault_calls(self.context.pointer, <v.soft_verb>number)
+        finally:
+            self.context._leave()
+
+    # ---- requests and messages
+
+    def fail_request(
+        self, status, QueuePair qp=None, *, bint receives=False, first=1, every=1, times=1, uint32_t vendor_err=0
+    ):
+        """Requests of a queue pair, or of any, complete with that `WcStatus`, which breaks the queue pair as it does.
+
+        :param receives: receives instead, as messages come for them; their sender sees a remote operational error.
+        """
+        cdef v.soft_strike strike = _strike(first, every, times)
+        cdef int code = WcStatus(status), error
+        cdef uint32_t number
+        if not code:
+            raise ValueError("a request is to fail with another status than SUCCESS")
+        self.context._enter()
+        try:
+            number = self._number(qp)
+            error = v.soft_fault_request(
+                self.context.pointer, number, receives, strike, <v.ibv_wc_status>code, vendor_err
+            )
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_request", error)
+
+    def lose_messages(self, QueuePair qp=None, *, first=1, every=1, times=1):
+        """Messages of a queue pair, or of any, are lost on their way; each attempt to send one counts."""
+        cdef v.soft_strike strike = _strike(first, every, times)
+        cdef int error
+        self.context._enter()
+        try:
+            error = v.soft_fault_loss(self.context.pointer, self._number(qp), strike)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_loss", error)
+
+    def lose_messages_at_random(self, per_million):
+        """Each message is lost with that chance: with 1,000,000 the link is cut, with 0 it is whole again."""
+        cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
+        cdef int error
+        self.context._enter()
+        try:
+            error = v.soft_fault_loss_at_random(self.context.pointer, chance)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_loss_at_random", error)
+
+    def jitter(self, max_ns):
+        """Each request waits up to that much longer before it is executed; 0 ends it. For contexts with an engine."""
+        cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
+        cdef int error
+        self.context._enter()
+        try:
+            error = v.soft_fault_jitter(self.context.pointer, most)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_jitter", error)
+
+    # ---- completions
+
+    def hold(self, QueuePair qp=None):
+        """Hold the completions of a queue pair, or of all, from here on until `unhold`."""
+        cdef int error
+        self.context._enter()
+        try:
+            error = v.soft_fault_hold(self.context.pointer, self._number(qp))
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_hold", error)
+
+    def held(self):
+        """How many completions are held."""
+        self.context._enter()
+        try:
+            return v.soft_fault_held(self.context.pointer)
+        finally:
+            self.context._leave()
+
+    def release(self, count=0, *, bint shuffled=False):
+        """Let so many completions go, or all that are held now; how many went.
+
+        :param shuffled: not in the order in which they came but drawn across queues; those of one keep their order.
+        """
+        cdef size_t most = _check_range("count", count, 0, (1 << 63) - 1)
+        self.context._enter()
+        try:
+            return v.soft_fault_release(self.context.pointer, most, shuffled)
+        finally:
+            self.context._leave()
+
+    def unhold(self):
+        """Let all completions go, and hold none any more."""
+        self.context._enter()
+        v.soft_fault_unhold(self.context.pointer)
+        self.context._leave()
+
+    # ---- the plan as a whole
+
+    def seed(self, uint64_t seed):
+        """Draw chances from here, as if nothing had been drawn before."""
+        self.context._enter()
+        v.soft_fault_seed(self.context.pointer, seed)
+        self.context._leave()
+
+    def clear(self):
+        """Forget all rules and let all completions go. Calls go on being counted."""
+        self.context._enter()
+        v.soft_fault_clear(self.context.pointer)
+        self.context._leave()
+
+    def records(self):
+        """What the plan did so far, a list of `FaultRecord`, oldest first; the first 4096 are kept."""
+        cdef v.soft_fault_record records[RECORD_BATCH]
+        cdef Py_ssize_t total, taken = 0, i
+        found = []
+        self.context._enter()
+        try:
+            while True:
+                memset(records, 0, sizeof(records))
+                total = v.soft_fault_records(self.context.pointer, taken, records, RECORD_BATCH)
+                for i in range(min(min(total, KEPT_RECORDS) - taken, RECORD_BATCH)):
+                    found.append(_record(&records[i]))
+                taken += RECORD_BATCH
+                if taken >= min(total, KEPT_RECORDS):
+                    return found
+        finally:
+            self.context._leave()
+
+    # ---- what happens to the device
+
+    def set_port(self, bint up):
+        """Take the device's port down, or up again, for all contexts: ``PORT_ERR``, ``PORT_ACTIVE``."""
+        cdef int error
+        self.context._enter()
+        try:
+            with nogil:
+                error = v.soft_set_port(self.context.pointer, up)
+        finally:
+            self.context._leave()
+        self.context._check("soft_set_port", error)
+
+    def lose_device(self):
+        """Take the device away from this context, for good: ``DEVICE_FATAL``.
+
+        Verbs answer EIO from here on, but for those that destroy, or take what is there; nothing completes.
+        """
+        cdef int error
+        self.context._enter()
+        try:
+            with nogil:
+                error = v.soft_lose(self.context.pointer)
+        finally:
+            self.context._leave()
+        self.context._check("soft_lose", error)
+
+    def break_queue_pair(self, QueuePair qp not None):
+        """A queue pair breaks by itself: ``QP_FATAL``."""
+        cdef int error
+        held = self._enter_with(qp)
+        try:
+            with nogil:
+                error = v.soft_break_qp(qp.pointer)
+        finally:
+            _leave_all(held)
+        self.context._check("soft_break_qp", error)
+
+    def break_completion_queue(self, CompletionQueue cq not None):
+        """A completion queue breaks, as by an overrun: ``CQ_ERR``."""
+        cdef int error
+        held = self._enter_with(cq)
+        try:
+            with nogil:
+                error = v.soft_break_cq(cq.pointer)
+        finally:
+            _leave_all(held)
+        self.context._check("soft_break_cq", error)
+
+    def break_shared_receive_queue(self, SharedReceiveQueue srq not None):
+        """Nothing is taken from a shared receive queue any more: ``SRQ_ERR``."""
+        cdef int error
+        held = self._enter_with(srq)
+        try:
+            with nogil:
+                error = v.soft_break_srq(srq.pointer)
+        finally:
+            _leave_all(held)
+        self.context._check("soft_break_srq", error)
+
+    cdef list _enter_with(self, Handle handle):
+        held = _enter_all((self.context, handle))
+        if handle.context is not self.context:
+            _leave_all(held)
+            raise ValueError(f"{handle!r} is not of {self.context!r}")
+        return held
+
+    cdef uint32_t _number(self, QueuePair qp) except? 0:
+        # The number that a rule has it by; 0 is that of all.
+        cdef uint32_t number = 0
+        if qp is not None:
+            held = self._enter_with(qp)
+            number = qp.pointer.qp_num
+            _leave_all(held)
+        return number
+
+
+cdef object _check_range(str name, value, least, most):
+    value = PyNumber_Index(value)
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+    return value
+
+
+cdef v.soft_strike _strike(first, every, times) except *:
+    cdef v.soft_strike strike
+    strike.first = _check_range("first", first, 1, (1 << 63) - 1)
+    strike.every = _check_range("every", every, 1, (1 << 63) - 1)
+    strike.times = _check_range("times", times, 0, (1 << 63) - 1)
+    return strike
+
+
+cdef int _verb_number(verb) except -1:
+    if verb is None:
+        return v.SOFT_ANY_VERB
+    number = _verb_numbers.get(verb)
+    if number is None:
+        raise ValueError(f"the software device has no verb {verb!r}; it has {', '.join(_verb_numbers)}")
+    return number
+
+
+cdef object _record(v.soft_fault_record *record):
+    kind = _record_kinds[<int>record.what]
+    if kind == "verb":
+        name = FaultPlan.verbs[record.which]
+        return FaultRecord(kind, name, record.ordinal, record.value)
+    value = WcStatus(record.value) if kind != "loss" else None
+    return FaultRecord(kind, record.which, record.ordinal, value)

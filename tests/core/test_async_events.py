@@ -1,0 +1,312 @@
+"""Asynchronous events: taken without waiting, about a handle, acknowledged once."""
+
+import gc
+import select
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import (
+    BusyResourceError,
+    ClosedResourceError,
+    EventType,
+    ForkedProcessError,
+    QpState,
+    SendFlags,
+    SendOpcode,
+)
+from aioverbs._core import engine
+from tests.core.children import in_child
+from tests.core.contexts import opened
+from tests.core.pairs import (
+    CAPABILITIES,
+    PATIENCE_S,
+    connect,
+    connect_to,
+    make_domain,
+    make_end,
+    make_pair,
+    next_event,
+    succeed,
+    to_init,
+    to_rtr,
+    to_rts,
+    wait_for,
+)
+
+WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
+
+
+def readable(context: engine.Context, timeout_s: float = 0) -> bool:
+    return bool(select.select([context.async_fd], [], [], timeout_s)[0])
+
+
+def raise_cq_err(context: engine.Context) -> engine.CompletionQueue:
+    """A completion queue that overran."""
+    pd = engine.ProtectionDomain(context)
+    cq = engine.CompletionQueue(context, 1)
+    near, far = (engine.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
+    connect(near, far)
+    for _ in range(3):
+        near.post_send(WRITE, flags=SIGNALED)
+    assert readable(context, PATIENCE_S)
+    return cq
+
+
+def raise_sq_drained(context: engine.Context) -> engine.QueuePair:
+    near, _ = make_pair(context)
+    near.qp.modify(QpState.SQD, en_sqd_async_notify=True)
+    assert readable(context, PATIENCE_S)
+    return near.qp
+
+
+def raise_comm_est(context: engine.Context) -> engine.QueuePair:
+    """The first message came before the queue pair was told to send."""
+    domain = make_domain(context, "plain")
+    near, far = make_end(domain), make_end(domain)
+    connect_to(near.qp, far.qp)
+    to_init(far.qp)
+    to_rtr(far.qp, near.qp.qp_num)
+    near.qp.post_send(WRITE)
+    assert readable(context, PATIENCE_S)
+    return far.qp
+
+
+def raise_access_err(context: engine.Context) -> engine.QueuePair:
+    near, far = make_pair(context)
+    near.qp.post_send(WRITE, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey ^ 0xFF00)
+    wait_for(near.cq)
+    return far.qp
+
+
+def raise_req_err(context: engine.Context) -> engine.QueuePair:
+    """More reads than the responder was told to expect."""
+    domain = make_domain(context, "plain")
+    near, far = make_end(domain), make_end(domain)
+    connect_to(near.qp, far.qp)
+    to_init(far.qp)
+    to_rtr(far.qp, near.qp.qp_num, max_dest_rd_atomic=0)
+    to_rts(far.qp)
+    near.qp.post_send(SendOpcode.RDMA_READ, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey)
+    wait_for(near.cq)
+    return far.qp
+
+
+def raise_srq_limit(context: engine.Context) -> engine.SharedReceiveQueue:
+    domain = make_domain(context, "plain")
+    srq = engine.SharedReceiveQueue(domain, 4)
+    near, far = make_end(domain), make_end(domain, srq=srq)
+    connect(near.qp, far.qp)
+    srq.post_recv([far.sge(0, 8)])
+    srq.modify(limit=1)
+    near.qp.post_send(SEND, [near.sge(0, 1)])
+    succeed(far.cq)
+    return srq
+
+
+RAISED: dict[EventType, Callable[[engine.Context], engine.Handle]] = {
+    EventType.CQ_ERR: raise_cq_err,
+    EventType.SQ_DRAINED: raise_sq_drained,
+    EventType.COMM_EST: raise_comm_est,
+    EventType.QP_ACCESS_ERR: raise_access_err,
+    EventType.QP_REQ_ERR: raise_req_err,
+    EventType.SRQ_LIMIT_REACHED: raise_srq_limit,
+}
+
+
+def drain(context: engine.Context) -> None:
+    while event := context.get_async_event():
+        event.ack()
+
+
+@pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
+def test_an_event_and_its_element(context: engine.Context, event_type: EventType) -> None:
+    element = RAISED[event_type](context)
+    event = next_event(context)
+    assert event.event_type is event_type
+    assert event.element is element
+    assert event.port_num is None
+    assert repr(event) == f"<AsyncEvent {event_type.name} of {element!r}>"
+    assert not event.acknowledged
+    event.ack()
+    assert event.acknowledged
+    drain(context)
+
+
+@pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
+def test_an_event_that_was_taken_keeps_its_element(context: engine.Context, event_type: EventType) -> None:
+    """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
+    element = RAISED[event_type](context)
+    event = next_event(context)
+    if isinstance(element, engine.CompletionQueue | engine.SharedReceiveQueue):
+        for handle in engine.open_handles():
+            if isinstance(handle, engine.QueuePair):
+                handle.destroy()
+    for _ in range(2):
+        with pytest.raises(BusyResourceError, match="1 of its asynchronous events were not acknowledged"):
+            element.destroy()
+        assert not element.closed
+    event.ack()
+    drain(context)
+    element.destroy()
+    assert event.element is element
+
+
+def test_nothing_waits(context: engine.Context) -> None:
+    for _ in range(3):
+        assert context.get_async_event() is None
+    assert not readable(context)
+
+
+def test_the_descriptor_tells_of_an_event(context: engine.Context) -> None:
+    assert not readable(context)
+    raise_sq_drained(context)
+    assert readable(context)
+    next_event(context).ack()
+    assert not readable(context)
+
+
+def test_an_acknowledgement_is_given_once(context: engine.Context) -> None:
+    qp = raise_sq_drained(context)
+    event = next_event(context)
+    event.ack()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"SQ_DRAINED of <QueuePair .*> was acknowledged before"):
+            event.ack()
+    qp.destroy()
+    with pytest.raises(ValueError, match="was acknowledged before"):
+        event.ack()
+
+
+def test_several_of_one_object(context: engine.Context) -> None:
+    qp = raise_sq_drained(context)
+    first = next_event(context)
+    qp.modify(QpState.RTS)
+    qp.modify(QpState.SQD, en_sqd_async_notify=True)
+    second = next_event(context)
+    with pytest.raises(BusyResourceError, match="2 of its asynchronous events"):
+        qp.destroy()
+    first.ack()
+    with pytest.raises(BusyResourceError, match="1 of its asynchronous events"):
+        qp.destroy()
+    second.ack()
+    qp.destroy()
+
+
+def test_events_that_nobody_took_go_with_their_object(context: engine.Context) -> None:
+    qp = raise_sq_drained(context)
+    qp.destroy()
+    assert not readable(context)
+    assert context.get_async_event() is None
+
+
+def test_a_forgotten_event_acknowledges_itself_and_says_so(context: engine.Context) -> None:
+    qp = raise_sq_drained(context)
+    event = next_event(context)
+    events = [event]
+    del event
+    with pytest.warns(ResourceWarning, match=r"SQ_DRAINED of <QueuePair .* was never acknowledged"):
+        events.clear()
+    qp.destroy()
+
+
+def test_one_that_was_acknowledged_is_forgotten_in_silence(context: engine.Context) -> None:
+    raise_sq_drained(context)
+    next_event(context).ack()
+    gc.collect()
+    assert not any(isinstance(kept, engine.AsyncEvent) for kept in gc.get_objects())
+
+
+def test_a_child_of_a_fork_acknowledges_nothing(context: engine.Context) -> None:
+    qp = raise_sq_drained(context)
+    event = next_event(context)
+    taken = [event]
+
+    def child() -> None:
+        with pytest.raises(ForkedProcessError):
+            taken[0].ack()
+        taken.clear()
+        gc.collect()
+        with pytest.raises(ForkedProcessError):
+            context.get_async_event()
+
+    in_child(child)
+    with pytest.raises(BusyResourceError):
+        qp.destroy()
+    event.ack()
+
+
+def test_events_come_from_a_context_only() -> None:
+    with pytest.raises(TypeError, match=r"come from Context\.get_async_event"):
+        engine.AsyncEvent()
+    bare = engine.AsyncEvent.__new__(engine.AsyncEvent)
+    with pytest.raises(ValueError, match="was acknowledged before"):
+        bare.ack()
+    with opened("inline") as context:
+        pass
+    with pytest.raises(ClosedResourceError):
+        context.get_async_event()
+
+
+def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
+    """Destroying waits for what is executed elsewhere, and is overtaken: it is acknowledged on the spot."""
+    with opened("engine") as context:
+        busy, target = make_pair(context, size=32 << 20)
+        for _ in range(10):
+            qp = raise_sq_drained(context)
+            busy.qp.post_send(
+                WRITE, [busy.sge()], flags=SIGNALED, remote_addr=target.region.address, rkey=target.region.rkey
+            )
+            refused: list[BusyResourceError] = []
+
+            def destroy(qp: engine.QueuePair, refused: list[BusyResourceError]) -> None:
+                try:
+                    qp.destroy()
+                except BusyResourceError as error:  # the event was taken before
+                    refused.append(error)
+
+            destroyer = threading.Thread(target=destroy, args=(qp, refused))
+            destroyer.start()
+            event = context.get_async_event()
+            assert event is not None or not refused
+            if event is not None:
+                event.ack()
+            destroyer.join(PATIENCE_S)
+            assert not destroyer.is_alive()
+            qp.destroy()
+            succeed(busy.cq)
+
+
+def test_draining_waits_for_what_was_begun(context: engine.Context) -> None:
+    """SQD with a request that is tried again and again: the event comes when that one has ended."""
+    domain = make_domain(context, "plain")
+    near, far = make_end(domain), make_end(domain)
+    to_init(near.qp)
+    to_rtr(near.qp, far.qp.qp_num)
+    to_rts(near.qp, timeout=14, retry_cnt=7, rnr_retry=7)
+    near.qp.post_send(SEND, [near.sge(0, 4)], wr_id=1, flags=SIGNALED)
+    time.sleep(0.05)  # for an engine to begin
+    near.qp.modify(QpState.SQD, en_sqd_async_notify=True)
+    near.qp.post_send(SEND, [near.sge(0, 5)], wr_id=2, flags=SIGNALED)
+    told = near.qp.query()
+    assert told.qp_state is QpState.SQD
+    assert told.cur_qp_state is QpState.SQD
+    draining = told.sq_draining  # or the engine was late: then nothing was begun
+    to_init(far.qp)
+    far.qp.post_recv([far.sge()])
+    far.qp.post_recv([far.sge()])
+    to_rtr(far.qp, near.qp.qp_num)
+    event = next_event(context)
+    while event.event_type is not EventType.SQ_DRAINED:
+        event.ack()
+        event = next_event(context)
+    assert event.element is near.qp
+    event.ack()
+    assert not near.qp.query().sq_draining
+    before = [completion.wr_id for completion in near.cq.poll()]
+    assert before == ([1] if draining else [])
+    near.qp.modify(QpState.RTS)
+    assert before + [completion.wr_id for completion in wait_for(near.cq, 2 - len(before))] == [1, 2]
+    drain(context)

@@ -1,0 +1,190 @@
+"""Completion queues change their size, moderate their events and tell the time."""
+
+import errno
+import select
+import threading
+import time
+
+import pytest
+
+from aioverbs import SendFlags, SendOpcode, VerbsError
+from aioverbs._core import domains, engine
+from tests.core.allocators import Recording
+from tests.core.contexts import opened
+from tests.core.pairs import (
+    CAPABILITIES,
+    PATIENCE_S,
+    End,
+    connect,
+    make_domain,
+    make_end,
+    make_pair,
+    wait_for,
+    wait_until,
+)
+
+WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_a_larger_queue_keeps_what_it_holds(context: engine.Context, kind: str, extended: bool) -> None:
+    domain = make_domain(context, kind)
+    parent = domain if isinstance(domain, domains.ParentDomain) else None
+    cq = engine.CompletionQueue(context, 4, extended=extended, parent_domain=parent)
+    near, far = (engine.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
+    connect(near, far)
+    for number in range(4):
+        near.post_send(WRITE, wr_id=number, flags=SIGNALED)
+    wait_until(lambda: near.query().sq_psn == 4)
+    cq.resize(100)
+    assert cq.cqe >= 100
+    for number in range(4, 100):
+        near.post_send(WRITE, wr_id=number, flags=SIGNALED)
+    assert [wc.wr_id for wc in wait_for(cq, 100)] == list(range(100))
+    cq.resize(1)
+    assert 1 <= cq.cqe < 100
+
+
+def test_a_size_that_is_too_small_changes_nothing(context: engine.Context) -> None:
+    near, _ = make_pair(context)
+    for number in range(10):
+        near.qp.post_send(WRITE, wr_id=number, flags=SIGNALED)
+    wait_until(lambda: near.qp.query().sq_psn == 10)
+    before = near.cq.cqe
+    for size in (1, 9):
+        with pytest.raises(VerbsError, match="ibv_resize_cq failed: EINVAL"):
+            near.cq.resize(size)
+    with pytest.raises(ValueError, match="1 completion at least, not 0"):
+        near.cq.resize(0)
+    assert near.cq.cqe == before
+    assert [wc.wr_id for wc in wait_for(near.cq, 10)] == list(range(10))
+
+
+def test_another_size_s_memory_comes_from_the_allocator(context: engine.Context) -> None:
+    refusing = False
+
+    def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
+        if refusing:
+            raise MemoryError("no more")
+        return recording.piece(size, alignment, resource_type).address
+
+    allocator = Recording(answer)
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    cq = engine.CompletionQueue(context, 4, parent_domain=domain)
+    held = domain.held
+    cq.resize(4096)
+    assert domain.held == held
+    assert len(allocator.pieces) > held
+    refusing = True
+    with pytest.raises(VerbsError, match="ibv_resize_cq") as caught:
+        cq.resize(8192)
+    assert caught.value.errno == errno.ENOMEM
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert 4096 <= cq.cqe < 8192
+
+
+def test_polling_while_a_queue_is_resized(context: engine.Context) -> None:
+    """An allocator that needs the GIL is called in the middle of it; whoever polls meanwhile gets what there is."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
+        if recording.pieces[1:]:
+            inside.set()
+            assert go_on.wait(PATIENCE_S)
+        return recording.piece(size, alignment, resource_type).address
+
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(answer))
+    cq = engine.CompletionQueue(context, 64, parent_domain=domain)
+    pd = engine.ProtectionDomain(context)
+    near, far = (engine.QueuePair(pd, cq, cq) for _ in range(2))
+    connect(near, far)
+    resizing = threading.Thread(target=cq.resize, args=(1000,))
+    resizing.start()
+    assert inside.wait(PATIENCE_S)
+    near.post_send(WRITE, wr_id=3, flags=SIGNALED)
+    assert [wc.wr_id for wc in wait_for(cq)] == [3]
+    go_on.set()
+    resizing.join(PATIENCE_S)
+    assert cq.cqe >= 1000
+
+
+def moderated(context: engine.Context, count: int, period_us: int) -> tuple[engine.CompletionChannel, End]:
+    channel = engine.CompletionChannel(context)
+    domain = make_domain(context, "plain")
+    near, far = make_end(domain, channel=channel), make_end(domain)
+    connect(near.qp, far.qp)
+    near.cq.modify(count, period_us)
+    near.cq.request_notify()
+    return channel, near
+
+
+def test_an_event_after_so_many_completions(context: engine.Context) -> None:
+    channel, near = moderated(context, 5, 65535)
+    start = time.monotonic()
+    for _ in range(4):
+        near.qp.post_send(WRITE, flags=SIGNALED)
+    wait_until(lambda: near.qp.query().sq_psn == 4)
+    taken = channel.get_event()
+    if time.monotonic() - start < 0.065:
+        assert taken is None
+        near.qp.post_send(WRITE, flags=SIGNALED)
+        wait_until(lambda: near.qp.query().sq_psn == 5)
+        taken = channel.get_event()
+    assert taken is near.cq
+    near.cq.ack_events()
+
+
+def test_an_event_after_some_time(context: engine.Context) -> None:
+    channel, near = moderated(context, 1000, 30_000)
+    start = time.monotonic()
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    assert select.select([channel], [], [], PATIENCE_S)[0]
+    assert time.monotonic() - start >= 0.030
+    assert channel.get_event() is near.cq
+    near.cq.ack_events()
+
+
+def test_moderation_ends(context: engine.Context) -> None:
+    channel, near = moderated(context, 1000, 0)
+    near.cq.modify(0, 0)
+    near.cq.request_notify()
+    near.qp.post_send(WRITE, flags=SIGNALED)
+    assert select.select([channel], [], [], PATIENCE_S)[0]
+    assert channel.get_event() is near.cq
+    near.cq.ack_events()
+
+
+def test_moderation_has_16_bits(inline: engine.Context) -> None:
+    cq = engine.CompletionQueue(inline, 4)
+    cq.modify(65535, 65535)
+    for count, period_us in ((65536, 0), (0, 65536), (-1, 0)):
+        with pytest.raises(OverflowError):
+            cq.modify(count, period_us)
+
+
+def test_timestamps(context: engine.Context, kind: str) -> None:
+    domain = make_domain(context, kind)
+    parent = domain if isinstance(domain, domains.ParentDomain) else None
+    cq = engine.CompletionQueue(context, 256, parent_domain=parent, timestamps=True)
+    near, far = (engine.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
+    connect(near, far)
+    before = time.monotonic_ns()
+    for number in range(100):
+        near.post_send(WRITE, wr_id=number, flags=SIGNALED)
+    found = wait_for(cq, 100)
+    stamps = [wc.completion_timestamp for wc in found if wc.completion_timestamp is not None]
+    assert len(stamps) == 100
+    assert stamps == sorted(stamps)
+    assert before <= stamps[0]
+    assert stamps[-1] <= time.monotonic_ns()
+
+
+def test_without_timestamps() -> None:
+    with opened("inline") as context:
+        for extended in (False, True):
+            near, _ = make_pair(context, extended=extended)
+            near.qp.post_send(WRITE, flags=SIGNALED)
+            (completion,) = wait_for(near.cq)
+            assert completion.completion_timestamp is None
+            assert (completion.slid, completion.sl) == (0, 0)
+            assert (completion.imm_data, completion.invalidated_rkey) == (0, 0)

@@ -28,6 +28,11 @@
 #define SOFT_MTU 4096u /* of the port */
 #define SOFT_GRH 40u   /* bytes before a datagram */
 
+#define SOFT_FIRST_QPN 0x10u /* 0 and 1 are the management queue pairs of the architecture */
+#define SOFT_FIRST_MR 1u
+#define SOFT_FIRST_SRQ 1u
+#define SOFT_MAX_NUMBER (SOFT_CHUNKS * SOFT_CHUNK_SIZE)
+
 /* The smallest power of two that is not less; the sizes here are far below 2^31. */
 static inline uint32_t soft_power_of_two(uint32_t at_least)
 {
@@ -163,6 +168,9 @@ static inline int soft_refusal(struct soft_context *context, enum soft_verb verb
 /* soft_entry.c: the doors by which verbs come in, where refusals are decided. */
 void soft_entry_fill(struct verbs_context *verbs);
 
+/* soft_absent.c: what the device does not have. */
+void soft_absent_fill(struct verbs_context *verbs);
+
 static inline bool soft_stale(const struct soft_context *context)
 {
     return context->generation != soft_generation;
@@ -175,11 +183,11 @@ int soft_close_device(struct ibv_context *context);
 int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr);
 int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
                          struct ibv_device_attr_ex *attr, size_t size);
+int soft_query_rt_values(struct ibv_context *context, struct ibv_values_ex *values);
 int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size);
 int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid);
 int soft_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey);
 bool soft_gid_is_local(const union ibv_gid *gid);
-void soft_fill_device_attr(struct ibv_device_attr *attr);
 
 /* ---- Domains --------------------------------------------------------------------------------------------- */
 
@@ -206,6 +214,10 @@ struct soft_pd {
     void (*free)(struct ibv_pd *, void *, void *, uint64_t);
     void *pd_context;
     atomic_uint references; /* queue pairs, queues, regions, windows, address handles, parent domains */
+    pthread_mutex_t lock;   /* guards what follows; after device->lock */
+    struct soft_key *keys;  /* the regions and windows made on it */
+    uint32_t key_count;     /* how many, of `references` */
+    bool gone;              /* it was given back, some of its dead keys were not: the last of them frees it */
 };
 
 static inline struct soft_pd *to_soft_pd(struct ibv_pd *pd)
@@ -218,6 +230,14 @@ int soft_dealloc_pd(struct ibv_pd *pd);
 struct ibv_td *soft_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr);
 int soft_dealloc_td(struct ibv_td *td);
 struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr);
+
+/* A protection domain: of its own, or a further instance of a shared one (under device->lock). NULL and errno. */
+struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared);
+
+/* For who makes a region or window and before it can be found; and for who gives it back, when nobody finds it any
+ * more and before its number is free again. The domain counts it as a reference meanwhile. */
+void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number);
+void soft_pd_release(struct soft_pd *pd, struct soft_key *key);
 
 struct soft_xrcd {
     struct ibv_xrcd xrcd;
@@ -237,7 +257,12 @@ int soft_close_xrcd(struct ibv_xrcd *xrcd);
 
 /* What a key finds. */
 struct soft_key {
-    bool is_window; /* const */
+    bool is_window;  /* const */
+    uint32_t number; /* const: in device->keys */
+    /* Set once, when the instance of a shared protection domain that it was made on is given back. Its key finds
+     * nothing any more, and it waits to be given back itself. A window that is bound to a dead region leads nowhere. */
+    atomic_bool dead;
+    struct soft_key *next, **link; /* of pd->keys, under pd->lock */
 };
 
 /* All const while it can be found, but for `windows`. */
@@ -279,6 +304,26 @@ int soft_dealloc_mw(struct ibv_mw *mw);
 uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
                          uint64_t length, int access);
 
+/* Memory that a peer of `qp` names by a region's or a window's key. In a grace section, under rq_lock. NULL as above;
+ * else the address stays good, and a window bound, until soft_remote_close. */
+struct soft_remote {
+    struct soft_mw *window; /* locked, or NULL */
+};
+
+uint8_t *soft_remote_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                          uint64_t address, uint64_t length, int access);
+void soft_remote_close(struct soft_remote *remote);
+
+struct soft_wqe;
+
+/* A binding's work request, posted; a window of type 1 comes by no other way. */
+int soft_post_window(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
+
+/* What a queue pair does with a window when it executes: in a grace section, under sq_lock or rq_lock. False: it is
+ * not to be. After an unbinding nobody is in the window any more. */
+bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe);
+bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint32_t rkey);
+
 /* ---- Completion channels and queues ---------------------------------------------------------------------- */
 
 struct soft_cq;
@@ -319,11 +364,13 @@ struct soft_cq {
     struct soft_pd *parent_domain; /* const, or NULL */
     struct soft_channel *channel;  /* const, or NULL */
     bool timestamps;               /* const */
+    bool timed;                    /* driver: the engine has room for `timer` */
     struct soft_memory buffer, record;
     struct soft_cqe *ring;      /* entries [consumer, producer) are the driver's, the others the device's; */
     uint32_t mask;              /* both are changed by who holds the driver half and the lock, and read under either */
     _Atomic uint32_t *consumer; /* the doorbell record; written by the driver half, release */
     struct soft_cqe *current;   /* driver: between start_poll and end_poll */
+    uint64_t to_wallclock;      /* driver: from a timestamp to CLOCK_REALTIME, as it was at start_poll */
     atomic_uint references;     /* queue pairs' ends, XRC shared receive queues */
 
     struct soft_lock lock;                                             /* the device half */
@@ -332,6 +379,7 @@ struct soft_cq {
     atomic_bool overrun; /* written under lock, for good: a completion found no room, or the fault plan had it so */
     uint16_t moderate_count, moderate_period_us; /* cq */
     uint16_t moderated;                          /* cq: completions since it was armed that would have notified */
+    uint64_t moderated_since;                    /* cq: when the first of them came, CLOCK_MONOTONIC */
     struct soft_timer timer;                     /* until the period is over */
 
     uint32_t events_waiting;    /* under channel->lock: raised, not taken */
@@ -389,15 +437,16 @@ struct soft_srq {
     uint32_t number;          /* in device->srqs */
     uint32_t max_sge, stride; /* granted; bytes of an entry, a struct soft_rwqe and its list */
     struct soft_memory buffer, record;
-    atomic_uint references; /* queue pairs */
+    _Atomic uint32_t own_record; /* used where the allocator gave none */
+    atomic_uint references;      /* queue pairs */
     /* Posted and not polled: what the depth limits. Raised by who posts, lowered by who polls. */
     atomic_uint outstanding;
 
     struct soft_lock lock; /* after rq_lock; guards what follows */
-    uint8_t *entries;      /* changed (resize) by who holds the driver half, too */
+    uint8_t *entries;      /* this and the next two: changed under the lock by who holds the driver half (resize) */
     uint32_t mask, depth;
     uint32_t taken, limit;    /* free-running; 0: no limit is armed */
-    _Atomic uint32_t *posted; /* in the doorbell record; written by the driver half under the lock */
+    _Atomic uint32_t *posted; /* const; the doorbell record: written by the driver half, release */
     bool broken;
     struct soft_event_source events;
 };
@@ -512,6 +561,7 @@ struct soft_qp {
     struct soft_lock sq_lock;                /* the sending device half */
     uint32_t next_psn;                       /* sq */
     uint32_t retries_left, rnr_left;         /* sq */
+    bool begun;                              /* sq: the request at sq.taken was tried before */
     bool waiting;                            /* sq: a request is to be tried again, or never (timeout 0) */
     bool unanswered;                         /* sq: ... since nobody answered */
     uint64_t retry_ns;                       /* sq: when; UINT64_MAX: never */
@@ -553,6 +603,7 @@ struct soft_ah {
     struct ibv_ah_attr attr;
 };
 
+int soft_check_path(const struct ibv_ah_attr *attr); /* 0 or EINVAL: whether it leads anywhere from this device */
 struct ibv_ah *soft_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
 int soft_destroy_ah(struct ibv_ah *ah);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
@@ -590,7 +641,7 @@ void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, 
 /* ---- Delivery to a peer ---------------------------------------------------------------------------------- */
 
 struct soft_request {
-    const struct soft_qp *from; /* its sq_lock is held */
+    struct soft_qp *from; /* its sq_lock is held */
     const struct soft_wqe *wqe;
     enum ibv_wr_opcode opcode;
     bool solicited;
@@ -615,6 +666,15 @@ struct soft_reply {
 
 /* In a grace section. Finds the peer of `request->from` and executes the request there. */
 void soft_link_deliver(const struct soft_request *request, struct soft_reply *reply);
+
+/* soft_respond.c: what a peer does with a request that reached it. In a grace section, under the peer's rq_lock. */
+void soft_respond(struct soft_qp *peer, const struct soft_request *request, struct soft_reply *reply);
+
+/* Whether a queue pair waits for answers: the others send and forget. */
+static inline bool soft_is_reliable(const struct soft_qp *qp)
+{
+    return qp->qp.qp_type != IBV_QPT_UC && qp->qp.qp_type != IBV_QPT_UD;
+}
 
 void soft_sync_after_fork(void);
 

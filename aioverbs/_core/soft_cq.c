@@ -1,14 +1,16 @@
-/* Completion queues: a ring in memory of the user's choice, filled by device halves, emptied by one driver half. */
+/* Completion queues: a ring in memory of the user's choice, filled by device halves (soft_cq_device.c), emptied by one
+ * driver half (soft_poll.c). Here they are made, resized and destroyed. */
 #include "soft.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define SOFT_WC_FLAGS                                                                                         \
-    ((uint64_t)IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP | \
-     IBV_WC_EX_WITH_SLID | IBV_WC_EX_WITH_SL | IBV_WC_EX_WITH_DLID_PATH_BITS)
+#define SOFT_WC_FLAGS                                                                                                \
+    ((uint64_t)IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP |        \
+     IBV_WC_EX_WITH_SLID | IBV_WC_EX_WITH_SL | IBV_WC_EX_WITH_DLID_PATH_BITS | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | \
+     IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK)
 
-/* ---- Creation and destruction ---------------------------------------------------------------------------- */
+/* ---- Creation -------------------------------------------------------------------------------------------- */
 
 static int check_cq(struct soft_context *context, uint32_t cqe, struct ibv_comp_channel *channel, uint32_t comp_vector)
 {
@@ -21,13 +23,18 @@ static int check_cq(struct soft_context *context, uint32_t cqe, struct ibv_comp_
     return 0;
 }
 
-static int get_ring(struct soft_cq *cq, uint32_t entries)
+static int get_buffer(struct soft_memory *buffer, const struct soft_cq *cq, uint32_t entries)
 {
     size_t size = (size_t)entries * sizeof(struct soft_cqe);
-    int error;
 
     size = (size + SOFT_PAGE - 1) & ~(size_t)(SOFT_PAGE - 1);
-    error = soft_memory_get(&cq->buffer, cq->parent_domain, size, SOFT_PAGE, SOFT_RES_CQ);
+    return soft_memory_get(buffer, cq->parent_domain, size, SOFT_PAGE, SOFT_RES_CQ);
+}
+
+static int get_ring(struct soft_cq *cq, uint32_t entries)
+{
+    int error = get_buffer(&cq->buffer, cq, entries);
+
     if (error)
         return error;
     error = soft_memory_get(&cq->record, cq->parent_domain, 8, 8, SOFT_RES_DBR);
@@ -91,6 +98,10 @@ static struct soft_cq *create(struct soft_context *context, const struct ibv_cq_
     cq->ex.cq_context = attr->cq_context;
     cq->ex.channel = attr->channel;
     cq->ex.cqe = (int)cq->mask + 1;
+    cq->timestamps =
+        attr->wc_flags & (IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK);
+    cq->timer.of = SOFT_TIMER_CQ;
+    cq->events.element = &cq->ex;
     soft_lock_init(&cq->lock);
     if (attr->channel) {
         cq->channel = container_of(attr->channel, struct soft_channel, channel);
@@ -160,6 +171,60 @@ struct ibv_cq_ex *soft_create_cq_ex(struct ibv_context *context, struct ibv_cq_i
     return &cq->ex;
 }
 
+/* ---- Another size ---------------------------------------------------------------------------------------- */
+
+/* Inside of the driver half: the completions move, each to its counter's place, and `buffer` becomes the old memory. */
+static int move_to(struct soft_cq *cq, struct soft_memory *buffer, uint32_t cqe, uint32_t entries)
+{
+    struct soft_cqe *ring = buffer->address;
+    struct soft_memory old = cq->buffer;
+    uint32_t consumer, producer;
+
+    soft_lock_take(&cq->lock);
+    consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
+    producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
+    if (producer - consumer > cqe) {
+        soft_lock_give(&cq->lock);
+        return EINVAL;
+    }
+    for (; consumer != producer; consumer++)
+        ring[consumer & (entries - 1)] = cq->ring[consumer & cq->mask];
+    cq->buffer = *buffer;
+    cq->ring = ring;
+    cq->mask = entries - 1;
+    cq->ex.cqe = (int)entries;
+    soft_lock_give(&cq->lock);
+    *buffer = old;
+    return 0;
+}
+
+int soft_resize_cq(struct ibv_cq *ibv_cq, int cqe)
+{
+    struct soft_cq *cq = to_soft_cq(ibv_cq);
+    struct soft_memory buffer;
+    uint32_t entries;
+    int error;
+
+    if (soft_stale(to_soft_context(ibv_cq->context)))
+        return ENODEV;
+    if (cqe < 1 || (uint32_t)cqe > SOFT_MAX_CQE)
+        return EINVAL;
+    entries = soft_power_of_two((uint32_t)cqe);
+    /* An allocator may need what another thread holds that waits for this queue: it is called outside of the half. */
+    error = get_buffer(&buffer, cq, entries);
+    if (error)
+        return error;
+    error = soft_half_enter(&cq->half, "resize_cq");
+    if (!error) {
+        error = move_to(cq, &buffer, (uint32_t)cqe, entries);
+        soft_half_leave(&cq->half);
+    }
+    soft_memory_put(&buffer);
+    return error;
+}
+
+/* ---- Destruction ----------------------------------------------------------------------------------------- */
+
 int soft_destroy_cq(struct ibv_cq *ibv_cq)
 {
     struct soft_cq *cq = to_soft_cq(ibv_cq);
@@ -175,9 +240,15 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
         soft_half_leave(&cq->half);
         return EBUSY;
     }
-    /* No queue pair refers to it; an execution that still pushed into it is waited for. */
+    /* No queue pair refers to it; an execution that still pushed into it is waited for, and the engine, which came
+	 * for its timer. */
+    if (cq->timed)
+        soft_engine_cancel(context, &cq->timer, true);
     grace_wait();
     soft_half_leave(&cq->half); /* who took an event may poll before he acknowledges it */
+    if (cq->timed)
+        soft_engine_unreserve(context);
+    soft_events_finish(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
     if (cq->channel) {
         uint32_t taken = soft_channel_forget(cq->channel, cq);
 
@@ -197,310 +268,4 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
     atomic_fetch_sub(&context->cqs, 1);
     free(cq);
     return 0;
-}
-
-/* ---- The device half ------------------------------------------------------------------------------------- */
-
-bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe)
-{
-    bool notify = false;
-    uint32_t producer;
-
-    soft_lock_take(&cq->lock);
-    producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
-    if (producer - atomic_load_explicit(cq->consumer, memory_order_acquire) > cq->mask)
-        atomic_store_explicit(&cq->overrun, true, memory_order_relaxed);
-    if (atomic_load_explicit(&cq->overrun, memory_order_relaxed)) {
-        /* Who sleeps must hear of it: poll_cq tells. */
-        notify = cq->armed != SOFT_UNARMED && cq->channel;
-        cq->armed = SOFT_UNARMED;
-        soft_lock_give(&cq->lock);
-        if (notify)
-            soft_channel_notify(cq->channel, cq);
-        return false;
-    }
-    cq->ring[producer & cq->mask] = *cqe;
-    atomic_store_explicit(&cq->producer, producer + 1, memory_order_release);
-    if (cq->armed == SOFT_ARMED_ANY ||
-        (cq->armed == SOFT_ARMED_SOLICITED && (cqe->solicited || cqe->status != IBV_WC_SUCCESS))) {
-        cq->armed = SOFT_UNARMED;
-        notify = cq->channel != NULL;
-    }
-    soft_lock_give(&cq->lock);
-    /* Outside of the queue's lock, which others may want meanwhile: it may be a system call, if not one that waits.
-	 * The grace section keeps the queue. */
-    if (notify)
-        soft_channel_notify(cq->channel, cq);
-    return true;
-}
-
-int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
-{
-    struct soft_cq *cq = to_soft_cq(ibv_cq);
-
-    if (soft_stale(to_soft_context(ibv_cq->context)))
-        return ENODEV;
-    if (!cq->channel)
-        return EINVAL;
-    /* As the architecture has it: the next completion that is added raises the event, not one that waits
-	 * already. A request for any completion outdoes one for solicited ones. */
-    soft_lock_take(&cq->lock);
-    if (cq->armed != SOFT_ARMED_ANY)
-        cq->armed = solicited_only ? SOFT_ARMED_SOLICITED : SOFT_ARMED_ANY;
-    soft_lock_give(&cq->lock);
-    return 0;
-}
-
-/* ---- The driver half ------------------------------------------------------------------------------------- */
-
-static struct soft_cqe *peek(struct soft_cq *cq, uint32_t *consumer)
-{
-    *consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
-    if (*consumer == atomic_load_explicit(&cq->producer, memory_order_acquire))
-        return NULL;
-    return &cq->ring[*consumer & cq->mask];
-}
-
-/* The entry was copied or is done with: its place, and the work requests' slots that it tells of, are free. */
-static void consume(struct soft_cq *cq, const struct soft_cqe *cqe, uint32_t consumer)
-{
-    struct soft_ring *ring = cqe->is_send ? &cqe->qp->sq : &cqe->qp->rq;
-
-    atomic_store_explicit(&ring->reaped, cqe->wqe_index + 1, memory_order_release);
-    atomic_store_explicit(cq->consumer, consumer + 1, memory_order_release);
-}
-
-int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
-{
-    struct soft_cq *cq = to_soft_cq(ibv_cq);
-    const struct soft_cqe *cqe;
-    uint32_t consumer;
-    int error, n;
-
-    if (soft_stale(to_soft_context(ibv_cq->context)))
-        return -ENODEV;
-    error = soft_half_enter(&cq->half, "poll_cq");
-    if (error)
-        return -error;
-    for (n = 0; n < count && (cqe = peek(cq, &consumer)); n++) {
-        wc[n] = (struct ibv_wc){
-            .wr_id = cqe->wr_id,
-            .status = cqe->status,
-            .opcode = cqe->opcode,
-            .vendor_err = cqe->vendor_err,
-            .byte_len = cqe->byte_len,
-            .imm_data = cqe->imm_data,
-            .qp_num = cqe->qp_num,
-            .src_qp = cqe->src_qp,
-            .wc_flags = cqe->wc_flags,
-        };
-        consume(cq, cqe, consumer);
-    }
-    /* An overrun queue lost completions for good: say so once what it still has was handed out. */
-    if (!n && count > 0 && atomic_load_explicit(&cq->overrun, memory_order_relaxed))
-        n = -EIO;
-    soft_half_leave(&cq->half);
-    return n;
-}
-
-void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct soft_srq *srq)
-{
-    uint32_t consumer, producer, from, to;
-
-    soft_lock_take(&cq->lock); /* no entry comes meanwhile; the caller keeps pollers out */
-    consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
-    producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
-    /* What stays moves up against the producer, so that only the consumer's counter changes. */
-    for (from = to = producer; from != consumer; from--)
-        if ((!qp || cq->ring[(from - 1) & cq->mask].qp != qp) && (!srq || cq->ring[(from - 1) & cq->mask].srq != srq))
-            cq->ring[--to & cq->mask] = cq->ring[(from - 1) & cq->mask];
-    atomic_store_explicit(cq->consumer, to, memory_order_release);
-    soft_lock_give(&cq->lock);
-}
-
-/* ---- Extended polling ------------------------------------------------------------------------------------ */
-
-static struct soft_cq *from_ex(struct ibv_cq_ex *ex)
-{
-    return container_of(ex, struct soft_cq, ex);
-}
-
-static int show(struct soft_cq *cq)
-{
-    uint32_t consumer;
-
-    cq->current = peek(cq, &consumer);
-    if (!cq->current)
-        return atomic_load_explicit(&cq->overrun, memory_order_relaxed) ? EIO : ENOENT;
-    cq->ex.wr_id = cq->current->wr_id;
-    cq->ex.status = cq->current->status;
-    return 0;
-}
-
-/* The current entry stays in the ring, where its fields are read, until the next one is asked for. */
-static void step(struct soft_cq *cq)
-{
-    if (cq->current)
-        consume(cq, cq->current, atomic_load_explicit(cq->consumer, memory_order_relaxed));
-    cq->current = NULL;
-}
-
-static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
-{
-    struct soft_cq *cq = from_ex(ex);
-    int error;
-
-    if (soft_stale(to_soft_context(ex->context)))
-        return ENODEV;
-    if (attr && attr->comp_mask)
-        return EINVAL;
-    error = soft_half_enter(&cq->half, "start_poll");
-    if (error)
-        return error;
-    error = show(cq);
-    if (error)
-        soft_half_leave(&cq->half);
-    return error;
-}
-
-/* 0 where the calling thread is in the session that start_poll opened. Only an unlocked queue can tell; on a locked
- * one the session is its mutex. */
-static int in_session(struct soft_cq *cq, const char *verb)
-{
-    struct soft_exclusive *exclusive = cq->half.exclusive;
-    uint32_t owner;
-
-    if (!exclusive)
-        return 0;
-    owner = atomic_load_explicit(&exclusive->owner, memory_order_relaxed);
-    if (owner == soft_thread() && cq->half.inside)
-        return 0;
-    return soft_half_refuse(&cq->half, verb, owner);
-}
-
-/* A child of a fork must not consume what may be shared memory with its parent. */
-static int next_poll(struct ibv_cq_ex *ex)
-{
-    struct soft_cq *cq = from_ex(ex);
-    int error;
-
-    if (soft_stale(to_soft_context(ex->context)))
-        return ENODEV;
-    error = in_session(cq, "next_poll");
-    if (error)
-        return error;
-    step(cq);
-    return show(cq);
-}
-
-static void end_poll(struct ibv_cq_ex *ex)
-{
-    struct soft_cq *cq = from_ex(ex);
-
-    if (soft_stale(to_soft_context(ex->context)) || in_session(cq, "end_poll"))
-        return;
-    step(cq);
-    soft_half_leave(&cq->half);
-}
-
-static enum ibv_wc_opcode read_opcode(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->opcode;
-}
-
-static uint32_t read_vendor_err(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->vendor_err;
-}
-
-static uint32_t read_byte_len(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->byte_len;
-}
-
-static __be32 read_imm_data(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->imm_data;
-}
-
-static uint32_t read_qp_num(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->qp_num;
-}
-
-static uint32_t read_src_qp(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->src_qp;
-}
-
-static unsigned int read_wc_flags(struct ibv_cq_ex *ex)
-{
-    return from_ex(ex)->current->wc_flags;
-}
-
-static uint32_t read_slid(struct ibv_cq_ex *ex)
-{
-    (void)ex;
-    return 0; /* Ethernet has no LIDs */
-}
-
-static uint8_t read_sl(struct ibv_cq_ex *ex)
-{
-    (void)ex;
-    return 0;
-}
-
-static uint8_t read_dlid_path_bits(struct ibv_cq_ex *ex)
-{
-    (void)ex;
-    return 0;
-}
-
-void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags)
-{
-    ex->start_poll = start_poll;
-    ex->next_poll = next_poll;
-    ex->end_poll = end_poll;
-    ex->read_opcode = read_opcode;
-    ex->read_vendor_err = read_vendor_err;
-    ex->read_wc_flags = read_wc_flags;
-    /* The others are there for those who asked at creation, as the verb has it. */
-    if (wc_flags & IBV_WC_EX_WITH_BYTE_LEN)
-        ex->read_byte_len = read_byte_len;
-    if (wc_flags & IBV_WC_EX_WITH_IMM)
-        ex->read_imm_data = read_imm_data;
-    if (wc_flags & IBV_WC_EX_WITH_QP_NUM)
-        ex->read_qp_num = read_qp_num;
-    if (wc_flags & IBV_WC_EX_WITH_SRC_QP)
-        ex->read_src_qp = read_src_qp;
-    if (wc_flags & IBV_WC_EX_WITH_SLID)
-        ex->read_slid = read_slid;
-    if (wc_flags & IBV_WC_EX_WITH_SL)
-        ex->read_sl = read_sl;
-    if (wc_flags & IBV_WC_EX_WITH_DLID_PATH_BITS)
-        ex->read_dlid_path_bits = read_dlid_path_bits;
-}
-
-/* ---- To come ---- */
-
-int soft_resize_cq(struct ibv_cq *cq, int cqe)
-{
-    (void)cq, (void)cqe;
-    return EOPNOTSUPP;
-}
-
-int soft_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr)
-{
-    (void)cq, (void)attr;
-    return EOPNOTSUPP;
-}
-
-void soft_cq_expired(struct soft_cq *cq)
-{
-    (void)cq;
-}
-
-void soft_cq_break(struct soft_cq *cq)
-{
-    (void)cq;
 }

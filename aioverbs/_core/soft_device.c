@@ -1,32 +1,9 @@
-/* The device of this process, its contexts, and the two tables by which verbs reach it. */
+/* The device of this process, its contexts, and what happens to them. */
 #define _GNU_SOURCE
 #include "soft.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define SOFT_FIRST_QPN 0x10u /* 0 and 1 are the management queue pairs of the architecture */
-#define SOFT_FIRST_MR 1u
-#define SOFT_FIRST_SRQ 1u
-#define SOFT_MAX_NUMBER (SOFT_CHUNKS * SOFT_CHUNK_SIZE)
-#define SOFT_GUID 0x0241494fff564253ull /* locally administered */
-
-/* Index 0 is the link-local address made from the GUID, index 1 an IPv4-mapped one (RoCE v2), as RoCE NICs have. */
-const union ibv_gid soft_gids[SOFT_GIDS] = {
-    {.raw = {0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0x02, 0x41, 0x49, 0x4f, 0xff, 0x56, 0x42, 0x53}},
-    {.raw = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 127, 0, 0, 1}},
-};
-
-bool soft_gid_is_local(const union ibv_gid *gid)
-{
-    unsigned int i;
-
-    for (i = 0; i < SOFT_GIDS; i++)
-        if (!memcmp(gid->raw, soft_gids[i].raw, sizeof(gid->raw)))
-            return true;
-    return false;
-}
 
 /* ---- The one device -------------------------------------------------------------------------------------- */
 
@@ -91,111 +68,29 @@ static struct soft_device *device_get(void)
     return device;
 }
 
-/* ---- Queries --------------------------------------------------------------------------------------------- */
-
-void soft_fill_device_attr(struct ibv_device_attr *attr)
-{
-    unsigned int i;
-
-    memset(attr, 0, sizeof(*attr));
-    strcpy(attr->fw_ver, "soft-1");
-    for (i = 0; i < 8; i++) /* network byte order, whatever this machine's is */
-        ((uint8_t *)&attr->node_guid)[i] = (uint8_t)(SOFT_GUID >> (56 - 8 * i));
-    attr->sys_image_guid = attr->node_guid;
-    attr->max_mr_size = UINT64_MAX;
-    attr->page_size_cap = SOFT_PAGE;
-    attr->max_qp = SOFT_MAX_NUMBER - SOFT_FIRST_QPN;
-    attr->max_qp_wr = SOFT_MAX_QP_WR;
-    attr->device_cap_flags = IBV_DEVICE_RC_RNR_NAK_GEN;
-    attr->max_sge = SOFT_MAX_SGE;
-    attr->max_sge_rd = SOFT_MAX_SGE;
-    attr->max_cq = INT32_MAX;
-    attr->max_cqe = SOFT_MAX_CQE;
-    attr->max_mr = SOFT_MAX_NUMBER - SOFT_FIRST_MR;
-    attr->max_pd = INT32_MAX;
-    attr->max_qp_rd_atom = SOFT_MAX_RD_ATOMIC;
-    attr->max_qp_init_rd_atom = SOFT_MAX_RD_ATOMIC;
-    attr->max_res_rd_atom = SOFT_MAX_RD_ATOMIC * attr->max_qp;
-    attr->atomic_cap = IBV_ATOMIC_GLOB; /* they are the processor's own atomic instructions */
-    attr->max_pkeys = 1;
-    attr->phys_port_cnt = 1;
-}
-
-int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr)
-{
-    if (soft_stale(to_soft_context(context)))
-        return ENODEV;
-    soft_fill_device_attr(attr);
-    return 0;
-}
-
-int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
-                         struct ibv_device_attr_ex *attr, size_t size)
-{
-    if (soft_stale(to_soft_context(context)))
-        return ENODEV;
-    if (input && input->comp_mask)
-        return EINVAL;
-    if (size < sizeof(attr->orig_attr))
-        return EINVAL;
-    memset(attr, 0, size);
-    soft_fill_device_attr(&attr->orig_attr);
-    return 0;
-}
-
-int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size)
-{
-    struct ibv_port_attr attr = {
-        .state = IBV_PORT_ACTIVE,
-        .max_mtu = IBV_MTU_4096,
-        .active_mtu = IBV_MTU_4096,
-        .gid_tbl_len = SOFT_GIDS,
-        .port_cap_flags = IBV_PORT_CM_SUP | IBV_PORT_IP_BASED_GIDS,
-        .max_msg_sz = SOFT_MAX_MESSAGE,
-        .pkey_tbl_len = 1,
-        .max_vl_num = 1,
-        .active_width = 2,  /* 4x */
-        .active_speed = 32, /* EDR */
-        .phys_state = 5,    /* link up */
-        .link_layer = IBV_LINK_LAYER_ETHERNET,
-        .flags = IBV_QPF_GRH_REQUIRED,
-    };
-
-    if (soft_stale(to_soft_context(context)))
-        return ENODEV;
-    if (port != 1)
-        return EINVAL;
-    memset(out, 0, size);
-    memcpy(out, &attr, size < sizeof(attr) ? size : sizeof(attr));
-    return 0;
-}
-
-/* As with libibverbs, the queries of tables answer -1 with errno. */
-int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid)
-{
-    bool stale = soft_stale(to_soft_context(context));
-
-    if (stale || port != 1 || index < 0 || index >= (int)SOFT_GIDS) {
-        errno = stale ? ENODEV : EINVAL;
-        return -1;
-    }
-    *gid = soft_gids[index];
-    return 0;
-}
-
-int soft_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey)
-{
-    bool stale = soft_stale(to_soft_context(context));
-
-    if (stale || port != 1 || index != 0) {
-        errno = stale ? ENODEV : EINVAL;
-        return -1;
-    }
-    memset(pkey, 0xff, sizeof(*pkey)); /* the default partition, full membership */
-    return 0;
-}
-
 /* ---- Contexts -------------------------------------------------------------------------------------------- */
+
+static void link_context(struct soft_context *context)
+{
+    struct soft_device *device = context->device;
+
+    pthread_mutex_lock(&device->lock);
+    context->next = device->first;
+    context->link = &device->first;
+    if (context->next)
+        context->next->link = &context->next;
+    device->first = context;
+    pthread_mutex_unlock(&device->lock);
+}
+
+static void unlink_context(struct soft_context *context)
+{
+    pthread_mutex_lock(&context->device->lock);
+    *context->link = context->next;
+    if (context->next)
+        context->next->link = context->link;
+    pthread_mutex_unlock(&context->device->lock);
+}
 
 struct ibv_context *soft_open(const struct soft_options *options)
 {
@@ -239,6 +134,7 @@ struct ibv_context *soft_open(const struct soft_options *options)
     error = pthread_mutex_init(&verbs->context.mutex, NULL);
     if (error)
         goto destroy_events;
+    link_context(context);
     return &verbs->context;
 
 destroy_events:
@@ -261,6 +157,7 @@ int soft_close_device(struct ibv_context *ibv_context)
     if (context->pds || context->parent_domains || context->thread_domains || context->xrcds || context->mrs ||
         context->mws || context->ahs || context->channels || context->cqs || context->srqs || context->qps)
         return EBUSY;
+    unlink_context(context); /* from here on nobody raises an event of the port */
     soft_engine_destroy(context);
     soft_events_destroy(context);
     pthread_mutex_destroy(&ibv_context->mutex);
@@ -302,16 +199,80 @@ int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
     return 0;
 }
 
-/* ---- To come ---- */
+/* ---- What happens to a device ---------------------------------------------------------------------------- */
 
-int soft_set_port(struct ibv_context *context, bool up)
+int soft_set_port(struct ibv_context *ibv_context, bool up)
 {
-    (void)context, (void)up;
-    return EOPNOTSUPP;
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_device *device = context->device;
+
+    if (soft_stale(context))
+        return ENODEV;
+    pthread_mutex_lock(&device->lock);
+    if (atomic_exchange(&device->port_down, !up) == up)
+        for (context = device->first; context; context = context->next)
+            if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
+                soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
+    pthread_mutex_unlock(&device->lock);
+    grace_wait(); /* what was under way when it went down has arrived */
+    return 0;
 }
 
-int soft_lose(struct ibv_context *context)
+int soft_lose(struct ibv_context *ibv_context)
 {
-    (void)context;
-    return EOPNOTSUPP;
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (!(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST))
+        soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
+    grace_wait(); /* what was being executed is */
+    return 0;
+}
+
+/* Whether the caller can break an object of this context: then he is in the grace section. */
+static int break_begin(struct ibv_context *context, struct grace_reader **grace)
+{
+    if (soft_stale(to_soft_context(context)))
+        return ENODEV;
+    if (!grace_ready())
+        return ENOMEM;
+    *grace = grace_enter();
+    return 0;
+}
+
+int soft_break_qp(struct ibv_qp *qp)
+{
+    struct grace_reader *grace;
+    int error = break_begin(qp->context, &grace);
+
+    if (error)
+        return error;
+    soft_qp_break(to_soft_qp(qp));
+    grace_leave(grace);
+    return 0;
+}
+
+int soft_break_cq(struct ibv_cq *cq)
+{
+    struct grace_reader *grace;
+    int error = break_begin(cq->context, &grace);
+
+    if (error)
+        return error;
+    soft_cq_break(to_soft_cq(cq));
+    grace_leave(grace);
+    return 0;
+}
+
+int soft_break_srq(struct ibv_srq *srq)
+{
+    struct grace_reader *grace;
+    int error = break_begin(srq->context, &grace);
+
+    if (error)
+        return error;
+    soft_srq_break(to_soft_srq(srq));
+    grace_leave(grace);
+    return 0;
 }

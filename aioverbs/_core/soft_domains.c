@@ -7,6 +7,28 @@
 
 /* ---- Protection domains ---------------------------------------------------------------------------------- */
 
+struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared)
+{
+    struct soft_pd *pd = calloc(1, sizeof(*pd));
+    struct soft_domain *domain = shared ? shared : calloc(1, sizeof(*domain));
+    int error = pd && domain ? pthread_mutex_init(&pd->lock, NULL) : ENOMEM;
+
+    if (error) {
+        free(pd);
+        if (!shared)
+            free(domain);
+        errno = error;
+        return NULL;
+    }
+    pd->pd.context = &context->verbs.context;
+    pd->pd.handle = atomic_fetch_add(&context->next_handle, 1);
+    pd->base = pd;
+    pd->domain = domain;
+    atomic_fetch_add(&domain->instances, 1);
+    atomic_fetch_add(&context->pds, 1);
+    return pd;
+}
+
 struct ibv_pd *soft_alloc_pd(struct ibv_context *ibv_context)
 {
     struct soft_context *context = to_soft_context(ibv_context);
@@ -16,30 +38,58 @@ struct ibv_pd *soft_alloc_pd(struct ibv_context *ibv_context)
         errno = ENODEV;
         return NULL;
     }
-    pd = calloc(1, sizeof(*pd));
-    if (pd && !(pd->domain = calloc(1, sizeof(*pd->domain)))) {
-        free(pd);
-        pd = NULL;
-    }
-    if (!pd) {
-        errno = ENOMEM;
-        return NULL;
-    }
-    pd->pd.context = ibv_context;
-    pd->pd.handle = atomic_fetch_add(&context->next_handle, 1);
-    pd->base = pd;
-    atomic_fetch_add(&context->pds, 1);
-    return &pd->pd;
+    pd = soft_pd_new(context, NULL);
+    return pd ? &pd->pd : NULL;
+}
+
+static void free_pd(struct soft_pd *pd)
+{
+    pthread_mutex_destroy(&pd->lock);
+    free(pd);
+}
+
+void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number)
+{
+    key->number = number;
+    pthread_mutex_lock(&pd->lock);
+    key->next = pd->keys;
+    key->link = &pd->keys;
+    if (pd->keys)
+        pd->keys->link = &key->next;
+    pd->keys = key;
+    pd->key_count++;
+    atomic_fetch_add(&pd->references, 1);
+    pthread_mutex_unlock(&pd->lock);
+}
+
+void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
+{
+    bool last;
+
+    pthread_mutex_lock(&pd->lock);
+    *key->link = key->next;
+    if (key->next)
+        key->next->link = key->link;
+    pd->key_count--;
+    atomic_fetch_sub(&pd->references, 1);
+    last = pd->gone && !pd->keys;
+    pthread_mutex_unlock(&pd->lock);
+    if (last)
+        free_pd(pd);
 }
 
 int soft_dealloc_pd(struct ibv_pd *ibv_pd)
 {
     struct soft_context *context = to_soft_context(ibv_pd->context);
     struct soft_pd *pd = to_soft_pd(ibv_pd);
+    bool busy;
 
     if (soft_stale(context))
         return ENODEV;
-    if (atomic_load(&pd->references))
+    pthread_mutex_lock(&pd->lock); /* who releases the last key has left by then */
+    busy = atomic_load(&pd->references) != 0;
+    pthread_mutex_unlock(&pd->lock);
+    if (busy)
         return EBUSY;
     if (pd->base == pd) {
         free(pd->domain);
@@ -50,7 +100,7 @@ int soft_dealloc_pd(struct ibv_pd *ibv_pd)
             atomic_fetch_sub(&pd->td->references, 1);
         atomic_fetch_sub(&context->parent_domains, 1);
     }
-    free(pd);
+    free_pd(pd);
     return 0;
 }
 
@@ -116,7 +166,10 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
 
     if (!error && !(parent = calloc(1, sizeof(*parent))))
         error = ENOMEM;
+    if (!error)
+        error = pthread_mutex_init(&parent->lock, NULL);
     if (error) {
+        free(parent);
         errno = error;
         return NULL;
     }

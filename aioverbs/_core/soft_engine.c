@@ -1,5 +1,6 @@
 /* The C thread of a context. In engine mode it executes every request; in inline mode it is started by the first
- * one that has to be tried again later, and serves as its alarm clock. It never calls into Python. */
+ * one that has to be tried again later, or by the first completion queue that is moderated, and serves as their alarm
+ * clock. It never calls into Python. */
 #define _GNU_SOURCE
 #include "soft.h"
 
@@ -116,20 +117,32 @@ static void sleep_until_work(struct soft_engine *engine)
     engine->asleep = false;
 }
 
-/* Under the lock: timers that are due join the list. */
-static void expire_timers(struct soft_engine *engine)
+/* Under the lock: queue pairs whose timers are due join the list, up to a completion queue whose timer is. */
+static struct soft_cq *expire_timers(struct soft_engine *engine)
 {
     uint64_t now;
 
     if (!engine->timer_count)
-        return;
+        return NULL;
     now = soft_now_ns();
     while (engine->timer_count && engine->timers[0]->due <= now) {
         struct soft_timer *timer = engine->timers[0];
 
         cancel_timer(engine, timer);
+        if (timer->of == SOFT_TIMER_CQ)
+            return container_of(timer, struct soft_cq, timer);
         enqueue(engine, container_of(timer, struct soft_qp, timer));
     }
+    return NULL;
+}
+
+/* In a grace section. */
+static void execute(struct soft_context *context, struct soft_qp *qp)
+{
+    uint64_t again = soft_execute(qp);
+
+    if (again != UINT64_MAX)
+        soft_engine_timer(context, &qp->timer, again);
 }
 
 static void *engine_main(void *argument)
@@ -143,23 +156,24 @@ static void *engine_main(void *argument)
     prctl(PR_SET_NAME, "aioverbs-soft"); /* last: whoever reads it knows that this thread allocates no more */
     pthread_mutex_lock(&engine->lock);
     while (!engine->stop) {
+        struct soft_cq *cq = expire_timers(engine);
         struct grace_reader *grace;
         struct soft_qp *qp;
-        uint64_t again;
 
-        expire_timers(engine);
-        if (!engine->first) {
+        if (!cq && !engine->first) {
             sleep_until_work(engine);
             continue;
         }
         /* The section begins before the lock is given back, so that soft_engine_forget, which then finds
-		 * the queue pair in no list, is followed by a grace_wait that sees us. Entering waits for nobody. */
+		 * the queue pair in no list, or soft_engine_cancel, which finds the timer not set, is followed by a
+		 * grace_wait that sees us. Entering waits for nobody. */
         grace = grace_enter();
         qp = dequeue(engine);
         pthread_mutex_unlock(&engine->lock);
-        again = soft_execute(qp);
-        if (again != UINT64_MAX)
-            soft_engine_timer(context, &qp->timer, again);
+        if (cq)
+            soft_cq_expired(cq);
+        if (qp)
+            execute(context, qp);
         grace_leave(grace);
         pthread_mutex_lock(&engine->lock);
     }

@@ -3,7 +3,7 @@
 
 /* ---- Completions ----------------------------------------------------------------------------------------- */
 
-static uint16_t completion_opcode(uint8_t opcode)
+static uint8_t completion_opcode(uint8_t opcode)
 {
     switch (opcode) {
     case IBV_WR_RDMA_WRITE:
@@ -15,20 +15,38 @@ static uint16_t completion_opcode(uint8_t opcode)
         return IBV_WC_COMP_SWAP;
     case IBV_WR_ATOMIC_FETCH_AND_ADD:
         return IBV_WC_FETCH_ADD;
+    case IBV_WR_LOCAL_INV:
+        return IBV_WC_LOCAL_INV;
+    case IBV_WR_BIND_MW:
+        return IBV_WC_BIND_MW;
     default:
         return IBV_WC_SEND;
     }
 }
 
+/* Under sq_lock: what an error does to the state. Where nobody is connected reliably, only the send queue stops. */
+static void fail_sender(struct soft_qp *qp)
+{
+    unsigned int from = IBV_QPS_RTS;
+
+    if (soft_is_reliable(qp)) {
+        atomic_store(&qp->state, IBV_QPS_ERR);
+    } else if (!atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE) && from == IBV_QPS_SQD) {
+        atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE); /* else it went to ERR meanwhile */
+    }
+}
+
 /* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
- * breaks the queue pair; so does a completion that found no room. */
-static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t byte_len)
+ * breaks the queue; so does a completion that found no room. */
+static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
+                     uint32_t byte_len)
 {
     struct soft_cqe cqe;
 
     qp->sq.taken++;
+    qp->begun = false;
     if (status != IBV_WC_SUCCESS)
-        atomic_store(&qp->state, IBV_QPS_ERR);
+        fail_sender(qp);
     else if (!qp->sq_sig_all && !(wqe->flags & IBV_SEND_SIGNALED))
         return;
     cqe = (struct soft_cqe){
@@ -37,12 +55,15 @@ static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc
         .byte_len = byte_len,
         .qp_num = qp->qp.qp_num,
         .wqe_index = qp->sq.taken - 1,
-        .status = (uint16_t)status,
+        .vendor_err = vendor_err,
+        .status = (uint8_t)status,
         .opcode = completion_opcode(wqe->opcode),
-        .is_send = 1,
+        .is_send = true,
     };
-    if (!soft_cq_push(qp->send_cq, &cqe))
-        atomic_store(&qp->state, IBV_QPS_ERR);
+    if (soft_complete(qp->context, qp->send_cq, &cqe))
+        return;
+    if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR)
+        soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
 }
 
 void soft_flush_receives(struct soft_qp *qp)
@@ -61,7 +82,8 @@ void soft_flush_receives(struct soft_qp *qp)
         };
 
         qp->rq.taken++;
-        soft_cq_push(qp->recv_cq, &cqe); /* where it finds no room the queue is lost as a whole, and says so */
+        soft_complete(qp->context, qp->recv_cq,
+                      &cqe); /* where it finds no room the queue is lost as a whole, and says so */
     }
 }
 
@@ -86,6 +108,8 @@ static enum ibv_wc_status resolve(struct soft_qp *qp, const struct soft_wqe *wqe
     uint64_t length = 0;
     unsigned int i;
 
+    if (qp->qp.qp_type == IBV_QPT_UD && wqe->ah_refused)
+        return IBV_WC_LOC_QP_OP_ERR;
     request->local = segments;
     if (wqe->flags & IBV_SEND_INLINE) {
         segments[0] = (struct soft_segment){(uint8_t *)(wqe + 1), wqe->inline_length};
@@ -116,6 +140,8 @@ static uint32_t packets(const struct soft_qp *qp, uint32_t length)
 {
     uint32_t mtu = 128u << qp->attr.path_mtu;
 
+    if (qp->qp.qp_type == IBV_QPT_UD)
+        return 1;
     return length ? (length + mtu - 1) / mtu : 1;
 }
 
@@ -160,6 +186,64 @@ static enum ibv_wc_status no_answer(struct soft_qp *qp)
     return wait_until(qp, qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX, true);
 }
 
+/* With this read or atomic, how many the queue pair would have in flight: those that are posted behind it, as many as
+ * it was told to have, up to the first that is fenced. */
+static uint32_t reads_in_flight(const struct soft_qp *qp)
+{
+    uint32_t posted = atomic_load_explicit(qp->sq.posted, memory_order_acquire), next, count = 1;
+
+    for (next = qp->sq.taken + 1; next != posted && count < qp->attr.max_rd_atomic; next++) {
+        const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, next);
+
+        if (wqe->flags & IBV_SEND_FENCE)
+            break;
+        if (wqe->opcode != IBV_WR_RDMA_READ && !is_atomic(wqe->opcode))
+            continue;
+        if (wqe->due_ns && wqe->due_ns > soft_now_ns())
+            break;
+        count++;
+    }
+    return count;
+}
+
+/* Requests that no peer hears of. */
+static enum ibv_wc_status execute_locally(struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    if (wqe->opcode == IBV_WR_BIND_MW)
+        return soft_mw_bind(qp, wqe) ? IBV_WC_SUCCESS : IBV_WC_MW_BIND_ERR;
+    return soft_mw_invalidate(qp, qp->pd, wqe->imm_data) ? IBV_WC_SUCCESS : IBV_WC_LOC_QP_OP_ERR;
+}
+
+static bool is_local(uint8_t opcode)
+{
+    return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
+}
+
+/* What the fault plan makes of a request, the first time that it is tried; else whether it can be sent at all. */
+static enum ibv_wc_status begin(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                struct soft_request *request, uint32_t *vendor_err)
+{
+    enum ibv_wc_status status = IBV_WC_SUCCESS;
+
+    if (!qp->begun && (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
+        status = soft_fault_status(qp, false, vendor_err);
+    qp->begun = true;
+    if (status == IBV_WC_SUCCESS)
+        status = is_local(wqe->opcode) ? execute_locally(qp, wqe) : resolve(qp, wqe, segments, request);
+    return status;
+}
+
+/* Sends and forgets: all that the requester can tell is that it left. */
+static void send_unreliably(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request,
+                            struct soft_reply *reply)
+{
+    /* A datagram that is larger than the port's MTU goes nowhere, which is no error (C10-93.1.1). */
+    if (qp->qp.qp_type != IBV_QPT_UD || request->length <= SOFT_MTU)
+        soft_link_deliver(request, reply);
+    qp->next_psn = (qp->next_psn + request->packets) & SOFT_PSN_MASK;
+    complete(qp, wqe, IBV_WC_SUCCESS, 0, request->length);
+}
+
 /* Under sq_lock, in RTS: executes the request at `taken`, completes it or makes the queue wait. Returns a peer that
  * it broke, or NULL. */
 static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wqe, int64_t *left)
@@ -167,6 +251,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
     struct soft_segment segments[SOFT_MAX_SGE];
     struct soft_request request = {
         .from = qp,
+        .wqe = wqe,
         .opcode = wqe->opcode,
         .solicited = wqe->flags & IBV_SEND_SOLICITED,
         .imm_data = wqe->imm_data,
@@ -177,21 +262,28 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         .swap = wqe->swap,
     };
     struct soft_reply reply = {.kind = SOFT_SILENT};
-    enum ibv_wc_status status = resolve(qp, wqe, segments, &request);
+    uint32_t vendor_err = 0;
+    enum ibv_wc_status status = begin(qp, wqe, segments, &request, &vendor_err);
 
     *left -= REQUEST_COST + (int64_t)request.length;
-    if (status != IBV_WC_SUCCESS) {
-        complete(qp, wqe, status, 0);
+    if (status != IBV_WC_SUCCESS || is_local(wqe->opcode)) {
+        complete(qp, wqe, status, vendor_err, 0);
         return NULL;
     }
     request.packets = packets(qp, request.length);
+    if (!soft_is_reliable(qp)) {
+        send_unreliably(qp, wqe, &request, &reply);
+        return reply.broken;
+    }
+    if (wqe->opcode == IBV_WR_RDMA_READ || is_atomic(wqe->opcode))
+        request.reads = reads_in_flight(qp);
     soft_link_deliver(&request, &reply);
     switch (reply.kind) {
     case SOFT_ACK:
         qp->next_psn = (qp->next_psn + request.packets) & SOFT_PSN_MASK;
         qp->retries_left = qp->attr.retry_cnt;
         qp->rnr_left = qp->attr.rnr_retry;
-        complete(qp, wqe, IBV_WC_SUCCESS, request.length);
+        complete(qp, wqe, IBV_WC_SUCCESS, 0, request.length);
         return reply.broken;
     case SOFT_NAK:
         status = reply.status;
@@ -204,11 +296,28 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         break;
     }
     if (status != IBV_WC_SUCCESS)
-        complete(qp, wqe, status, 0);
+        complete(qp, wqe, status, 0, 0);
     return reply.broken;
 }
 
 /* ---- A queue --------------------------------------------------------------------------------------------- */
+
+/* Under sq_lock, in SQD with no request under way. */
+static void drained(struct soft_qp *qp)
+{
+    if (qp->drain_notify)
+        soft_raise(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
+    qp->drain_notify = false;
+}
+
+/* A shared receive queue has nothing to flush: its user is told that this queue pair takes nothing from it any more.
+ * Under rq_lock, in ERR. */
+static void last_wqe_reached(struct soft_qp *qp)
+{
+    if (qp->srq && !qp->last_wqe)
+        soft_raise(qp->context, &qp->events, IBV_EVENT_QP_LAST_WQE_REACHED);
+    qp->last_wqe = true;
+}
 
 /* Under sq_lock. Returns when to come again: 0 when its turn is over but not its work. */
 static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
@@ -220,20 +329,23 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
         unsigned int state = atomic_load(&qp->state);
         struct soft_qp *peer;
 
+        if (state == IBV_QPS_SQD && !qp->waiting)
+            drained(qp);
         if (qp->sq.taken == atomic_load_explicit(qp->sq.posted, memory_order_acquire))
             return UINT64_MAX;
-        if (state == IBV_QPS_ERR) {
-            complete(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0);
+        if (state == IBV_QPS_ERR || state == IBV_QPS_SQE) {
+            complete(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0, 0);
             left -= REQUEST_COST;
             continue;
         }
-        if (state != IBV_QPS_RTS)
+        /* Draining: what was begun is brought to its end. */
+        if (state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && qp->waiting))
             return UINT64_MAX;
         if (qp->waiting) {
             if (qp->retry_ns > soft_now_ns())
                 return qp->retry_ns;
             if (!may_retry(qp)) {
-                complete(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0);
+                complete(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0);
                 continue;
             }
         } else if (wqe->due_ns && wqe->due_ns > soft_now_ns()) {
@@ -251,14 +363,18 @@ uint64_t soft_execute(struct soft_qp *qp)
     struct soft_qp *broken = NULL;
     uint64_t again;
 
+    if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
+        return UINT64_MAX;
     soft_lock_take(&qp->sq_lock);
     again = run(qp, &broken);
     soft_lock_give(&qp->sq_lock);
     if (atomic_load(&qp->state) == IBV_QPS_ERR) {
         soft_lock_take(&qp->rq_lock);
         /* Once more, now that it cannot change: a queue pair that was reset has new receives. */
-        if (atomic_load(&qp->state) == IBV_QPS_ERR)
+        if (atomic_load(&qp->state) == IBV_QPS_ERR) {
             soft_flush_receives(qp);
+            last_wqe_reached(qp);
+        }
         soft_lock_give(&qp->rq_lock);
     }
     /* Only now, with no lock held: the peer's turn may need its own send queue. Flushing breaks nobody else, so

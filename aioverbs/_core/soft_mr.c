@@ -7,7 +7,7 @@
 
 #define SOFT_ACCESS_KNOWN                                                                                   \
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
-     IBV_ACCESS_OPTIONAL_RANGE)
+     IBV_ACCESS_MW_BIND | IBV_ACCESS_OPTIONAL_RANGE)
 
 /* Since Linux 5.14; headers may be older. */
 #ifndef MADV_POPULATE_READ
@@ -35,7 +35,7 @@ static int check_registration(struct soft_context *context, const void *address,
 {
     if (soft_stale(context))
         return ENODEV;
-    if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_MW_BIND) || (access & IBV_ACCESS_ZERO_BASED))
+    if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_ZERO_BASED))
         return EOPNOTSUPP;
     if (access & ~SOFT_ACCESS_KNOWN)
         return EINVAL;
@@ -75,7 +75,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     mr->mr.handle = number;
     /* The low byte differs from one use of a number to the next, so that an old key never fits a new region. */
     mr->mr.lkey = mr->mr.rkey = number << 8 | use;
-    atomic_fetch_add(&pd->references, 1);
+    soft_pd_adopt(pd, &mr->key, number);
     atomic_fetch_add(&context->mrs, 1);
     soft_table_publish(&context->device->keys, number, &mr->key);
     return &mr->mr;
@@ -90,9 +90,14 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
     if (soft_stale(context))
         return ENODEV;
     soft_table_withdraw(&context->device->keys, number);
-    grace_wait(); /* from here on nobody reads or writes the memory through this region */
+    grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
+    if (atomic_load(&mr->windows)) {
+        if (!atomic_load(&mr->key.dead))
+            soft_table_publish(&context->device->keys, number, &mr->key);
+        return EBUSY;
+    }
+    soft_pd_release(mr->pd, &mr->key);
     soft_table_release(&context->device->keys, number);
-    atomic_fetch_sub(&mr->pd->references, 1);
     atomic_fetch_sub(&context->mrs, 1);
     free(mr);
     return 0;

@@ -8,44 +8,81 @@
 
 static bool is_sending_state(unsigned int state)
 {
-    return state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_ERR;
+    return state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_SQE || state == IBV_QPS_ERR;
 }
 
-static int check_opcode(const struct ibv_send_wr *wr)
+/* What each type of queue pair can send, a bit per opcode. */
+static uint32_t opcodes_of(enum ibv_qp_type type)
 {
-    switch (wr->opcode) {
-    case IBV_WR_SEND:
-    case IBV_WR_SEND_WITH_IMM:
-    case IBV_WR_RDMA_WRITE:
-    case IBV_WR_RDMA_WRITE_WITH_IMM:
+    const uint32_t sends = 1u << IBV_WR_SEND | 1u << IBV_WR_SEND_WITH_IMM;
+    const uint32_t unanswered = sends | 1u << IBV_WR_RDMA_WRITE | 1u << IBV_WR_RDMA_WRITE_WITH_IMM |
+                                1u << IBV_WR_SEND_WITH_INV | 1u << IBV_WR_LOCAL_INV | 1u << IBV_WR_BIND_MW;
+
+    switch (type) {
+    case IBV_QPT_UD:
+        return sends;
+    case IBV_QPT_UC:
+        return unanswered;
+    case IBV_QPT_XRC_RECV:
         return 0;
-    case IBV_WR_RDMA_READ:
-    case IBV_WR_ATOMIC_CMP_AND_SWP:
-    case IBV_WR_ATOMIC_FETCH_AND_ADD:
-        return wr->send_flags & IBV_SEND_INLINE ? EINVAL : 0; /* the answer needs a place to go to */
-    case IBV_WR_LOCAL_INV:
-    case IBV_WR_BIND_MW:
-    case IBV_WR_SEND_WITH_INV:
-    case IBV_WR_TSO:
-    case IBV_WR_DRIVER1:
-        return EOPNOTSUPP;
     default:
-        return EINVAL;
+        return unanswered | 1u << IBV_WR_RDMA_READ | 1u << IBV_WR_ATOMIC_CMP_AND_SWP |
+               1u << IBV_WR_ATOMIC_FETCH_AND_ADD;
     }
 }
 
-static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr, uint32_t head)
+static bool needs_answer(enum ibv_wr_opcode opcode)
+{
+    return opcode == IBV_WR_RDMA_READ || opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
+}
+
+static bool is_local(enum ibv_wr_opcode opcode)
+{
+    return opcode == IBV_WR_LOCAL_INV || opcode == IBV_WR_BIND_MW;
+}
+
+static int check_opcode(const struct soft_qp *qp, const struct ibv_send_wr *wr)
+{
+    if (wr->opcode == IBV_WR_TSO || wr->opcode == IBV_WR_DRIVER1 || wr->opcode == IBV_WR_ATOMIC_WRITE)
+        return EOPNOTSUPP;
+    if ((unsigned int)wr->opcode > 31 || !(opcodes_of(qp->qp.qp_type) & 1u << wr->opcode))
+        return EINVAL;
+    /* An answer needs a place to go to; what is done here carries no bytes at all. */
+    if ((needs_answer(wr->opcode) || is_local(wr->opcode)) && (wr->send_flags & IBV_SEND_INLINE))
+        return EINVAL;
+    return 0;
+}
+
+/* A window keeps the upper bits of its key; one of type 1 is bound by ibv_bind_mw only. */
+static int check_window(const struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_mw_type type)
+{
+    const struct ibv_mw *mw = wr->bind_mw.mw;
+    const struct ibv_mw_bind_info *info = &wr->bind_mw.bind_info;
+
+    if (!mw || mw->context != qp->qp.context || mw->type != type || (wr->bind_mw.rkey ^ mw->rkey) >> 8)
+        return EINVAL;
+    if ((info->length && !info->mr) || (info->mr && info->mr->context != qp->qp.context))
+        return EINVAL;
+    return info->mw_access_flags & IBV_ACCESS_ZERO_BASED ? EOPNOTSUPP : 0;
+}
+
+static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr, uint32_t head, enum ibv_mw_type window)
 {
     const unsigned int known = IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE;
-    int error = check_opcode(wr);
+    int error = check_opcode(qp, wr);
 
     if (error)
         return error;
     if ((wr->send_flags & ~known) || wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->sq.max_sge)
         return EINVAL;
-    if (head - atomic_load_explicit(&qp->sq.reaped, memory_order_acquire) >= qp->sq.depth)
-        return ENOMEM;
-    return 0;
+    if (qp->qp.qp_type == IBV_QPT_UD &&
+        (!wr->wr.ud.ah || wr->wr.ud.ah->context != qp->qp.context || wr->wr.ud.remote_qpn > 0xffffff))
+        return EINVAL;
+    if (wr->opcode == IBV_WR_BIND_MW)
+        error = check_window(qp, wr, window);
+    if (!error && head - atomic_load_explicit(&qp->sq.reaped, memory_order_acquire) >= qp->sq.depth)
+        error = ENOMEM;
+    return error;
 }
 
 /* Copies the bytes that the caller may change as soon as the call returns. */
@@ -68,15 +105,45 @@ static int copy_inline(const struct soft_qp *qp, struct soft_wqe *wqe, const str
     return 0;
 }
 
+static void write_datagram(const struct soft_qp *qp, struct soft_wqe *wqe, const struct ibv_send_wr *wr)
+{
+    const struct soft_ah *ah = container_of(wr->wr.ud.ah, struct soft_ah, ah);
+    const struct ibv_global_route *route = &ah->attr.grh;
+
+    wqe->ah_refused = ah->pd->domain != qp->pd->domain;
+    wqe->remote_addr = wr->wr.ud.remote_qpn;
+    wqe->rkey = wr->wr.ud.remote_qkey;
+    wqe->dgid = route->dgid;
+    wqe->path.flow_label = route->flow_label;
+    wqe->path.sgid_index = route->sgid_index;
+    wqe->path.hop_limit = route->hop_limit;
+    wqe->path.traffic_class = route->traffic_class;
+}
+
+static void write_bind(struct soft_wqe *wqe, const struct ibv_send_wr *wr)
+{
+    const struct ibv_mw_bind_info *info = &wr->bind_mw.bind_info;
+
+    wqe->imm_data = info->mr ? info->mr->lkey : 0;
+    wqe->remote_addr = info->addr;
+    wqe->rkey = wr->bind_mw.rkey;
+    wqe->bind.length = info->length;
+    wqe->bind.access = info->mw_access_flags;
+}
+
 static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const struct ibv_send_wr *wr, uint64_t due_ns)
 {
     wqe->wr_id = wr->wr_id;
     wqe->opcode = (uint8_t)wr->opcode;
     wqe->flags = (uint8_t)wr->send_flags;
-    wqe->num_sge = (uint8_t)wr->num_sge;
-    wqe->imm_data = wr->imm_data;
+    wqe->num_sge = is_local(wr->opcode) ? 0 : (uint8_t)wr->num_sge;
+    wqe->imm_data = wr->imm_data; /* or the key to invalidate */
     wqe->due_ns = due_ns;
-    if (wr->opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
+    if (qp->qp.qp_type == IBV_QPT_UD) {
+        write_datagram(qp, wqe, wr);
+    } else if (wr->opcode == IBV_WR_BIND_MW) {
+        write_bind(wqe, wr);
+    } else if (wr->opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
         wqe->remote_addr = wr->wr.atomic.remote_addr;
         wqe->rkey = wr->wr.atomic.rkey;
         wqe->compare_add = wr->wr.atomic.compare_add;
@@ -85,18 +152,32 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
         wqe->remote_addr = wr->wr.rdma.remote_addr;
         wqe->rkey = wr->wr.rdma.rkey;
     }
+    if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
+        wqe->remote_srqn = wr->qp_type.xrc.remote_srqn;
     if (wr->send_flags & IBV_SEND_INLINE)
         return copy_inline(qp, wqe, wr);
-    if (wr->num_sge)
-        memcpy(wqe + 1, wr->sg_list, (size_t)wr->num_sge * sizeof(*wr->sg_list));
+    if (wqe->num_sge)
+        memcpy(wqe + 1, wr->sg_list, (size_t)wqe->num_sge * sizeof(*wr->sg_list));
     return 0;
 }
 
-int soft_post_send(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
+/* When a request that is posted now is to be executed at the earliest; 0: at once. */
+static uint64_t due(struct soft_qp *qp)
+{
+    uint64_t now, delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
+
+    if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS)
+        delay += soft_fault_delay(qp);
+    if (!delay)
+        return 0;
+    now = soft_now_ns();
+    return delay > UINT64_MAX - now ? UINT64_MAX : now + delay;
+}
+
+static int post(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad, enum ibv_mw_type window)
 {
     struct soft_qp *qp = to_soft_qp(ibv_qp);
     uint32_t first, head;
-    uint64_t delay, due = 0;
     int error;
 
     *bad = wr;
@@ -111,16 +192,11 @@ int soft_post_send(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_sen
         error = EINVAL;
         goto leave;
     }
-    delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
-    if (delay) {
-        due = soft_now_ns();
-        due = delay > UINT64_MAX - due ? UINT64_MAX : due + delay;
-    }
     first = head = atomic_load_explicit(qp->sq.posted, memory_order_relaxed);
     for (; wr; wr = wr->next, head++) {
-        error = check_send(qp, wr, head);
+        error = check_send(qp, wr, head, window);
         if (!error)
-            error = write_send(qp, soft_ring_entry(&qp->sq, head), wr, due);
+            error = write_send(qp, soft_ring_entry(&qp->sq, head), wr, due(qp));
         if (error)
             break;
     }
@@ -132,6 +208,16 @@ int soft_post_send(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_sen
 leave:
     soft_half_leave(&qp->half);
     return error;
+}
+
+int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
+{
+    return post(qp, wr, bad, IBV_MW_TYPE_2);
+}
+
+int soft_post_window(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
+{
+    return post(qp, wr, bad, IBV_MW_TYPE_1);
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------- */
@@ -159,8 +245,9 @@ int soft_post_recv(struct ibv_qp *ibv_qp, struct ibv_recv_wr *wr, struct ibv_rec
     error = soft_half_enter(&qp->half, "post_recv");
     if (error)
         return error;
-    if (atomic_load(&qp->state) == IBV_QPS_RESET) {
-        error = EINVAL;
+    if (qp->srq || qp->qp.qp_type == IBV_QPT_XRC_SEND || qp->qp.qp_type == IBV_QPT_XRC_RECV ||
+        atomic_load(&qp->state) == IBV_QPS_RESET) {
+        error = EINVAL; /* it has no receive queue, or cannot use it yet */
         goto leave;
     }
     first = head = atomic_load_explicit(qp->rq.posted, memory_order_relaxed);

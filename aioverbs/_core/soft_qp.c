@@ -17,22 +17,54 @@ static uint32_t larger(uint32_t a, uint32_t b)
     return a > b ? a : b;
 }
 
-static int check_init_attr(struct soft_context *context, const struct ibv_pd *pd, const struct ibv_qp_init_attr *attr)
+/* What a queue pair of this type is made of, and of nothing else. */
+static int check_parts(const struct ibv_context *context, const struct ibv_qp_init_attr_ex *attr)
 {
-    const struct ibv_context *ibv_context = &context->verbs.context;
+    const struct ibv_cq *send_cq = attr->send_cq, *recv_cq = attr->recv_cq;
 
-    if (soft_stale(context))
-        return ENODEV;
-    if (!pd || pd->context != ibv_context || !attr->send_cq || !attr->recv_cq ||
-        attr->send_cq->context != ibv_context || attr->recv_cq->context != ibv_context)
-        return EINVAL;
-    if (attr->qp_type != IBV_QPT_RC || attr->srq)
+    switch (attr->qp_type) {
+    case IBV_QPT_RC:
+    case IBV_QPT_UC:
+    case IBV_QPT_UD:
+        if (!recv_cq || recv_cq->context != context)
+            return EINVAL;
+        if (attr->srq && (attr->srq->context != context || to_soft_srq(attr->srq)->type != IBV_SRQT_BASIC))
+            return EINVAL;
+        break;
+    case IBV_QPT_XRC_SEND:
+        if (attr->srq)
+            return EINVAL;
+        break;
+    case IBV_QPT_XRC_RECV:
+        return attr->xrcd && attr->xrcd->context == context && !attr->srq ? 0 : EINVAL;
+    default:
         return EOPNOTSUPP;
+    }
+    return attr->pd && attr->pd->context == context && send_cq && send_cq->context == context ? 0 : EINVAL;
+}
+
+static int check_init_attr(struct soft_context *context, const struct ibv_qp_init_attr_ex *attr)
+{
+    int error = soft_stale(context) ? ENODEV : check_parts(&context->verbs.context, attr);
+
+    if (error)
+        return error;
     if (attr->cap.max_send_wr > SOFT_MAX_QP_WR || attr->cap.max_recv_wr > SOFT_MAX_QP_WR ||
         attr->cap.max_send_sge > SOFT_MAX_SGE || attr->cap.max_recv_sge > SOFT_MAX_SGE ||
         attr->cap.max_inline_data > SOFT_MAX_INLINE)
         return EINVAL;
     return 0;
+}
+
+/* A queue that a type does not have has no depth, whatever was asked for. */
+static void drop_absent(struct ibv_qp_cap *cap, const struct ibv_qp_init_attr_ex *attr)
+{
+    bool target = attr->qp_type == IBV_QPT_XRC_RECV;
+
+    if (target)
+        cap->max_send_wr = cap->max_send_sge = cap->max_inline_data = 0;
+    if (target || attr->qp_type == IBV_QPT_XRC_SEND || attr->srq)
+        cap->max_recv_wr = cap->max_recv_sge = 0;
 }
 
 /* Lays both rings out in one buffer, the receive ring first, and says how large it is. A ring that was not asked
@@ -66,7 +98,7 @@ static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
     error = soft_memory_get(&qp->buffer, qp->pd, round_up(size, alignment), alignment, SOFT_RES_QP);
     if (error)
         return error;
-    if (qp->pd->alloc) {
+    if (qp->pd && qp->pd->alloc) {
         error = soft_memory_get(&qp->record, qp->pd, 8, 8, SOFT_RES_DBR);
         if (error) {
             soft_memory_put(&qp->buffer);
@@ -83,9 +115,9 @@ static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
 
 /* ---- Creation -------------------------------------------------------------------------------------------- */
 
-static int init_qp(struct soft_qp *qp, struct ibv_qp_init_attr *attr)
+static int init_qp(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
-    struct soft_exclusive *exclusive = qp->pd->td ? &qp->pd->td->exclusive : NULL;
+    struct soft_exclusive *exclusive = qp->pd && qp->pd->td ? &qp->pd->td->exclusive : NULL;
     int error;
 
     error = soft_table_reserve(&qp->context->device->qps, &qp->qp.qp_num, NULL);
@@ -103,7 +135,7 @@ static int init_qp(struct soft_qp *qp, struct ibv_qp_init_attr *attr)
     error = soft_engine_reserve(qp->context);
     if (error)
         goto destroy_cond;
-    error = get_rings(qp, &attr->cap);
+    error = get_rings(qp, cap);
     if (error)
         goto unreserve;
     return 0;
@@ -121,10 +153,50 @@ release:
     return error;
 }
 
-struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
+/* What it is made of cannot go before it. */
+static void refer(struct soft_qp *qp, int by)
 {
-    struct soft_context *context = to_soft_context(pd->context);
-    int error = check_init_attr(context, pd, attr);
+    if (qp->pd)
+        atomic_fetch_add(&qp->pd->references, (unsigned int)by);
+    if (qp->send_cq)
+        atomic_fetch_add(&qp->send_cq->references, (unsigned int)by);
+    if (qp->recv_cq)
+        atomic_fetch_add(&qp->recv_cq->references, (unsigned int)by);
+    if (qp->srq)
+        atomic_fetch_add(&qp->srq->references, (unsigned int)by);
+    if (qp->xrcd)
+        atomic_fetch_add(&qp->xrcd->references, (unsigned int)by);
+    atomic_fetch_add(&qp->context->qps, (unsigned int)by);
+}
+
+static void describe(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
+{
+    bool target = attr->qp_type == IBV_QPT_XRC_RECV;
+
+    qp->qp.context = &qp->context->verbs.context;
+    qp->qp.qp_context = attr->qp_context;
+    qp->qp.pd = target ? NULL : attr->pd;
+    qp->qp.send_cq = target ? NULL : attr->send_cq;
+    qp->qp.recv_cq = target || attr->qp_type == IBV_QPT_XRC_SEND ? NULL : attr->recv_cq;
+    qp->qp.srq = attr->srq;
+    qp->qp.state = IBV_QPS_RESET;
+    qp->qp.qp_type = attr->qp_type;
+    qp->pd = qp->qp.pd ? to_soft_pd(qp->qp.pd) : NULL;
+    qp->send_cq = qp->qp.send_cq ? to_soft_cq(qp->qp.send_cq) : NULL;
+    qp->recv_cq = qp->qp.recv_cq ? to_soft_cq(qp->qp.recv_cq) : NULL;
+    qp->srq = attr->srq ? to_soft_srq(attr->srq) : NULL;
+    qp->xrcd = target ? to_soft_xrcd(attr->xrcd) : NULL;
+    qp->sq_sig_all = attr->sq_sig_all;
+    qp->serial = 1 + atomic_fetch_add(&qp->context->device->serial, 1);
+    qp->timer.of = SOFT_TIMER_QP;
+    qp->events.element = &qp->qp;
+}
+
+/* Tells in `attr->cap` what was granted. */
+static struct ibv_qp *create(struct soft_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+    int error = check_init_attr(context, attr);
+    struct ibv_qp_cap cap = attr->cap;
     struct soft_qp *qp = NULL;
 
     if (!error && !(qp = aligned_alloc(_Alignof(struct soft_qp), sizeof(*qp))))
@@ -133,29 +205,17 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
         goto fail;
     memset(qp, 0, sizeof(*qp));
     qp->context = context;
-    qp->pd = to_soft_pd(pd);
-    qp->send_cq = to_soft_cq(attr->send_cq);
-    qp->recv_cq = to_soft_cq(attr->recv_cq);
-    qp->sq_sig_all = attr->sq_sig_all;
+    describe(qp, attr);
     soft_lock_init(&qp->sq_lock);
     soft_lock_init(&qp->rq_lock);
     atomic_init(&qp->state, IBV_QPS_RESET);
-    error = init_qp(qp, attr);
+    drop_absent(&cap, attr);
+    error = init_qp(qp, &cap);
     if (error)
         goto fail;
-    qp->attr.cap = attr->cap;
-    qp->qp.context = pd->context;
-    qp->qp.qp_context = attr->qp_context;
-    qp->qp.pd = pd;
-    qp->qp.send_cq = attr->send_cq;
-    qp->qp.recv_cq = attr->recv_cq;
+    attr->cap = qp->attr.cap = cap;
     qp->qp.handle = qp->qp.qp_num;
-    qp->qp.state = IBV_QPS_RESET;
-    qp->qp.qp_type = attr->qp_type;
-    atomic_fetch_add(&qp->pd->references, 1);
-    atomic_fetch_add(&qp->send_cq->references, 1);
-    atomic_fetch_add(&qp->recv_cq->references, 1);
-    atomic_fetch_add(&context->qps, 1);
+    refer(qp, 1);
     soft_table_publish(&context->device->qps, qp->qp.qp_num, qp);
     return &qp->qp;
 
@@ -165,9 +225,9 @@ fail:
     return NULL;
 }
 
-struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
 {
-    struct ibv_qp_init_attr basic = {
+    struct ibv_qp_init_attr_ex full = {
         .qp_context = attr->qp_context,
         .send_cq = attr->send_cq,
         .recv_cq = attr->recv_cq,
@@ -175,21 +235,30 @@ struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init
         .cap = attr->cap,
         .qp_type = attr->qp_type,
         .sq_sig_all = attr->sq_sig_all,
+        .pd = pd,
     };
-    struct ibv_qp *qp;
+    struct ibv_qp *qp = create(to_soft_context(pd->context), &full);
 
-    if (attr->comp_mask & ~(uint32_t)IBV_QP_INIT_ATTR_PD) {
+    if (qp)
+        attr->cap = full.cap;
+    return qp;
+}
+
+/* Posting by builders (IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) is not here, nor is any other optional feature. */
+struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+    bool target = attr->qp_type == IBV_QPT_XRC_RECV;
+
+    if (attr->comp_mask & ~(uint32_t)(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD)) {
         errno = EOPNOTSUPP;
         return NULL;
     }
-    if (!(attr->comp_mask & IBV_QP_INIT_ATTR_PD) || !attr->pd || attr->pd->context != context) {
+    if (!(attr->comp_mask & (target ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD)) ||
+        (!target && (attr->comp_mask & IBV_QP_INIT_ATTR_XRCD))) {
         errno = EINVAL;
         return NULL;
     }
-    qp = soft_create_qp(attr->pd, &basic);
-    if (qp)
-        attr->cap = basic.cap;
-    return qp;
+    return create(to_soft_context(context), attr);
 }
 
 /* ---- Entering the queue pair together with its completion queues ------------------------------------------ */
@@ -199,11 +268,17 @@ struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init
  * their addresses, so that two queue pairs cannot wait for each other. */
 static int enter_cqs(struct soft_qp *qp, const char *verb)
 {
-    struct soft_cq *first = qp->send_cq < qp->recv_cq ? qp->send_cq : qp->recv_cq;
-    struct soft_cq *second = first == qp->send_cq ? qp->recv_cq : qp->send_cq;
-    int error = soft_half_enter(&first->half, verb);
+    struct soft_cq *first = qp->send_cq, *second = qp->recv_cq;
+    int error;
 
-    if (error || first == second)
+    if (first == second)
+        second = NULL;
+    if (second && second < first) {
+        first = qp->recv_cq;
+        second = qp->send_cq;
+    }
+    error = first ? soft_half_enter(&first->half, verb) : 0;
+    if (error || !second)
         return error;
     error = soft_half_enter(&second->half, verb);
     if (error)
@@ -213,15 +288,17 @@ static int enter_cqs(struct soft_qp *qp, const char *verb)
 
 static void leave_cqs(struct soft_qp *qp)
 {
-    if (qp->recv_cq != qp->send_cq)
+    if (qp->recv_cq && qp->recv_cq != qp->send_cq)
         soft_half_leave(&qp->recv_cq->half);
-    soft_half_leave(&qp->send_cq->half);
+    if (qp->send_cq)
+        soft_half_leave(&qp->send_cq->half);
 }
 
 static void purge_cqs(struct soft_qp *qp)
 {
-    soft_cq_purge(qp->send_cq, qp, NULL);
-    if (qp->recv_cq != qp->send_cq)
+    if (qp->send_cq)
+        soft_cq_purge(qp->send_cq, qp, NULL);
+    if (qp->recv_cq && qp->recv_cq != qp->send_cq)
         soft_cq_purge(qp->recv_cq, qp, NULL);
 }
 
@@ -250,18 +327,16 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
     purge_cqs(qp);
     soft_half_leave(&qp->half);
     leave_cqs(qp);
+    soft_events_finish(context, &qp->events, &ibv_qp->mutex, &ibv_qp->cond, &ibv_qp->events_completed);
 
     soft_engine_unreserve(context);
     soft_table_release(&context->device->qps, ibv_qp->qp_num);
     soft_memory_put(&qp->record);
     soft_memory_put(&qp->buffer);
-    atomic_fetch_sub(&qp->recv_cq->references, 1);
-    atomic_fetch_sub(&qp->send_cq->references, 1);
-    atomic_fetch_sub(&qp->pd->references, 1);
+    refer(qp, -1);
     soft_half_destroy(&qp->half);
     pthread_cond_destroy(&ibv_qp->cond);
     pthread_mutex_destroy(&ibv_qp->mutex);
-    atomic_fetch_sub(&context->qps, 1);
     free(qp);
     return 0;
 }
@@ -283,6 +358,7 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
     *attr = qp->attr;
     attr->qp_state = attr->cur_qp_state = (enum ibv_qp_state)atomic_load(&qp->state);
     attr->sq_psn = qp->next_psn;
+    attr->sq_draining = attr->qp_state == IBV_QPS_SQD && qp->waiting;
     soft_lock_give(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
     attr->rq_psn = qp->expected_psn;
@@ -291,6 +367,7 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
         .qp_context = ibv_qp->qp_context,
         .send_cq = ibv_qp->send_cq,
         .recv_cq = ibv_qp->recv_cq,
+        .srq = ibv_qp->srq,
         .cap = qp->attr.cap,
         .qp_type = ibv_qp->qp_type,
         .sq_sig_all = qp->sq_sig_all,
@@ -300,6 +377,12 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
 }
 
 /* ---- Changes of state ------------------------------------------------------------------------------------ */
+
+int soft_check_path(const struct ibv_ah_attr *attr)
+{
+    /* RoCE: a path without a GRH leads nowhere. */
+    return attr->is_global && attr->grh.sgid_index < SOFT_GIDS && attr->port_num == 1 ? 0 : EINVAL;
+}
 
 static int check_values(const struct ibv_qp_attr *attr, int mask)
 {
@@ -312,9 +395,8 @@ static int check_values(const struct ibv_qp_attr *attr, int mask)
         return EINVAL;
     if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned int)known))
         return EINVAL;
-    if ((mask & IBV_QP_AV) &&
-        (!attr->ah_attr.is_global || attr->ah_attr.grh.sgid_index >= SOFT_GIDS || attr->ah_attr.port_num != 1))
-        return EINVAL; /* RoCE: a path without a GRH leads nowhere */
+    if ((mask & IBV_QP_AV) && soft_check_path(&attr->ah_attr))
+        return EINVAL;
     if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096))
         return EINVAL;
     if (((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > 0xffffff) ||
@@ -343,6 +425,7 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     } while (0)
     TAKE(IBV_QP_PKEY_INDEX, pkey_index);
     TAKE(IBV_QP_PORT, port_num);
+    TAKE(IBV_QP_QKEY, qkey);
     TAKE(IBV_QP_ACCESS_FLAGS, qp_access_flags);
     TAKE(IBV_QP_AV, ah_attr);
     TAKE(IBV_QP_PATH_MTU, path_mtu);
@@ -369,7 +452,8 @@ static void reset(struct soft_qp *qp)
 
     memset(&qp->attr, 0, sizeof(qp->attr));
     qp->attr.cap = cap;
-    qp->waiting = false;
+    qp->begun = qp->waiting = qp->drain_notify = false;
+    qp->established = qp->last_wqe = false;
     qp->next_psn = qp->expected_psn = 0;
     qp->sq.taken = qp->rq.taken = 0;
     atomic_store(qp->sq.posted, 0);
@@ -391,6 +475,8 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
     error = soft_state_check(qp->qp.qp_type, from, to, mask);
     if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
         error = EINVAL;
+    if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->waiting)
+        error = EINVAL; /* what is under way goes by the attributes that it began with */
     if (!error) {
         if (to == IBV_QPS_RESET)
             reset(qp);
@@ -398,6 +484,10 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
             take_over(qp, attr, mask);
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD)
             qp->waiting = false;
+        if (to != IBV_QPS_SQD)
+            qp->drain_notify = false;
+        else if (from != IBV_QPS_SQD)
+            qp->drain_notify = (mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) && attr->en_sqd_async_notify;
         atomic_store(&qp->state, to);
         qp->qp.state = to;
     }
@@ -434,7 +524,17 @@ leave:
     return error;
 }
 
+/* ---- Breaking by itself ---------------------------------------------------------------------------------- */
+
 void soft_qp_break(struct soft_qp *qp)
 {
-    (void)qp;
+    bool broken;
+
+    soft_lock_take(&qp->sq_lock); /* soft_modify_qp stays out */
+    broken = atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
+    soft_lock_give(&qp->sq_lock);
+    if (broken)
+        return;
+    soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+    soft_kick(qp);
 }

@@ -27,6 +27,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -48,7 +49,7 @@ struct ibv_srq;
 struct ibv_td;
 struct ibv_xrcd;
 
-/* Known by name only: counters, flow steering, receive work queues, tag matching, clock values. */
+/* Known by name only: counters, flow steering, receive work queues, tag matching. */
 struct _compat_ibv_port_attr;
 struct ibv_counter_attach_attr;
 struct ibv_counters;
@@ -60,7 +61,6 @@ struct ibv_flow_attr;
 struct ibv_ops_wr;
 struct ibv_rwq_ind_table;
 struct ibv_rwq_ind_table_init_attr;
-struct ibv_values_ex;
 struct ibv_wq;
 struct ibv_wq_attr;
 struct ibv_wq_init_attr;
@@ -373,6 +373,16 @@ struct ibv_device_attr_ex { /* grows; query_device_ex is told the size */
     struct ibv_pci_atomic_caps pci_atomic_caps;
     uint32_t xrc_odp_caps;
     uint32_t phys_port_cnt_ex;
+};
+
+enum ibv_values_mask {
+    IBV_VALUES_MASK_RAW_CLOCK = 1 << 0,
+    IBV_VALUES_MASK_RESERVED = 1 << 1,
+};
+
+struct ibv_values_ex { /* grows */
+    uint32_t comp_mask; /* enum ibv_values_mask: in, what is asked for; out, what was told */
+    struct timespec raw_clock;
 };
 
 /* -- Ports ----------------------------------------------------------------------------------- */

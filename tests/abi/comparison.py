@@ -88,8 +88,8 @@ def failing(preamble: str, checks: Sequence[Check]) -> Iterator[int]:
 
 
 def prefixed(text: str, prefix: str = OURS) -> str:
-    """C text with the prefix before every tag and constant of the ABI."""
-    text = re.sub(r"\b(struct|union|enum) (\w+)", rf"\1 {prefix}\2", text)
+    """C text with the prefix before every tag and constant of the ABI; what C's library declares keeps its name."""
+    text = re.sub(r"\b(struct|union|enum) (?!timespec\b)(\w+)", rf"\1 {prefix}\2", text)
     return re.sub(r"\bIBV_", f"{prefix}IBV_", text)
 
 

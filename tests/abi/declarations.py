@@ -25,6 +25,7 @@ _SYSTEM_HEADERS = {
     "pthread.h": "typedef int pthread_mutex_t, pthread_cond_t;",
     "stddef.h": "typedef int size_t;\n#define NULL 0\n#define offsetof(type, member) 0",
     "stdint.h": "typedef int uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t;",
+    "time.h": "",
 }
 
 

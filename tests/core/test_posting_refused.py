@@ -26,9 +26,7 @@ REFUSED: dict[str, tuple[Callable[[End], object], int]] = {
     ),
     "unknown flag": (lambda end: end.qp.post_send(SEND, flags=1 << 10), errno.EINVAL),
     "unknown opcode": (lambda end: end.qp.post_send(99), errno.EINVAL),
-    "local invalidate": (lambda end: end.qp.post_send(SendOpcode.LOCAL_INV), errno.EOPNOTSUPP),
-    "memory window": (lambda end: end.qp.post_send(SendOpcode.BIND_MW), errno.EOPNOTSUPP),
-    "send with invalidate": (lambda end: end.qp.post_send(SendOpcode.SEND_WITH_INV), errno.EOPNOTSUPP),
+    "segmentation": (lambda end: end.qp.post_send(SendOpcode.TSO), errno.EOPNOTSUPP),
 }
 
 

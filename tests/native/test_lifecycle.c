@@ -103,19 +103,32 @@ static void drained(void)
     pair_close(&pair);
 }
 
-/* A send that waits for its receiver is held, too. */
+/* A send that waits for its receiver was begun and is brought to its end; the one behind it is held. */
 static void drained_while_retrying(void)
 {
+    struct ibv_qp_init_attr init_attr;
+    struct ibv_qp_attr attr;
     struct pair pair;
 
     PAIR_OPEN(&pair, 0); /* again every 10 us, without end */
     CHECK_EQ(post_send(&pair.a, 1, 8), 0);
+    CHECK_EQ(post_send(&pair.a, 2, 8), 0);
     settle();
     CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_SQD), 0);
-    CHECK_EQ(post_receive(&pair.b, 2, 8), 0);
-    EXPECT_NOTHING(pair.a.send_cq);
-    CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_RTS), 0);
+    CHECK_EQ(soft_verbs.query_qp(pair.a.qp, &attr, 0, &init_attr), 0);
+    CHECK_EQ(attr.sq_draining, 1);
+    attr = default_link, attr.qp_state = IBV_QPS_SQD;
+    CHECK_EQ(soft_verbs.modify_qp(pair.a.qp, &attr, IBV_QP_STATE | IBV_QP_RETRY_CNT), EINVAL); /* not while it drains */
+    CHECK_EQ(post_receive(&pair.b, 3, 8), 0);
+    CHECK_EQ(post_receive(&pair.b, 4, 8), 0);
     EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
+    EXPECT_NOTHING(pair.a.send_cq);
+    CHECK_EQ(soft_verbs.query_qp(pair.a.qp, &attr, 0, &init_attr), 0);
+    CHECK_EQ(attr.sq_draining, 0);
+    attr = default_link, attr.qp_state = IBV_QPS_SQD;
+    CHECK_EQ(soft_verbs.modify_qp(pair.a.qp, &attr, IBV_QP_STATE | IBV_QP_RETRY_CNT), 0);
+    CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_RTS), 0);
+    EXPECT(pair.a.send_cq, 2, IBV_WC_SUCCESS);
     pair_close(&pair);
 }
 

@@ -382,12 +382,11 @@ static void unsupported_requests(void)
         unsigned int flags;
         int error;
     } table[] = {
-        {IBV_WR_LOCAL_INV, 0, EOPNOTSUPP},
-        {IBV_WR_BIND_MW, 0, EOPNOTSUPP},
-        {IBV_WR_SEND_WITH_INV, 0, EOPNOTSUPP},
+        {IBV_WR_BIND_MW, 0, EINVAL}, /* which window? */
+        {IBV_WR_LOCAL_INV, IBV_SEND_INLINE, EINVAL},
         {IBV_WR_TSO, 0, EOPNOTSUPP},
         {IBV_WR_DRIVER1, 0, EOPNOTSUPP},
-        {IBV_WR_ATOMIC_WRITE, 0, EINVAL},
+        {IBV_WR_ATOMIC_WRITE, 0, EOPNOTSUPP},
         {99, 0, EINVAL},
         {-1, 0, EINVAL},
         {IBV_WR_SEND, IBV_SEND_IP_CSUM, EINVAL},

@@ -51,7 +51,8 @@ struct ibv_context *open_again(void);
 void *beyond_the_seam(const char *name);
 
 /* Calls an extended op where the context has it; else `answer` is `absent` and errno EOPNOTSUPP. */
-#define CALL_OP(absent, op, ...) (VERBS_HAS_OP(extended, op) ? extended->op(__VA_ARGS__) : (errno = EOPNOTSUPP, (absent)))
+#define CALL_OP(absent, op, ...) \
+    (VERBS_HAS_OP(extended, op) ? extended->op(__VA_ARGS__) : (errno = EOPNOTSUPP, (absent)))
 
 /* ---- Answers ---------------------------------------------------------------------------------------------- */
 
@@ -62,8 +63,8 @@ _Noreturn void finish(void); /* the answer is complete */
 const char *status_name(enum ibv_wc_status status);
 const char *state_name(enum ibv_qp_state state);
 
-int say_int(int answer);               /* of a verb that returns an errno, or -1 and errno: "0" or the errno's name */
-void *say_made(const void *object);    /* of a verb that returns an object or NULL and errno: "ok" or the name */
+int say_int(int answer);            /* of a verb that returns an errno, or -1 and errno: "0" or the errno's name */
+void *say_made(const void *object); /* of a verb that returns an object or NULL and errno: "ok" or the name */
 #define SAY_MADE(call) (errno = 0, say_made(call))
 #define SAY_INT(call) (errno = 0, say_int(call))
 
@@ -130,11 +131,11 @@ int post_shared(struct ibv_srq *srq, uint32_t length);
 /* Waits for a completion; false where none comes. */
 bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc);
 void need_success(struct ibv_cq *cq, unsigned int count);
-void say_statuses(struct ibv_cq *cq, unsigned int count);     /* "SUCCESS", or "none" */
-void say_completions(struct ibv_cq *cq, unsigned int count);  /* "SUCCESS SEND 8 imm" */
-void say_none(struct ibv_cq *cq);                             /* "none", or what came */
-void say_event(void);                                         /* the next asynchronous event, or "no event" */
-bool say_cq_event(struct ibv_comp_channel *channel);          /* "event" or "no event" */
+void say_statuses(struct ibv_cq *cq, unsigned int count);    /* "SUCCESS", or "none" */
+void say_completions(struct ibv_cq *cq, unsigned int count); /* "SUCCESS SEND 8 imm" */
+void say_none(struct ibv_cq *cq);                            /* "none", or what came */
+void say_event(void);                                        /* the next asynchronous event, or "no event" */
+bool say_cq_event(struct ibv_comp_channel *channel);         /* "event" or "no event" */
 void pause_ms(unsigned int milliseconds);
 
 #endif

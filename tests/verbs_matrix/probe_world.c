@@ -303,11 +303,13 @@ static const char *error_name(int error)
         int error;
         const char *name;
     } names[] = {
-        {EPERM, "EPERM"},   {ENOENT, "ENOENT"},     {EIO, "EIO"},       {EBADF, "EBADF"},           {EAGAIN, "EAGAIN"},
-        {ENOMEM, "ENOMEM"}, {EACCES, "EACCES"},     {EFAULT, "EFAULT"}, {EBUSY, "EBUSY"},           {EEXIST, "EEXIST"},
-        {ENODEV, "ENODEV"}, {EINVAL, "EINVAL"},     {EMFILE, "EMFILE"}, {ENOSPC, "ENOSPC"},         {ERANGE, "ERANGE"},
-        {ENOSYS, "ENOSYS"}, {EOVERFLOW, "EOVERFLOW"}, {EPROTONOSUPPORT, "EPROTONOSUPPORT"},           {EOPNOTSUPP, "EOPNOTSUPP"},
-        {E2BIG, "E2BIG"},
+        {EPERM, "EPERM"},           {ENOENT, "ENOENT"},       {EIO, "EIO"},
+        {EBADF, "EBADF"},           {EAGAIN, "EAGAIN"},       {ENOMEM, "ENOMEM"},
+        {EACCES, "EACCES"},         {EFAULT, "EFAULT"},       {EBUSY, "EBUSY"},
+        {EEXIST, "EEXIST"},         {ENODEV, "ENODEV"},       {EINVAL, "EINVAL"},
+        {EMFILE, "EMFILE"},         {ENOSPC, "ENOSPC"},       {ERANGE, "ERANGE"},
+        {ENOSYS, "ENOSYS"},         {EOVERFLOW, "EOVERFLOW"}, {EPROTONOSUPPORT, "EPROTONOSUPPORT"},
+        {EOPNOTSUPP, "EOPNOTSUPP"}, {E2BIG, "E2BIG"},
     };
     static char number[32];
 
@@ -360,10 +362,11 @@ void need_int(int answered)
 const char *status_name(enum ibv_wc_status status)
 {
     static const char *const names[] = {
-        "SUCCESS",          "LOC_LEN_ERR",     "LOC_QP_OP_ERR",     "LOC_EEC_OP_ERR",     "LOC_PROT_ERR",
-        "WR_FLUSH_ERR",     "MW_BIND_ERR",     "BAD_RESP_ERR",      "LOC_ACCESS_ERR",     "REM_INV_REQ_ERR",
-        "REM_ACCESS_ERR",   "REM_OP_ERR",      "RETRY_EXC_ERR",     "RNR_RETRY_EXC_ERR",  "LOC_RDD_VIOL_ERR",
-        "REM_INV_RD_REQ_ERR", "REM_ABORT_ERR", "INV_EECN_ERR",      "INV_EEC_STATE_ERR",  "FATAL_ERR",
+        "SUCCESS",          "LOC_LEN_ERR",       "LOC_QP_OP_ERR",     "LOC_EEC_OP_ERR",
+        "LOC_PROT_ERR",     "WR_FLUSH_ERR",      "MW_BIND_ERR",       "BAD_RESP_ERR",
+        "LOC_ACCESS_ERR",   "REM_INV_REQ_ERR",   "REM_ACCESS_ERR",    "REM_OP_ERR",
+        "RETRY_EXC_ERR",    "RNR_RETRY_EXC_ERR", "LOC_RDD_VIOL_ERR",  "REM_INV_RD_REQ_ERR",
+        "REM_ABORT_ERR",    "INV_EECN_ERR",      "INV_EEC_STATE_ERR", "FATAL_ERR",
         "RESP_TIMEOUT_ERR", "GENERAL_ERR",
     };
 
@@ -379,7 +382,8 @@ const char *state_name(enum ibv_qp_state state)
 
 static const char *opcode_name(enum ibv_wc_opcode opcode)
 {
-    static const char *const sends[] = {"SEND", "RDMA_WRITE", "RDMA_READ", "COMP_SWAP", "FETCH_ADD", "BIND_MW", "LOCAL_INV"};
+    static const char *const sends[] = {"SEND",      "RDMA_WRITE", "RDMA_READ", "COMP_SWAP",
+                                        "FETCH_ADD", "BIND_MW",    "LOCAL_INV"};
 
     if ((size_t)opcode < ROWS_OF(sends))
         return sends[opcode];
@@ -439,9 +443,23 @@ static bool readable(int fd)
 void say_event(void)
 {
     static const char *const names[] = {
-        "CQ_ERR",      "QP_FATAL",    "QP_REQ_ERR",   "QP_ACCESS_ERR", "COMM_EST",   "SQ_DRAINED", "PATH_MIG",
-        "PATH_MIG_ERR", "DEVICE_FATAL", "PORT_ACTIVE", "PORT_ERR",      "LID_CHANGE", "PKEY_CHANGE", "SM_CHANGE",
-        "SRQ_ERR",     "SRQ_LIMIT_REACHED", "QP_LAST_WQE_REACHED",
+        "CQ_ERR",
+        "QP_FATAL",
+        "QP_REQ_ERR",
+        "QP_ACCESS_ERR",
+        "COMM_EST",
+        "SQ_DRAINED",
+        "PATH_MIG",
+        "PATH_MIG_ERR",
+        "DEVICE_FATAL",
+        "PORT_ACTIVE",
+        "PORT_ERR",
+        "LID_CHANGE",
+        "PKEY_CHANGE",
+        "SM_CHANGE",
+        "SRQ_ERR",
+        "SRQ_LIMIT_REACHED",
+        "QP_LAST_WQE_REACHED",
     };
     struct ibv_async_event event;
 

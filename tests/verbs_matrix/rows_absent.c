@@ -5,15 +5,15 @@
 static _Alignas(16) unsigned char nothing[512];
 
 #define NOTHING ((void *)nothing)
-#define INT_ROW(op, asked, ...)                                \
-    ROW(op, asked)                                             \
-    {                                                          \
-        SAY_INT(CALL_OP(EOPNOTSUPP, op, __VA_ARGS__));         \
+#define INT_ROW(op, asked, ...)                        \
+    ROW(op, asked)                                     \
+    {                                                  \
+        SAY_INT(CALL_OP(EOPNOTSUPP, op, __VA_ARGS__)); \
     }
-#define MADE_ROW(op, asked, ...)                         \
-    ROW(op, asked)                                       \
-    {                                                    \
-        SAY_MADE(CALL_OP(NULL, op, __VA_ARGS__));        \
+#define MADE_ROW(op, asked, ...)                  \
+    ROW(op, asked)                                \
+    {                                             \
+        SAY_MADE(CALL_OP(NULL, op, __VA_ARGS__)); \
     }
 
 INT_ROW(free_dm, "none", NOTHING)

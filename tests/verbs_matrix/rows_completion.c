@@ -74,16 +74,16 @@ ROW(ack_cq_events, "then the queue is destroyed")
     SAY_INT(verbs->destroy_cq(a.send_cq));
 }
 
-#define CREATE_ROW(asked, entries, vector)                                       \
-    ROW(create_cq, asked)                                                    \
-    {                                                                        \
-        int max = device_attr().max_cqe;                                     \
-        struct ibv_cq *cq;                                                   \
-                                                                             \
-        (void)max;                                                           \
-        cq = SAY_MADE(verbs->create_cq(context, entries, NULL, NULL, vector));   \
-        if (cq && cq->cqe < (entries))                                           \
-            say("fewer entries");                                            \
+#define CREATE_ROW(asked, entries, vector)                                     \
+    ROW(create_cq, asked)                                                      \
+    {                                                                          \
+        int max = device_attr().max_cqe;                                       \
+        struct ibv_cq *cq;                                                     \
+                                                                               \
+        (void)max;                                                             \
+        cq = SAY_MADE(verbs->create_cq(context, entries, NULL, NULL, vector)); \
+        if (cq && cq->cqe < (entries))                                         \
+            say("fewer entries");                                              \
     }
 
 CREATE_ROW("one entry", 1, 0)

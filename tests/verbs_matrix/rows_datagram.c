@@ -8,13 +8,13 @@ ROW(create_ah, "to the device itself")
     SAY_MADE(verbs->create_ah(domain(), &path));
 }
 
-#define PATH_ROW(asked, field, value)                        \
-    ROW(create_ah, asked)                                    \
-    {                                                        \
-        struct ibv_ah_attr path = path_to_self();            \
-                                                             \
-        path.field = (value);                                \
-        SAY_MADE(verbs->create_ah(domain(), &path));         \
+#define PATH_ROW(asked, field, value)                \
+    ROW(create_ah, asked)                            \
+    {                                                \
+        struct ibv_ah_attr path = path_to_self();    \
+                                                     \
+        path.field = (value);                        \
+        SAY_MADE(verbs->create_ah(domain(), &path)); \
     }
 
 PATH_ROW("from port 0", port_num, 0)
@@ -55,13 +55,13 @@ static void say_datagram(struct ibv_send_wr *wr)
     say_completions(a.send_cq, 1);
 }
 
-#define DATAGRAM_ROW(asked, opcode, length)                  \
-    ROW(post_send, asked)                                    \
-    {                                                        \
-        make_pair(IBV_QPT_UD);                               \
-        NEED(post_receive(&b, 8192));                        \
-        say_datagram(datagram(opcode, length));              \
-        say_completions(b.recv_cq, 1);                       \
+#define DATAGRAM_ROW(asked, opcode, length)     \
+    ROW(post_send, asked)                       \
+    {                                           \
+        make_pair(IBV_QPT_UD);                  \
+        NEED(post_receive(&b, 8192));           \
+        say_datagram(datagram(opcode, length)); \
+        say_completions(b.recv_cq, 1);          \
     }
 
 DATAGRAM_ROW("UD: SEND", IBV_WR_SEND, 8)

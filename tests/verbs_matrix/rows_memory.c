@@ -11,10 +11,10 @@ static struct ibv_mr *say_region(void *address, size_t length, int access)
     return SAY_MADE(verbs->reg_mr(domain(), address, length, access));
 }
 
-#define ACCESS_ROW(asked, access)               \
-    ROW(reg_mr, asked)                          \
-    {                                           \
-        say_region(pages(4096), 4096, access);  \
+#define ACCESS_ROW(asked, access)              \
+    ROW(reg_mr, asked)                         \
+    {                                          \
+        say_region(pages(4096), 4096, access); \
     }
 
 ACCESS_ROW("access: none", 0)

@@ -6,10 +6,10 @@ static struct ibv_qp *say_qp(struct ibv_qp_init_attr attr)
     return SAY_MADE(verbs->create_qp(domain(), &attr));
 }
 
-#define TYPE_ROW(asked, type)    \
-    ROW(create_qp, asked)        \
-    {                            \
-        say_qp(qp_attr(type));   \
+#define TYPE_ROW(asked, type)  \
+    ROW(create_qp, asked)      \
+    {                          \
+        say_qp(qp_attr(type)); \
     }
 
 TYPE_ROW("RC", IBV_QPT_RC)
@@ -21,15 +21,15 @@ TYPE_ROW("XRC_RECV without an XRC domain", IBV_QPT_XRC_RECV)
 TYPE_ROW("DRIVER", IBV_QPT_DRIVER)
 TYPE_ROW("a type that is none", (enum ibv_qp_type)7)
 
-#define CAP_ROW(asked, field, value)                       \
-    ROW(create_qp, asked)                                  \
-    {                                                      \
-        struct ibv_device_attr limits = device_attr();     \
+#define CAP_ROW(asked, field, value)                        \
+    ROW(create_qp, asked)                                   \
+    {                                                       \
+        struct ibv_device_attr limits = device_attr();      \
         struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC); \
-                                                           \
-        (void)limits;                                      \
-        attr.cap.field = (value);                          \
-        say_qp(attr);                                      \
+                                                            \
+        (void)limits;                                       \
+        attr.cap.field = (value);                           \
+        say_qp(attr);                                       \
     }
 
 CAP_ROW("more sends than max_qp_wr", max_send_wr, (uint32_t)limits.max_qp_wr + 1)

@@ -2,12 +2,6 @@
 #include "probe.h"
 
 #include <fcntl.h>
-#include <time.h>
-
-struct ibv_values_ex { /* verbs_abi.h knows it by name only */
-    uint32_t comp_mask;
-    struct timespec raw_clock;
-};
 
 ROW(close_device, "with nothing made of it")
 {
@@ -27,7 +21,9 @@ ROW(query_device, "all attributes")
     memset(&attr, 0, sizeof(attr));
     SAY_INT(verbs->query_device(context, &attr));
     say("%u port", attr.phys_port_cnt);
-    say("atomics %s", attr.atomic_cap == IBV_ATOMIC_HCA ? "of the device" : attr.atomic_cap == IBV_ATOMIC_GLOB ? "with the CPU" : "none");
+    say("atomics %s", attr.atomic_cap == IBV_ATOMIC_HCA    ? "of the device"
+                      : attr.atomic_cap == IBV_ATOMIC_GLOB ? "with the CPU"
+                                                           : "none");
 }
 
 ROW(query_device, "capability flags")
@@ -37,10 +33,14 @@ ROW(query_device, "capability flags")
         unsigned int flag;
         const char *name;
     } flags[] = {
-        {IBV_DEVICE_RESIZE_MAX_WR, "RESIZE_MAX_WR"},   {IBV_DEVICE_CURR_QP_STATE_MOD, "CURR_QP_STATE_MOD"},
-        {IBV_DEVICE_PORT_ACTIVE_EVENT, "PORT_ACTIVE"}, {IBV_DEVICE_RC_RNR_NAK_GEN, "RC_RNR_NAK_GEN"},
-        {IBV_DEVICE_SRQ_RESIZE, "SRQ_RESIZE"},         {IBV_DEVICE_MEM_WINDOW, "MEM_WINDOW"},
-        {IBV_DEVICE_XRC, "XRC"},                       {IBV_DEVICE_MEM_WINDOW_TYPE_2A, "TYPE_2A"},
+        {IBV_DEVICE_RESIZE_MAX_WR, "RESIZE_MAX_WR"},
+        {IBV_DEVICE_CURR_QP_STATE_MOD, "CURR_QP_STATE_MOD"},
+        {IBV_DEVICE_PORT_ACTIVE_EVENT, "PORT_ACTIVE"},
+        {IBV_DEVICE_RC_RNR_NAK_GEN, "RC_RNR_NAK_GEN"},
+        {IBV_DEVICE_SRQ_RESIZE, "SRQ_RESIZE"},
+        {IBV_DEVICE_MEM_WINDOW, "MEM_WINDOW"},
+        {IBV_DEVICE_XRC, "XRC"},
+        {IBV_DEVICE_MEM_WINDOW_TYPE_2A, "TYPE_2A"},
         {IBV_DEVICE_MEM_WINDOW_TYPE_2B, "TYPE_2B"},
     };
 

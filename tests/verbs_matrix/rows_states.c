@@ -15,7 +15,7 @@ static void at(enum ibv_qp_type type, enum ibv_qp_state state)
 
 static void say_walk(enum ibv_qp_type type)
 {
-    static const enum ibv_qp_state way[] = {IBV_QPS_INIT, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS,
+    static const enum ibv_qp_state way[] = {IBV_QPS_INIT, IBV_QPS_INIT, IBV_QPS_RTR,  IBV_QPS_RTS,
                                             IBV_QPS_RTS,  IBV_QPS_ERR,  IBV_QPS_RESET};
 
     make_end(&a, type);
@@ -46,11 +46,11 @@ ROW(modify_qp, "XRC_SEND: RESET, INIT, INIT, RTR, RTS, RTS, ERR, RESET")
     say_walk(IBV_QPT_XRC_SEND);
 }
 
-#define JUMP_ROW(asked, type, from, to)                \
-    ROW(modify_qp, asked)                              \
-    {                                                  \
-        at(type, from);                                \
-        say_step(to, link_attr, mask_to(type, to));    \
+#define JUMP_ROW(asked, type, from, to)             \
+    ROW(modify_qp, asked)                           \
+    {                                               \
+        at(type, from);                             \
+        say_step(to, link_attr, mask_to(type, to)); \
     }
 
 JUMP_ROW("RC: RESET to RTR", IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_RTR)
@@ -126,11 +126,11 @@ ROW(modify_qp, "CUR_STATE that is the state")
 
 /* ---- Masks ------------------------------------------------------------------------------------------------ */
 
-#define WITHOUT_ROW(asked, type, from, to, bit)                     \
-    ROW(modify_qp, asked)                                           \
-    {                                                               \
-        at(type, from);                                             \
-        say_step(to, link_attr, mask_to(type, to) & ~(bit));        \
+#define WITHOUT_ROW(asked, type, from, to, bit)              \
+    ROW(modify_qp, asked)                                    \
+    {                                                        \
+        at(type, from);                                      \
+        say_step(to, link_attr, mask_to(type, to) & ~(bit)); \
     }
 
 WITHOUT_ROW("to INIT without PKEY_INDEX", IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX)
@@ -142,11 +142,11 @@ WITHOUT_ROW("to RTR without MIN_RNR_TIMER", IBV_QPT_RC, IBV_QPS_INIT, IBV_QPS_RT
 WITHOUT_ROW("to RTS without SQ_PSN", IBV_QPT_RC, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_SQ_PSN)
 WITHOUT_ROW("to RTS without RETRY_CNT", IBV_QPT_RC, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_RETRY_CNT)
 
-#define WITH_ROW(asked, type, from, to, bit)                        \
-    ROW(modify_qp, asked)                                           \
-    {                                                               \
-        at(type, from);                                             \
-        say_step(to, link_attr, mask_to(type, to) | (int)(bit));    \
+#define WITH_ROW(asked, type, from, to, bit)                     \
+    ROW(modify_qp, asked)                                        \
+    {                                                            \
+        at(type, from);                                          \
+        say_step(to, link_attr, mask_to(type, to) | (int)(bit)); \
     }
 
 WITH_ROW("to INIT with DEST_QPN", IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_DEST_QPN)
@@ -159,14 +159,14 @@ WITH_ROW("to INIT with an unknown bit", IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT,
 
 /* ---- Values ----------------------------------------------------------------------------------------------- */
 
-#define VALUE_ROW(asked, from, to, field, value)                      \
-    ROW(modify_qp, asked)                                             \
-    {                                                                 \
-        struct ibv_qp_attr attr = link_attr;                          \
-                                                                      \
-        at(IBV_QPT_RC, from);                                         \
-        attr.field = (value);                                         \
-        say_step(to, attr, mask_to(IBV_QPT_RC, to));                  \
+#define VALUE_ROW(asked, from, to, field, value)     \
+    ROW(modify_qp, asked)                            \
+    {                                                \
+        struct ibv_qp_attr attr = link_attr;         \
+                                                     \
+        at(IBV_QPT_RC, from);                        \
+        attr.field = (value);                        \
+        say_step(to, attr, mask_to(IBV_QPT_RC, to)); \
     }
 
 VALUE_ROW("port 0", IBV_QPS_RESET, IBV_QPS_INIT, port_num, 0)

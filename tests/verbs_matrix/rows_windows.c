@@ -11,8 +11,7 @@ static int bind_1(struct ibv_mw *mw, uint64_t length, unsigned int access)
     struct ibv_mw_bind bind = {
         .wr_id = 300,
         .send_flags = IBV_SEND_SIGNALED,
-        .bind_info = {
-            .mr = b.mr, .addr = (uintptr_t)b.memory, .length = length, .mw_access_flags = access},
+        .bind_info = {.mr = b.mr, .addr = (uintptr_t)b.memory, .length = length, .mw_access_flags = access},
     };
 
     errno = 0;
@@ -25,8 +24,8 @@ static struct ibv_send_wr *bind_2(struct ibv_mw *mw, uint64_t length, unsigned i
 
     wr->bind_mw.mw = mw;
     wr->bind_mw.rkey = mw->rkey + 1;
-    wr->bind_mw.bind_info = (struct ibv_mw_bind_info){
-        .mr = b.mr, .addr = (uintptr_t)b.memory, .length = length, .mw_access_flags = access};
+    wr->bind_mw.bind_info =
+        (struct ibv_mw_bind_info){.mr = b.mr, .addr = (uintptr_t)b.memory, .length = length, .mw_access_flags = access};
     return wr;
 }
 

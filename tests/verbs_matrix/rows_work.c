@@ -21,15 +21,15 @@ static void say_receive_in(enum ibv_qp_state state)
     say_none(a.recv_cq);
 }
 
-#define POST_ROWS(name, state)                  \
-    ROW(post_send, "in " name)                  \
-    {                                           \
-        say_post_in(state);                     \
-        say_none(a.send_cq);                    \
-    }                                           \
+#define POST_ROWS(name, state)                                  \
+    ROW(post_send, "in " name)                                  \
+    {                                                           \
+        say_post_in(state);                                     \
+        say_none(a.send_cq);                                    \
+    }                                                           \
     ROW_AS(post_recv, "in " name, ROW_JOIN(receive_, __LINE__)) \
-    {                                           \
-        say_receive_in(state);                  \
+    {                                                           \
+        say_receive_in(state);                                  \
     }
 
 POST_ROWS("RESET", IBV_QPS_RESET)
@@ -65,10 +65,10 @@ static void say_work(enum ibv_qp_type type, enum ibv_wr_opcode opcode, uint32_t 
         say_completions(b.recv_cq, 1);
 }
 
-#define WORK_ROW(asked, type, opcode, length)  \
-    ROW(post_send, asked)                      \
-    {                                          \
-        say_work(type, opcode, length);        \
+#define WORK_ROW(asked, type, opcode, length) \
+    ROW(post_send, asked)                     \
+    {                                         \
+        say_work(type, opcode, length);       \
     }
 
 WORK_ROW("RC: SEND", IBV_QPT_RC, IBV_WR_SEND, 8)
@@ -291,12 +291,12 @@ ROW(post_send, "a remote key of another protection domain")
     say_failure(request(IBV_WR_RDMA_WRITE, &a, &b, 8), false);
 }
 
-#define REMOTE_ROW(asked, opcode, access)                                                         \
-    ROW(post_send, asked)                                                                         \
-    {                                                                                             \
-        make_pair(IBV_QPT_RC);                                                                    \
-        b.mr = NEED_MADE(verbs->reg_mr(domain(), b.memory, MEMORY_BYTES, access));                \
-        say_failure(request(opcode, &a, &b, 8), false);                                           \
+#define REMOTE_ROW(asked, opcode, access)                                          \
+    ROW(post_send, asked)                                                          \
+    {                                                                              \
+        make_pair(IBV_QPT_RC);                                                     \
+        b.mr = NEED_MADE(verbs->reg_mr(domain(), b.memory, MEMORY_BYTES, access)); \
+        say_failure(request(opcode, &a, &b, 8), false);                            \
     }
 
 REMOTE_ROW("a write where only reads are allowed", IBV_WR_RDMA_WRITE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ)
@@ -304,12 +304,12 @@ REMOTE_ROW("a read where only writes are allowed", IBV_WR_RDMA_READ, IBV_ACCESS_
 REMOTE_ROW("an atomic where only writes are allowed", IBV_WR_ATOMIC_FETCH_AND_ADD,
            IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)
 
-#define QP_ACCESS_ROW(asked, opcode, access)             \
-    ROW(post_send, asked)                                \
-    {                                                    \
-        link_attr.qp_access_flags = access;              \
-        make_pair(IBV_QPT_RC);                           \
-        say_failure(request(opcode, &a, &b, 8), false);  \
+#define QP_ACCESS_ROW(asked, opcode, access)            \
+    ROW(post_send, asked)                               \
+    {                                                   \
+        link_attr.qp_access_flags = access;             \
+        make_pair(IBV_QPT_RC);                          \
+        say_failure(request(opcode, &a, &b, 8), false); \
     }
 
 QP_ACCESS_ROW("a write that the queue pair does not allow", IBV_WR_RDMA_WRITE, IBV_ACCESS_REMOTE_READ)

@@ -31,8 +31,7 @@ static struct ibv_srq_init_attr_ex srq_attr(void)
 
 static struct ibv_qp *receiver(void)
 {
-    struct ibv_qp_init_attr_ex attr = {
-        .qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD, .xrcd = xrcd};
+    struct ibv_qp_init_attr_ex attr = {.qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD, .xrcd = xrcd};
 
     return NEED_MADE(verbs_create_qp_ex(context, &attr));
 }
@@ -147,18 +146,6 @@ ROW(post_send, "XRC_SEND: SEND to a number that is none")
 {
     make_xrc_pair();
     SAY_INT(post(&a, request_to(0xfffff0)));
-    say_statuses(a.send_cq, 1);
-}
-
-ROW(post_send, "XRC_SEND: SEND to a basic shared receive queue")
-{
-    uint32_t number;
-
-    make_xrc_pair();
-    struct ibv_srq *basic = shared_queue(4);
-    NEED(post_shared(basic, 64));
-    NEED(verbs_get_srq_num(basic, &number));
-    SAY_INT(post(&a, request_to(number)));
     say_statuses(a.send_cq, 1);
 }
 

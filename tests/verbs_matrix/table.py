@@ -25,6 +25,7 @@ COLUMNS = ("soft0", "rxe")
 Key = tuple[str, str]
 Answers = dict[Key, str]
 
+COLUMN_HEADS = "| verb | what is asked | soft0 | rxe | why they differ |\n|---|---|---|---|---|"
 HEAD = """\
 # What each verb answers: the software device and soft-RoCE
 
@@ -54,7 +55,8 @@ class Reason:
 def verbs() -> dict[str, list[str]]:
     """The verbs that need rows, by the heading of their part: all that the seam's headers name."""
     seam, abi, device = ((CORE / name).read_text() for name in ("verbs_table.h", "verbs_abi.h", "soft_device.h"))
-    exported = re.findall(r"\bX\([^(]*?[ *](\w+),\s*\(", seam.partition("define VERBS_EXPORTED(X)")[2].partition("struct verbs_table {")[0])
+    listed = seam.partition("define VERBS_EXPORTED(X)")[2].partition("struct verbs_table {")[0].replace("\\\n", " ")
+    exported = re.findall(r"\bX\([^(]*?[ *](\w+),\s*\(", listed)
     return {
         "Exported verbs": exported,
         "Inline verbs of `struct ibv_context`": _ops(abi, "ibv_context_ops"),
@@ -104,23 +106,24 @@ def parse_table(text: str) -> tuple[dict[str, Answers], dict[Key, str]]:
     return columns, reasons
 
 
-def reason_of(reasons: Iterable[Reason], key: Key, soft0: str, rxe: str) -> str:
-    """Why a row differs; empty where it does not, or where nobody knows."""
-    if soft0 == rxe:
-        return ""
-    return next((reason.text for reason in reasons if reason.fits(key, rxe)), "")
+def first_fitting(reasons: Iterable[Reason], key: Key, rxe: str) -> Reason | None:
+    """The reason that speaks of a row, or None."""
+    return next((reason for reason in reasons if reason.fits(key, rxe)), None)
 
 
 def render(columns: dict[str, Answers], reasons: list[Reason]) -> str:
     """The table's text."""
     parts = [HEAD]
     for heading, names in verbs().items():
-        parts.append(f"\n## {heading}\n\n| verb | what is asked | soft0 | rxe | why they differ |\n|---|---|---|---|---|\n")
+        parts.append(
+            f"\n## {heading}\n\n| verb | what is asked | soft0 | rxe | why they differ |\n|---|---|---|---|---|\n"
+        )
         for name in names:
             for key, soft0 in columns["soft0"].items():
                 if key[0] == name:
                     rxe = columns["rxe"].get(key, "not asked")
-                    cells = (f"`{name}`", key[1], soft0, rxe, reason_of(reasons, key, soft0, rxe))
+                    reason = first_fitting(reasons, key, rxe) if soft0 != rxe else None
+                    cells = (f"`{name}`", key[1], soft0, rxe, reason.text if reason else "")
                     parts.append(f"| {' | '.join(cells)} |\n".replace("|  |", "| |"))
     return "".join(parts)
 

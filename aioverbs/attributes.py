@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState
 
-__all__ = ["AddressVector", "DeviceAttributes", "PortAttributes", "QpAttributes", "QpCapabilities"]
+__all__ = ["AddressVector", "DeviceAttributes", "PortAttributes", "QpAttributes", "QpCapabilities", "SrqAttributes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +118,20 @@ class QpAttributes:
     timeout: int
     retry_cnt: int
     rnr_retry: int
+    qkey: int
+    cur_qp_state: QpState
+    en_sqd_async_notify: bool
+    sq_draining: bool
     sq_sig_all: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SrqAttributes:
+    """The size of a shared receive queue and its limit, both in work requests: ``ibv_query_srq``.
+
+    `limit` is 0 where none is armed.
+    """
+
+    max_wr: int
+    max_sge: int
+    limit: int

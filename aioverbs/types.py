@@ -12,6 +12,7 @@ __all__ = [
     "EventType",
     "LinkLayer",
     "Mtu",
+    "MwType",
     "NodeType",
     "PortState",
     "QpAttrMask",
@@ -198,6 +199,13 @@ class Mtu(IntEnum):
     def size(self) -> int:
         """The MTU in bytes."""
         return 128 << self.value
+
+
+class MwType(IntEnum):
+    """The type of a memory window: ``IBV_MW_TYPE_*``."""
+
+    TYPE_1 = 1
+    TYPE_2 = 2
 
 
 class PortState(IntEnum):

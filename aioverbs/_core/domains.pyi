@@ -3,6 +3,7 @@ from typing import Final, Protocol, final
 from typing_extensions import disjoint_base
 
 from aioverbs._core.engine import Context, Handle, ProtectionDomain
+from aioverbs._core.engine import XrcDomain as XrcDomain
 
 @final
 class _UseDefault: ...
@@ -30,9 +31,3 @@ class ParentDomain(ProtectionDomain):
     def allocator(self) -> _Allocator | None: ...
     @property
     def held(self) -> int: ...
-
-@disjoint_base
-class XrcDomain(Handle):
-    def __init__(self, context: Context, fd: int = -1, oflag: int = 0) -> None: ...
-    @property
-    def address(self) -> int: ...

@@ -3,6 +3,7 @@
 
 import threading
 
+from aioverbs._core.engine import XrcDomain  # no-cython-lint
 from aioverbs.errors import VerbsError
 
 from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
@@ -226,58 +227,3 @@ cdef void _free(v.ibv_pd *pd, void *pd_context, void *address, uint64_t resource
         # The verb around it cannot fail any more, and nobody awaits this: it goes to sys.unraisablehook.
         PyErr_SetObject(type(error), error)
         PyErr_WriteUnraisable(domain)
-
-
-cdef class XrcDomain(Handle):
-    """An XRC domain: ``ibv_open_xrcd``.
-
-    :param fd: a file whose inode it is associated with, or -1 for none.
-    :param oflag: ``os.O_CREAT`` and ``os.O_EXCL``.
-    :raises VerbsError: with EOPNOTSUPP where the provider has none.
-    """
-
-    cdef v.ibv_xrcd *pointer
-
-    def __init__(self, Context context not None, int fd=-1, int oflag=0):
-        cdef v.ibv_xrcd_init_attr attr
-        cdef int error = 0
-        self._begin()
-        memset(&attr, 0, sizeof(attr))
-        attr.comp_mask = v.IBV_XRCD_INIT_ATTR_FD | v.IBV_XRCD_INIT_ATTR_OFLAGS
-        attr.fd = fd
-        attr.oflags = oflag
-        context._enter()
-        self.context = context
-        try:
-            with nogil:
-                self.pointer = v.verbs_open_xrcd(context.pointer, &attr)
-                error = errno
-            if not self.pointer:
-                raise VerbsError("ibv_open_xrcd", error)
-            self._opened("")
-        except BaseException:
-            if self.pointer:
-                self._destroy_verb()
-            context._leave()
-            raise
-
-    cdef str _destroy_name(self):
-        return "ibv_close_xrcd"
-
-    cdef int _destroy_verb(self) except? -1:
-        cdef int error
-        with nogil:
-            error = v.verbs_close_xrcd(self.pointer)
-        return error
-
-    cdef void _leave_parents(self) noexcept:
-        self.context._leave()
-
-    @property
-    def address(self):
-        """The address of the ``struct ibv_xrcd``."""
-        self._enter()
-        try:
-            return <uintptr_t>self.pointer
-        finally:
-            self._leave()

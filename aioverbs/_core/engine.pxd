@@ -1,15 +1,22 @@
 # What other extensions of the core build on: handles and their pointers.
 
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t
 
 from aioverbs._core.verbs cimport (
+    ibv_ah,
+    ibv_async_event,
     ibv_comp_channel,
     ibv_context,
     ibv_cq,
     ibv_cq_ex,
     ibv_mr,
+    ibv_mw,
+    ibv_mw_bind,
     ibv_pd,
     ibv_qp,
+    ibv_qp_init_attr,
+    ibv_srq,
+    ibv_xrcd,
     verbs_table,
 )
 
@@ -17,6 +24,7 @@ from aioverbs._core.verbs cimport (
 cdef class Handle:
     cdef int _gate                      # handle_gate.h
     cdef int _unmade                    # a gate, too: the constructor closes it
+    cdef int _async_events              # taken and not acknowledged, counted by the functions of handle_gate.h
     cdef uint32_t _forks                # soft_fork_count() when it was made
     cdef str _label                     # for repr, which must not look at the object itself
     cdef readonly Context context
@@ -30,6 +38,7 @@ cdef class Handle:
     cdef int _destroy_verb(self) except? -1
     cdef str _destroy_name(self)
     cdef str _users(self)
+    cdef str _dependants(self)
     cdef void _leave_parents(self) noexcept
     cdef int _check(self, str verb, int error) except -1
 
@@ -42,8 +51,18 @@ cdef class Context(Handle):
     cdef readonly int num_comp_vectors
     cdef readonly bint software
     cdef object _owner
+    cdef bint _never_blocks             # async_fd was set so
 
     cdef int _halt(self) except -1
+
+
+cdef class AsyncEvent:
+    cdef ibv_async_event event
+    cdef readonly object event_type
+    cdef readonly Handle element
+    cdef readonly object port_num
+    cdef Handle _held                   # the element, else the context: it does not go before the acknowledgement
+    cdef int _unacknowledged            # 1 or 0, changed by the functions of handle_gate.h
 
 
 cdef class ProtectionDomain(Handle):
@@ -61,6 +80,21 @@ cdef class MemoryRegion(Handle):
     cdef void _release(self) noexcept
 
 
+cdef class MemoryWindow(Handle):
+    cdef ibv_mw *pointer
+    cdef readonly ProtectionDomain pd
+    cdef readonly object mw_type
+
+
+cdef class XrcDomain(Handle):
+    cdef ibv_xrcd *pointer
+
+
+cdef class AddressHandle(Handle):
+    cdef ibv_ah *pointer
+    cdef readonly ProtectionDomain pd
+
+
 cdef class CompletionChannel(Handle):
     cdef ibv_comp_channel *pointer
 
@@ -71,6 +105,8 @@ cdef class CompletionQueue(Handle):
     cdef readonly CompletionChannel channel
     cdef readonly ProtectionDomain parent_domain
     cdef int _unacknowledged            # events taken, counted by the functions of handle_gate.h
+    cdef int _resizing                  # calls under way, counted likewise
+    cdef bint _timestamps
 
     cdef list _poll(self, int count)
 
@@ -85,11 +121,31 @@ cdef class WorkCompletion:
     cdef readonly uint32_t qp_num
     cdef readonly uint32_t src_qp
     cdef readonly unsigned int wc_flags
+    cdef readonly uint32_t invalidated_rkey
+    cdef readonly uint16_t slid
+    cdef readonly uint8_t sl
+    cdef readonly object completion_timestamp
+
+
+cdef class SharedReceiveQueue(Handle):
+    cdef ibv_srq *pointer
+    cdef readonly ProtectionDomain pd
+    cdef readonly XrcDomain xrc_domain
+    cdef readonly CompletionQueue cq
 
 
 cdef class QueuePair(Handle):
     cdef ibv_qp *pointer
+    cdef int _type
+    cdef readonly object qp_type
     cdef readonly ProtectionDomain pd
     cdef readonly CompletionQueue send_cq
     cdef readonly CompletionQueue recv_cq
+    cdef readonly SharedReceiveQueue srq
+    cdef readonly XrcDomain xrc_domain
     cdef readonly object capabilities
+
+    cdef int _create(self, ibv_qp_init_attr *attr) except? -1
+    cdef int _create_in_xrc_domain(self, ibv_qp_init_attr *attr) except? -1
+    cdef int _check_way(self, AddressHandle ah) except -1
+    cdef int _post_bind(self, MemoryWindow window, ibv_mw_bind *bind, uint32_t key) except? -1

@@ -3,8 +3,15 @@ from typing import Never, Protocol
 
 from typing_extensions import Buffer, TypedDict, disjoint_base
 
-from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
-from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendOpcode, WcStatus
+from aioverbs.attributes import (
+    AddressVector,
+    DeviceAttributes,
+    PortAttributes,
+    QpAttributes,
+    QpCapabilities,
+    SrqAttributes,
+)
+from aioverbs.types import AccessFlags, EventType, Mtu, MwType, QpState, QpType, SendOpcode, WcStatus
 
 class _Owner(Protocol):
     def close(self) -> object: ...
@@ -13,9 +20,13 @@ class _Counts(TypedDict):
     pds: int
     parent_domains: int
     thread_domains: int
+    xrc_domains: int
     mrs: int
+    mws: int
+    ahs: int
     channels: int
     cqs: int
+    srqs: int
     qps: int
     overlaps: int
 
@@ -54,12 +65,30 @@ class Context(Handle):
     def query_port(self, port_num: int = 1) -> PortAttributes: ...
     def query_gid(self, port_num: int = 1, index: int = 0) -> bytes: ...
     def query_pkey(self, port_num: int = 1, index: int = 0) -> int: ...
+    def get_async_event(self) -> AsyncEvent | None: ...
     def counts(self) -> _Counts: ...
     def set_delay(self, delay_ns: int) -> None: ...
 
 @disjoint_base
+class AsyncEvent:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    def __del__(self) -> None: ...
+    @property
+    def event_type(self) -> EventType: ...
+    @property
+    def element(self) -> QueuePair | CompletionQueue | SharedReceiveQueue | None: ...
+    @property
+    def port_num(self) -> int | None: ...
+    @property
+    def acknowledged(self) -> bool: ...
+    def ack(self) -> None: ...
+
+@disjoint_base
 class ProtectionDomain(Handle):
     def __init__(self, context: Context) -> None: ...
+    @staticmethod
+    def open_shared(context: Context, share: int, share_key: int) -> ProtectionDomain: ...
+    def share(self, share_key: int) -> int: ...
 
 @disjoint_base
 class MemoryRegion(Handle):
@@ -79,6 +108,28 @@ class MemoryRegion(Handle):
     def lkey(self) -> int: ...
     @property
     def rkey(self) -> int: ...
+
+@disjoint_base
+class MemoryWindow(Handle):
+    def __init__(self, pd: ProtectionDomain, mw_type: MwType | int) -> None: ...
+    @property
+    def pd(self) -> ProtectionDomain: ...
+    @property
+    def mw_type(self) -> MwType: ...
+    @property
+    def rkey(self) -> int: ...
+
+@disjoint_base
+class AddressHandle(Handle):
+    def __init__(self, pd: ProtectionDomain, av: AddressVector) -> None: ...
+    @property
+    def pd(self) -> ProtectionDomain: ...
+
+@disjoint_base
+class XrcDomain(Handle):
+    def __init__(self, context: Context, fd: int = -1, oflag: int = ...) -> None: ...
+    @property
+    def address(self) -> int: ...
 
 @disjoint_base
 class CompletionChannel(Handle):
@@ -107,6 +158,14 @@ class WorkCompletion:
     def src_qp(self) -> int: ...
     @property
     def wc_flags(self) -> int: ...
+    @property
+    def invalidated_rkey(self) -> int: ...
+    @property
+    def slid(self) -> int: ...
+    @property
+    def sl(self) -> int: ...
+    @property
+    def completion_timestamp(self) -> int | None: ...
 
 @disjoint_base
 class CompletionQueue(Handle):
@@ -120,6 +179,7 @@ class CompletionQueue(Handle):
         extended: bool = False,
         parent_domain: ProtectionDomain | None = None,
         single_threaded: bool = False,
+        timestamps: bool = False,
     ) -> None: ...
     @property
     def channel(self) -> CompletionChannel | None: ...
@@ -127,28 +187,62 @@ class CompletionQueue(Handle):
     def parent_domain(self) -> ProtectionDomain | None: ...
     @property
     def cqe(self) -> int: ...
+    def resize(self, cqe: int) -> None: ...
+    def modify(self, moderate_count: int, moderate_period_us: int) -> None: ...
     def request_notify(self, solicited_only: bool = False) -> None: ...
     def ack_events(self, count: int = 1) -> None: ...
     def poll(self, count: int = 16) -> list[WorkCompletion]: ...
 
 @disjoint_base
-class QueuePair(Handle):
+class SharedReceiveQueue(Handle):
     def __init__(
         self,
         pd: ProtectionDomain,
-        send_cq: CompletionQueue,
-        recv_cq: CompletionQueue,
-        capabilities: QpCapabilities | None = None,
+        max_wr: int,
+        max_sge: int = 1,
+        limit: int = 0,
         *,
-        qp_type: QpType | int = QpType.RC,
-        sq_sig_all: bool = False,
+        xrc_domain: XrcDomain | None = None,
+        cq: CompletionQueue | None = None,
     ) -> None: ...
     @property
     def pd(self) -> ProtectionDomain: ...
     @property
-    def send_cq(self) -> CompletionQueue: ...
+    def xrc_domain(self) -> XrcDomain | None: ...
     @property
-    def recv_cq(self) -> CompletionQueue: ...
+    def cq(self) -> CompletionQueue | None: ...
+    @property
+    def number(self) -> int: ...
+    def modify(self, max_wr: int | None = None, limit: int | None = None) -> None: ...
+    def query(self) -> SrqAttributes: ...
+    def post_recv(self, sges: Sequence[tuple[int, int, int]] = (), *, wr_id: int = 0) -> None: ...
+
+@disjoint_base
+class QueuePair(Handle):
+    def __init__(
+        self,
+        pd: ProtectionDomain | None = None,
+        send_cq: CompletionQueue | None = None,
+        recv_cq: CompletionQueue | None = None,
+        capabilities: QpCapabilities | None = None,
+        *,
+        qp_type: QpType | int = QpType.RC,
+        sq_sig_all: bool = False,
+        srq: SharedReceiveQueue | None = None,
+        xrc_domain: XrcDomain | None = None,
+    ) -> None: ...
+    @property
+    def qp_type(self) -> QpType: ...
+    @property
+    def pd(self) -> ProtectionDomain | None: ...
+    @property
+    def send_cq(self) -> CompletionQueue | None: ...
+    @property
+    def recv_cq(self) -> CompletionQueue | None: ...
+    @property
+    def srq(self) -> SharedReceiveQueue | None: ...
+    @property
+    def xrc_domain(self) -> XrcDomain | None: ...
     @property
     def capabilities(self) -> QpCapabilities: ...
     @property
@@ -171,6 +265,9 @@ class QueuePair(Handle):
         timeout: int | None = None,
         retry_cnt: int | None = None,
         rnr_retry: int | None = None,
+        qkey: int | None = None,
+        cur_qp_state: QpState | int | None = None,
+        en_sqd_async_notify: bool | None = None,
     ) -> None: ...
     def query(self) -> QpAttributes: ...
     def post_send(
@@ -185,5 +282,22 @@ class QueuePair(Handle):
         imm_data: int = 0,
         compare_add: int = 0,
         swap: int = 0,
+        invalidate_rkey: int = 0,
+        ah: AddressHandle | None = None,
+        remote_qpn: int = 0,
+        remote_qkey: int = 0,
+        remote_srqn: int = 0,
+    ) -> None: ...
+    def bind_window(
+        self,
+        window: MemoryWindow,
+        region: MemoryRegion | None,
+        address: int,
+        length: int,
+        access: AccessFlags | int,
+        *,
+        wr_id: int = 0,
+        flags: int = 0,
+        rkey: int | None = None,
     ) -> None: ...
     def post_recv(self, sges: Sequence[tuple[int, int, int]] = (), *, wr_id: int = 0) -> None: ...

@@ -14,8 +14,16 @@ import atexit
 import fcntl
 import os
 import socket
+import warnings
 
-from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
+from aioverbs.attributes import (
+    AddressVector,
+    DeviceAttributes,
+    PortAttributes,
+    QpAttributes,
+    QpCapabilities,
+    SrqAttributes,
+)
 from aioverbs.errors import (
     BusyResourceError,
     ClosedResourceError,
@@ -24,13 +32,24 @@ from aioverbs.errors import (
     LibraryNotFoundError,
     VerbsError,
 )
-from aioverbs.types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, QpType, WcStatus
+from aioverbs.types import (
+    AccessFlags,
+    AtomicCap,
+    EventType,
+    LinkLayer,
+    Mtu,
+    MwType,
+    PortState,
+    QpState,
+    QpType,
+    WcStatus,
+)
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.errno cimport EAGAIN, EBUSY, EIO, ENOENT, errno
+from libc.errno cimport EAGAIN, EBUSY, EIO, ENOENT, EOPNOTSUPP, errno
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
@@ -143,6 +162,10 @@ cdef class Handle:
             )
         raise VerbsError(verb, error)
 
+    cdef str _dependants(self):
+        # What keeps the object, where the destroying verb answers EBUSY and no overlapping call can be meant.
+        return None
+
     cdef int _destroy_verb(self) except? -1:
         raise NotImplementedError
 
@@ -153,6 +176,9 @@ cdef class Handle:
         pass
 
     cdef str _users(self):
+        # Each event holds the gate: the verb would wait for it, for ever where nobody acknowledges.
+        if self._async_events:
+            return f"{self._async_events} of its asynchronous events were not acknowledged"
         return f"{v.gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
@@ -170,6 +196,8 @@ cdef class Handle:
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
         try:
             error = self._destroy_verb()
+            if abs(error) == EBUSY and self._dependants() is not None:
+                raise BusyResourceError(f"{self!r} cannot be destroyed: {self._dependants()}")
             self._check(self._destroy_name(), error)
         except BaseException:
             v.gate_reopen(&self._gate)
@@ -198,6 +226,12 @@ cdef void _leave_all(list handles):
 
 # One extension, since handles use each other's insides; a file per kind of object.
 include "engine_context.pxi"
+include "engine_events.pxi"
 include "engine_memory.pxi"
+include "engine_window.pxi"
+include "engine_address.pxi"
+include "engine_xrc.pxi"
 include "engine_completion.pxi"
+include "engine_shared_receive.pxi"
 include "engine_queue_pair.pxi"
+include "engine_posting.pxi"

@@ -72,7 +72,11 @@ cdef class CompletionChannel(Handle):
 
 
 cdef class WorkCompletion:
-    """A completion: ``struct ibv_wc``. On an error only `wr_id`, `status`, `vendor_err` and `qp_num` mean anything."""
+    """A completion: ``struct ibv_wc``. On an error only `wr_id`, `status`, `vendor_err` and `qp_num` mean anything.
+
+    `imm_data` comes with ``WcFlags.WITH_IMM``, `invalidated_rkey` with ``WcFlags.WITH_INV``, both in host order; 0
+    without. `completion_timestamp`, in the device's own ticks, is None where the queue was not made with timestamps.
+    """
 
     def __init__(self):
         raise TypeError("completions come from CompletionQueue.poll")
@@ -87,11 +91,14 @@ cdef object _statuses = {int(status): status for status in WcStatus}
 cdef class CompletionQueue(Handle):
     """A completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` where `extended` or a keyword after it is given.
 
+    A completion that finds no room breaks the queue: it raises ``EventType.CQ_ERR``.
+
     :param cqe: how many completions it holds at least; `cqe` tells how many it does.
     :param channel: where its events arrive.
     :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
     :param parent_domain: takes locks and memory from there.
     :param single_threaded: takes no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
+    :param timestamps: completions carry the device's time; this needs, and implies, `extended`.
     """
 
     def __init__(
@@ -104,6 +111,7 @@ cdef class CompletionQueue(Handle):
         bint extended=False,
         ProtectionDomain parent_domain=None,
         bint single_threaded=False,
+        bint timestamps=False,
     ):
         cdef int error = 0
         self._begin()
@@ -112,11 +120,13 @@ cdef class CompletionQueue(Handle):
         for part in (channel, parent_domain):
             if part is not None and (<Handle>part).context is not context:
                 raise ValueError(f"{part!r} is of another context")
+        extended = extended or timestamps
         use_ex = extended or single_threaded or parent_domain is not None
         held = _enter_all((context, channel, parent_domain))
         self.context = context
         self.channel = channel
         self.parent_domain = parent_domain
+        self._timestamps = timestamps
         try:
             if use_ex:
                 error = self._create_extended(context, cqe, channel, comp_vector, parent_domain, single_threaded)
@@ -154,7 +164,10 @@ cdef class CompletionQueue(Handle):
         attr.comp_vector = comp_vector
         attr.wc_flags = (
             v.IBV_WC_EX_WITH_BYTE_LEN | v.IBV_WC_EX_WITH_IMM | v.IBV_WC_EX_WITH_QP_NUM | v.IBV_WC_EX_WITH_SRC_QP
+            | v.IBV_WC_EX_WITH_SLID | v.IBV_WC_EX_WITH_SL
         )
+        if self._timestamps:
+            attr.wc_flags |= v.IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
         if single:
             attr.comp_mask |= v.IBV_CQ_INIT_ATTR_MASK_FLAGS
             attr.flags = v.IBV_CREATE_CQ_ATTR_SINGLE_THREADED
@@ -184,7 +197,6 @@ cdef class CompletionQueue(Handle):
             self.parent_domain._leave()
 
     cdef str _users(self):
-        # Each event holds the gate: the verb would wait for it, for ever where nobody acknowledges.
         if self._unacknowledged:
             return f"{self._unacknowledged} of its events were not acknowledged"
         return Handle._users(self)
@@ -197,6 +209,47 @@ cdef class CompletionQueue(Handle):
             return self.pointer.cqe
         finally:
             self._leave()
+
+    def resize(self, int cqe):
+        """Change how many completions it holds at least: ``ibv_resize_cq``.
+
+        :raises VerbsError: there are more completions in it than that, or the device cannot; the queue is as it was.
+        """
+        cdef int error
+        if cqe < 1:
+            raise ValueError(f"a completion queue holds 1 completion at least, not {cqe}")
+        self._enter()
+        v.gate_enter(&self._resizing)
+        try:
+            with nogil:
+                error = self.context.table.resize_cq(self.pointer, cqe)
+        finally:
+            v.gate_leave(&self._resizing)
+            self._leave()
+        if error and self.parent_domain is not None:
+            cause = self.parent_domain._take_cause()
+            if cause is not None:
+                raise VerbsError("ibv_resize_cq", abs(error)) from cause
+        self._check("ibv_resize_cq", error)
+
+    def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):
+        """Moderate its events: ``ibv_modify_cq``.
+
+        An event comes after so many completions, or so long after the first of them; 0 and 0 end it.
+        """
+        cdef v.ibv_modify_cq_attr attr
+        cdef int error
+        memset(&attr, 0, sizeof(attr))
+        attr.attr_mask = v.IBV_CQ_ATTR_MODERATE
+        attr.moderate.cq_count = moderate_count
+        attr.moderate.cq_period = moderate_period_us
+        self._enter()
+        try:
+            with nogil:
+                error = v.verbs_modify_cq(self.pointer, &attr)
+        finally:
+            self._leave()
+        self._check("ibv_modify_cq", error)
 
     def request_notify(self, bint solicited_only=False):
         """Ask for one event, at the next completion that is added: ``ibv_req_notify_cq``."""
@@ -229,6 +282,8 @@ cdef class CompletionQueue(Handle):
 
     cdef list _poll(self, int count):
         cdef v.ibv_wc wcs[POLL_BATCH]
+        cdef uint64_t timestamps[POLL_BATCH]
+        cdef uint64_t *stamps = timestamps if self._timestamps else NULL
         cdef v.ibv_wc *wc
         cdef WorkCompletion completion
         cdef int wanted, found, error, i
@@ -236,13 +291,15 @@ cdef class CompletionQueue(Handle):
         while True:
             wanted = min(count, POLL_BATCH)
             error = 0
-            if self.extended_pointer:
-                found = _take_extended(self.extended_pointer, wanted, wcs, &error)
+            if self._resizing:
+                # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
+                with nogil:
+                    found = _take(self.pointer, self.extended_pointer, wanted, wcs, stamps, &error)
             else:
-                found = v.verbs_poll_cq(self.pointer, wanted, wcs)
-                if found < 0:
-                    # The software device tells the error, others just fail.
-                    error = -found if self.context.software else EIO
+                found = _take(self.pointer, self.extended_pointer, wanted, wcs, stamps, &error)
+            if found < 0:
+                # The software device tells the error, others just fail.
+                error = -found if self.context.software else EIO
             if error and found <= 0 and not result:
                 self._check("ibv_start_poll" if self.extended_pointer else "ibv_poll_cq", error)
             for i in range(found):
@@ -253,19 +310,34 @@ cdef class CompletionQueue(Handle):
                 completion.opcode = wc.opcode
                 completion.vendor_err = wc.vendor_err
                 completion.byte_len = wc.byte_len
-                completion.imm_data = socket.ntohl(wc.imm_data)
+                if wc.wc_flags & v.IBV_WC_WITH_INV:
+                    completion.invalidated_rkey = wc.imm_data       # a union, in host order
+                elif wc.wc_flags & v.IBV_WC_WITH_IMM:
+                    completion.imm_data = v.ntohl(wc.imm_data)
                 completion.qp_num = wc.qp_num
                 completion.src_qp = wc.src_qp
                 completion.wc_flags = wc.wc_flags
+                completion.slid = wc.slid
+                completion.sl = wc.sl
+                if stamps:
+                    completion.completion_timestamp = stamps[i]
                 result.append(completion)
             count -= wanted
             if found < wanted or not count:
                 return result
 
 
+cdef inline int _take(
+    ibv_cq *cq, ibv_cq_ex *extended, int wanted, v.ibv_wc *wcs, uint64_t *stamps, int *error
+) noexcept nogil:
+    if extended:
+        return _take_extended(extended, wanted, wcs, stamps, error)
+    return v.verbs_poll_cq(cq, wanted, wcs)
+
+
 # No Python object is made or dropped between start_poll and end_poll: that could run a finalizer, which may use this
 # queue, or let another thread run, which would wait for the queue's lock while it keeps the GIL from this one.
-cdef int _take_extended(ibv_cq_ex *cq, int wanted, v.ibv_wc *wcs, int *error) noexcept:
+cdef int _take_extended(ibv_cq_ex *cq, int wanted, v.ibv_wc *wcs, uint64_t *stamps, int *error) noexcept nogil:
     cdef v.ibv_poll_cq_attr attr
     cdef v.ibv_wc *wc
     cdef int found = 0, last
@@ -281,12 +353,16 @@ cdef int _take_extended(ibv_cq_ex *cq, int wanted, v.ibv_wc *wcs, int *error) no
         wc.status = <v.ibv_wc_status>cq.status
         wc.vendor_err = cq.read_vendor_err(cq)
         wc.qp_num = cq.read_qp_num(cq)
+        if stamps:
+            stamps[found] = cq.read_completion_ts(cq)
         if cq.status == 0:
             wc.opcode = <v.ibv_wc_opcode>cq.read_opcode(cq)
             wc.byte_len = cq.read_byte_len(cq)
             wc.imm_data = cq.read_imm_data(cq)
             wc.src_qp = cq.read_src_qp(cq)
             wc.wc_flags = cq.read_wc_flags(cq)
+            wc.slid = cq.read_slid(cq)
+            wc.sl = cq.read_sl(cq)
         found += 1
         if found == wanted or cq.next_poll(cq):
             break

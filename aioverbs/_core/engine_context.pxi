@@ -226,6 +226,20 @@ cdef class Context(Handle):
         self._check("ibv_query_pkey", (error or EIO) if failed else 0)
         return socket.ntohs(pkey)
 
+    def get_async_event(self):
+        """Take an asynchronous event, or None where none waits; this never blocks: ``ibv_get_async_event``.
+
+        `async_fd` is readable while one waits. From the first call on that descriptor is non-blocking.
+        """
+        self._enter()
+        try:
+            if not self._never_blocks:
+                fcntl.fcntl(self.async_fd, fcntl.F_SETFL, fcntl.fcntl(self.async_fd, fcntl.F_GETFL) | os.O_NONBLOCK)
+                self._never_blocks = True
+            return _take_event(self)
+        finally:
+            self._leave()
+
     def counts(self):
         """What is alive in a context of the software device, by kind, and how many overlapping calls it refused."""
         cdef v.soft_counts counts
@@ -238,9 +252,13 @@ cdef class Context(Handle):
             "pds": counts.pds,
             "parent_domains": counts.parent_domains,
             "thread_domains": counts.thread_domains,
+            "xrc_domains": counts.xrcds,
             "mrs": counts.mrs,
+            "mws": counts.mws,
+            "ahs": counts.ahs,
             "channels": counts.channels,
             "cqs": counts.cqs,
+            "srqs": counts.srqs,
             "qps": counts.qps,
             "overlaps": counts.overlaps,
         }

@@ -33,6 +33,58 @@ cdef class ProtectionDomain(Handle):
     cdef void _leave_parents(self) noexcept:
         self.context._leave()
 
+    @staticmethod
+    def open_shared(Context context not None, uint32_t share, uint64_t share_key):
+        """Open a further instance of a protection domain that was shared: ``ibv_share_pd``.
+
+        Any context of the device will do. What is made with an instance is the instance's; regions of one may be used
+        by queue pairs of another. The domain goes with its last instance.
+
+        :param share: what `share` returned.
+        :raises VerbsError: with ENOENT where nothing is shared by that number, with EACCES where the key is another,
+            with EOPNOTSUPP on other devices than the software device.
+        """
+        cdef int error = 0
+        cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
+        self._begin()
+        context._enter()
+        self.context = context
+        try:
+            if not context.software:
+                raise VerbsError("ibv_share_pd", EOPNOTSUPP)
+            with nogil:
+                self.pointer = v.soft_share_pd(context.pointer, share, share_key)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_share_pd", error)
+            self._opened(f"{self.pointer.handle}")
+        except BaseException:
+            if self.pointer:
+                self._destroy_verb()
+            context._leave()
+            raise
+        return self
+
+    def share(self, uint64_t share_key):
+        """Let other contexts of the device open this protection domain: ``ibv_alloc_shpd``.
+
+        :param share_key: a secret that they need, too.
+        :return: the number that `open_shared` takes.
+        :raises VerbsError: with EEXIST where it is shared already, with EINVAL where it is a parent domain, with
+            EOPNOTSUPP on other devices than the software device.
+        """
+        cdef uint32_t share = 0
+        cdef int error = EOPNOTSUPP
+        self._enter()
+        try:
+            if self.context.software:
+                with nogil:
+                    error = v.soft_alloc_shpd(self.pointer, share_key, &share)
+        finally:
+            self._leave()
+        self._check("ibv_alloc_shpd", error)
+        return share
+
     cdef object _take_cause(self):
         # What a Python allocator raised while the verb that just failed was under way.
         return None
@@ -90,6 +142,9 @@ cdef class MemoryRegion(Handle):
 
     cdef str _destroy_name(self):
         return "ibv_dereg_mr"
+
+    cdef str _dependants(self):
+        return "a memory window is bound to it; unbind that first"
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error

@@ -1,51 +1,65 @@
 # Part of engine.pyx: queue pairs and posting.
 
 cdef class QueuePair(Handle):
-    """A queue pair: ``ibv_create_qp``.
+    """A queue pair: ``ibv_create_qp``; of type XRC_RECV ``ibv_create_qp_ex``.
 
-    :param pd: a protection domain, or a parent domain that it takes locks and memory from.
-    :param capabilities: the depths that are needed; `capabilities` tells those that were granted.
+    :param pd: a protection domain, or a parent domain that it takes locks and memory from. Not for XRC_RECV.
+    :param send_cq: where what it sends completes. Not for XRC_RECV.
+    :param recv_cq: where what it receives completes. Not for XRC_SEND and XRC_RECV.
+    :param capabilities: the depths that are needed; `capabilities` tells those that were granted. Depths of a queue
+        that it does not have are left out of account.
+    :param qp_type: a `QpType`.
     :param sq_sig_all: every send work request completes visibly.
+    :param srq: where it takes its receives from, instead of having a receive queue of its own.
+    :param xrc_domain: for XRC_RECV, which has nothing else.
     """
 
     def __init__(
         self,
-        ProtectionDomain pd not None,
-        CompletionQueue send_cq not None,
-        CompletionQueue recv_cq not None,
+        ProtectionDomain pd=None,
+        CompletionQueue send_cq=None,
+        CompletionQueue recv_cq=None,
         capabilities=None,
         *,
         qp_type=QpType.RC,
         bint sq_sig_all=False,
+        SharedReceiveQueue srq=None,
+        XrcDomain xrc_domain=None,
     ):
         cdef v.ibv_qp_init_attr attr
         cdef int error
         self._begin()
+        self._type = qp_type
+        self.qp_type = QpType(qp_type)
+        parts = {"pd": pd, "send_cq": send_cq, "recv_cq": recv_cq, "srq": srq, "xrc_domain": xrc_domain}
+        context = _check_parts(self.qp_type, parts)
         wanted = capabilities if capabilities is not None else QpCapabilities()
-        for part in (send_cq, recv_cq):
-            if (<Handle>part).context is not pd.context:
-                raise ValueError(f"{part!r} is of another context than {pd!r}")
         memset(&attr, 0, sizeof(attr))
-        attr.cap.max_send_wr = wanted.max_send_wr
-        attr.cap.max_recv_wr = wanted.max_recv_wr
-        attr.cap.max_send_sge = wanted.max_send_sge
-        attr.cap.max_recv_sge = wanted.max_recv_sge
-        attr.cap.max_inline_data = wanted.max_inline_data
-        attr.qp_type = <v.ibv_qp_type><int>qp_type
+        if send_cq is not None:
+            attr.cap.max_send_wr = wanted.max_send_wr
+            attr.cap.max_send_sge = wanted.max_send_sge
+            attr.cap.max_inline_data = wanted.max_inline_data
+        if recv_cq is not None and srq is None:
+            attr.cap.max_recv_wr = wanted.max_recv_wr
+            attr.cap.max_recv_sge = wanted.max_recv_sge
+        attr.qp_context = <void *>self
+        attr.qp_type = <v.ibv_qp_type>self._type
         attr.sq_sig_all = sq_sig_all
-        held = _enter_all((pd, send_cq, recv_cq))
-        self.context = pd.context
+        held = _enter_all(tuple(parts.values()))
+        self.context = context
         self.pd = pd
         self.send_cq = send_cq
         self.recv_cq = recv_cq
+        self.srq = srq
+        self.xrc_domain = xrc_domain
         try:
-            attr.send_cq = send_cq.pointer
-            attr.recv_cq = recv_cq.pointer
-            with nogil:
-                self.pointer = pd.context.table.create_qp(pd.pointer, &attr)
-                error = errno
+            if xrc_domain is not None:
+                error = self._create_in_xrc_domain(&attr)
+            else:
+                error = self._create(&attr)
             if not self.pointer:
-                raise VerbsError("ibv_create_qp", error) from pd._take_cause()
+                verb = "ibv_create_qp" if xrc_domain is None else "ibv_create_qp_ex"
+                raise VerbsError(verb, error) from (pd._take_cause() if pd is not None else None)
             self.capabilities = QpCapabilities(
                 max_send_wr=attr.cap.max_send_wr,
                 max_recv_wr=attr.cap.max_recv_wr,
@@ -60,6 +74,33 @@ cdef class QueuePair(Handle):
             _leave_all(held)
             raise
 
+    cdef int _create(self, v.ibv_qp_init_attr *attr) except? -1:
+        cdef int error
+        cdef ibv_pd *pd = self.pd.pointer
+        attr.send_cq = self.send_cq.pointer
+        if self.recv_cq is not None:
+            attr.recv_cq = self.recv_cq.pointer
+        if self.srq is not None:
+            attr.srq = self.srq.pointer
+        with nogil:
+            self.pointer = self.context.table.create_qp(pd, attr)
+            error = errno
+        return error
+
+    cdef int _create_in_xrc_domain(self, v.ibv_qp_init_attr *attr) except? -1:
+        cdef v.ibv_qp_init_attr_ex ex
+        cdef int error
+        memset(&ex, 0, sizeof(ex))
+        ex.qp_context = attr.qp_context
+        ex.qp_type = attr.qp_type
+        ex.comp_mask = v.IBV_QP_INIT_ATTR_XRCD
+        ex.xrcd = self.xrc_domain.pointer
+        with nogil:
+            self.pointer = v.verbs_create_qp_ex(self.context.pointer, &ex)
+            error = errno
+        attr.cap = ex.cap
+        return error
+
     cdef str _destroy_name(self):
         return "ibv_destroy_qp"
 
@@ -70,9 +111,9 @@ cdef class QueuePair(Handle):
         return error
 
     cdef void _leave_parents(self) noexcept:
-        self.pd._leave()
-        self.send_cq._leave()
-        self.recv_cq._leave()
+        for part in (self.pd, self.send_cq, self.recv_cq, self.srq, self.xrc_domain):
+            if part is not None:
+                (<Handle>part)._leave()
 
     @property
     def qp_num(self):
@@ -101,12 +142,18 @@ cdef class QueuePair(Handle):
         timeout=None,
         retry_cnt=None,
         rnr_retry=None,
+        qkey=None,
+        cur_qp_state=None,
+        en_sqd_async_notify=None,
     ):
         """Change its state or attributes; what is given makes up the mask: ``ibv_modify_qp``.
 
         :param av: an `AddressVector`.
         :param timeout: how long to wait for an answer, 4.096 us * 2**timeout; 0 for ever.
         :param min_rnr_timer: the code, 0 to 31, of how long a peer waits when no receive is posted here.
+        :param qkey: what datagrams to it must carry.
+        :param cur_qp_state: the state that it is in; where it is in another one, the verb fails.
+        :param en_sqd_async_notify: raise ``EventType.SQ_DRAINED`` when all that was begun before SQD has ended.
         """
         cdef v.ibv_qp_attr attr
         cdef int mask = 0, error
@@ -156,6 +203,15 @@ cdef class QueuePair(Handle):
         if rnr_retry is not None:
             mask |= v.IBV_QP_RNR_RETRY
             attr.rnr_retry = rnr_retry
+        if qkey is not None:
+            mask |= v.IBV_QP_QKEY
+            attr.qkey = qkey
+        if cur_qp_state is not None:
+            mask |= v.IBV_QP_CUR_STATE
+            attr.cur_qp_state = <v.ibv_qp_state><int>cur_qp_state
+        if en_sqd_async_notify is not None:
+            mask |= v.IBV_QP_EN_SQD_ASYNC_NOTIFY
+            attr.en_sqd_async_notify = bool(en_sqd_async_notify)
         self._enter()
         try:
             with nogil:
@@ -173,7 +229,8 @@ cdef class QueuePair(Handle):
             v.IBV_QP_STATE | v.IBV_QP_PATH_MTU | v.IBV_QP_RQ_PSN | v.IBV_QP_SQ_PSN | v.IBV_QP_DEST_QPN
             | v.IBV_QP_ACCESS_FLAGS | v.IBV_QP_CAP | v.IBV_QP_AV | v.IBV_QP_PKEY_INDEX | v.IBV_QP_PORT
             | v.IBV_QP_MAX_QP_RD_ATOMIC | v.IBV_QP_MAX_DEST_RD_ATOMIC | v.IBV_QP_MIN_RNR_TIMER | v.IBV_QP_TIMEOUT
-            | v.IBV_QP_RETRY_CNT | v.IBV_QP_RNR_RETRY
+            | v.IBV_QP_RETRY_CNT | v.IBV_QP_RNR_RETRY | v.IBV_QP_QKEY | v.IBV_QP_CUR_STATE
+            | v.IBV_QP_EN_SQD_ASYNC_NOTIFY
         )
         memset(&attr, 0, sizeof(attr))
         memset(&init, 0, sizeof(init))
@@ -207,6 +264,10 @@ cdef class QueuePair(Handle):
             timeout=attr.timeout,
             retry_cnt=attr.retry_cnt,
             rnr_retry=attr.rnr_retry,
+            qkey=attr.qkey,
+            cur_qp_state=QpState(<int>attr.cur_qp_state),
+            en_sqd_async_notify=bool(attr.en_sqd_async_notify),
+            sq_draining=bool(attr.sq_draining),
             sq_sig_all=bool(init.sq_sig_all),
         )
 
@@ -222,6 +283,11 @@ cdef class QueuePair(Handle):
         uint32_t imm_data=0,
         uint64_t compare_add=0,
         uint64_t swap=0,
+        uint32_t invalidate_rkey=0,
+        AddressHandle ah=None,
+        uint32_t remote_qpn=0,
+        uint32_t remote_qkey=0,
+        uint32_t remote_srqn=0,
     ):
         """Post a send work request: ``ibv_post_send``.
 
@@ -229,6 +295,10 @@ cdef class QueuePair(Handle):
         :param sges: local memory as ``(address, length, lkey)``, in order.
         :param flags: `SendFlags`.
         :param imm_data: 32 bits for the ``WITH_IMM`` forms, in host order.
+        :param invalidate_rkey: the peer's key for ``SEND_WITH_INV``, one of this side for ``LOCAL_INV``.
+        :param ah: the way of a datagram, on a queue pair of type UD, to the number `remote_qpn` there, which must have
+            `remote_qkey`.
+        :param remote_srqn: on one of type XRC_SEND, the number of the shared receive queue.
         """
         cdef v.ibv_send_wr wr
         cdef v.ibv_send_wr *bad = NULL
@@ -239,8 +309,14 @@ cdef class QueuePair(Handle):
         wr.wr_id = wr_id
         wr.opcode = <v.ibv_wr_opcode>kind
         wr.send_flags = flags
-        wr.imm_data = socket.htonl(imm_data)
-        if kind == <int>v.IBV_WR_ATOMIC_CMP_AND_SWP or kind == <int>v.IBV_WR_ATOMIC_FETCH_AND_ADD:
+        if kind == <int>v.IBV_WR_SEND_WITH_INV or kind == <int>v.IBV_WR_LOCAL_INV:
+            wr.invalidate_rkey = invalidate_rkey
+        else:
+            wr.imm_data = v.htonl(imm_data)
+        if self._type == <int>v.IBV_QPT_UD:
+            wr.wr.ud.remote_qpn = remote_qpn
+            wr.wr.ud.remote_qkey = remote_qkey
+        elif kind == <int>v.IBV_WR_ATOMIC_CMP_AND_SWP or kind == <int>v.IBV_WR_ATOMIC_FETCH_AND_ADD:
             wr.wr.atomic.remote_addr = remote_addr
             wr.wr.atomic.rkey = rkey
             wr.wr.atomic.compare_add = compare_add
@@ -248,19 +324,110 @@ cdef class QueuePair(Handle):
         else:
             wr.wr.rdma.remote_addr = remote_addr
             wr.wr.rdma.rkey = rkey
+        wr.qp_type.xrc.remote_srqn = remote_srqn
         self._enter()
         try:
-            list_ = _make_sges(sges, &wr.num_sge, &total)
-            wr.sg_list = list_
-            if total >= RELEASE_GIL_BYTES:
-                with nogil:
+            if kind == <int>v.IBV_WR_BIND_MW:
+                raise ValueError("a memory window is bound by bind_window")
+            if ah is not None or self._type == <int>v.IBV_QPT_UD:
+                self._check_way(ah)
+                ah._enter()
+                wr.wr.ud.ah = ah.pointer
+            if remote_srqn and self._type != <int>v.IBV_QPT_XRC_SEND:
+                raise ValueError(f"remote_srqn is for queue pairs of type XRC_SEND, {self!r} is {self.qp_type.name}")
+            try:
+                list_ = _make_sges(sges, &wr.num_sge, &total)
+                wr.sg_list = list_
+                if total >= RELEASE_GIL_BYTES:
+                    with nogil:
+                        error = v.verbs_post_send(self.pointer, &wr, &bad)
+                else:
                     error = v.verbs_post_send(self.pointer, &wr, &bad)
-            else:
-                error = v.verbs_post_send(self.pointer, &wr, &bad)
+            finally:
+                PyMem_Free(list_)
+                if ah is not None:
+                    ah._leave()                     # providers copy what they need of it
         finally:
-            PyMem_Free(list_)
             self._leave()
         self._check("ibv_post_send", error)
+
+    cdef int _check_way(self, AddressHandle ah) except -1:
+        if self._type != <int>v.IBV_QPT_UD:
+            raise ValueError(f"ah is for queue pairs of type UD, {self!r} is {self.qp_type.name}")
+        if ah is None:
+            raise ValueError(f"{self!r} is UD: a datagram needs ah, an AddressHandle")
+        if ah.context is not self.context:
+            raise ValueError(f"{ah!r} is of another context than {self!r}")
+        return 0
+
+    def bind_window(
+        self,
+        MemoryWindow window not None,
+        MemoryRegion region,
+        uint64_t address,
+        uint64_t length,
+        access,
+        *,
+        uint64_t wr_id=0,
+        int flags=0,
+        rkey=None,
+    ):
+        """Post a request that binds a memory window: ``ibv_bind_mw``, or ``IBV_WR_BIND_MW`` for one of type 2.
+
+        `MemoryWindow.rkey` is the new key from here on; it is good when the request has completed.
+
+        :param region: a memory region with ``AccessFlags.MW_BIND``; None only to unbind.
+        :param address: where the window begins.
+        :param length: its size in bytes; 0 unbinds a window of type 1.
+        :param access: what may be done through it, `AccessFlags`.
+        :param flags: `SendFlags`.
+        :param rkey: the new key of a window of type 2: the old one, but for the low byte. Without it, the next one.
+        """
+        cdef v.ibv_mw_bind bind
+        cdef unsigned int rights = access
+        cdef uint32_t key = 0
+        cdef int error
+        memset(&bind, 0, sizeof(bind))
+        bind.wr_id = wr_id
+        bind.send_flags = flags
+        bind.bind_info.addr = address
+        bind.bind_info.length = length
+        bind.bind_info.mw_access_flags = rights
+        held = _enter_all((self, window, region))
+        try:
+            for part in (window, region):
+                if part is not None and (<Handle>part).context is not self.context:
+                    raise ValueError(f"{part!r} is of another context than {self!r}")
+            if region is None and (length or address):
+                raise ValueError("a window is bound to a region; without one, address and length are 0")
+            if region is not None:
+                bind.bind_info.mr = region.pointer
+            if window.mw_type == <int>v.IBV_MW_TYPE_1:
+                if rkey is not None:
+                    raise ValueError("the device chooses the key of a window of type 1: leave rkey out")
+                error = v.verbs_bind_mw(self.pointer, window.pointer, &bind)
+            else:
+                key = rkey if rkey is not None else _next_key(window.pointer.rkey)
+                error = self._post_bind(window, &bind, key)
+        finally:
+            _leave_all(held)
+        self._check("ibv_bind_mw" if window.mw_type == <int>v.IBV_MW_TYPE_1 else "ibv_post_send", error)
+
+    cdef int _post_bind(self, MemoryWindow window, v.ibv_mw_bind *bind, uint32_t key) except? -1:
+        cdef v.ibv_send_wr wr
+        cdef v.ibv_send_wr *bad = NULL
+        cdef int error
+        memset(&wr, 0, sizeof(wr))
+        wr.wr_id = bind.wr_id
+        wr.opcode = v.IBV_WR_BIND_MW
+        wr.send_flags = bind.send_flags
+        wr.bind_mw.mw = window.pointer
+        wr.bind_mw.rkey = key
+        wr.bind_mw.bind_info = bind.bind_info
+        error = v.verbs_post_send(self.pointer, &wr, &bad)
+        if not error:
+            window.pointer.rkey = key               # providers leave this to their callers
+        return error
 
     def post_recv(self, sges=(), *, uint64_t wr_id=0):
         """Post a receive: ``ibv_post_recv``.
@@ -285,60 +452,24 @@ cdef class QueuePair(Handle):
         self._check("ibv_post_recv", error)
 
 
-cdef v.ibv_sge *_make_sges(sges, int *entries, uint64_t *total) except? NULL:
-    cdef Py_ssize_t count = len(sges), i
-    cdef v.ibv_sge *result
-    if count > MAX_SGE:
-        raise ValueError(f"a work request has {MAX_SGE} scatter/gather entries at most, not {count}")
-    entries[0] = count
-    if not count:
-        return NULL
-    result = <v.ibv_sge *>PyMem_Malloc(count * sizeof(v.ibv_sge))
-    if not result:
-        raise MemoryError
-    try:
-        for i in range(count):
-            address, length, lkey = sges[i]
-            result[i].addr = PyNumber_Index(address)     # a float would be cut off
-            result[i].length = PyNumber_Index(length)
-            result[i].lkey = PyNumber_Index(lkey)
-            total[0] += result[i].length
-    except BaseException:
-        PyMem_Free(result)
-        raise
-    return result
-
-
-cdef int _fill_av(v.ibv_ah_attr *to, av) except -1:
-    cdef const unsigned char[:] dgid
-    to.dlid = av.dlid
-    to.sl = av.sl
-    to.src_path_bits = av.src_path_bits
-    to.static_rate = av.static_rate
-    to.port_num = av.port_num
-    to.is_global = 1 if av.dgid else 0
-    if av.dgid:
-        dgid = av.dgid
-        if dgid.shape[0] != 16:
-            raise ValueError(f"a GID has 16 bytes, this one {dgid.shape[0]}")
-        memcpy(to.grh.dgid.raw, &dgid[0], 16)
-        to.grh.flow_label = av.flow_label
-        to.grh.sgid_index = av.sgid_index
-        to.grh.hop_limit = av.hop_limit
-        to.grh.traffic_class = av.traffic_class
-    return 0
-
-
-cdef object _read_av(v.ibv_ah_attr *av):
-    return AddressVector(
-        dgid=(<char *>av.grh.dgid.raw)[:16] if av.is_global else b"",
-        sgid_index=av.grh.sgid_index,
-        port_num=av.port_num,
-        hop_limit=av.grh.hop_limit,
-        flow_label=av.grh.flow_label,
-        traffic_class=av.grh.traffic_class,
-        dlid=av.dlid,
-        sl=av.sl,
-        src_path_bits=av.src_path_bits,
-        static_rate=av.static_rate,
+cdef object _check_parts(qp_type, dict parts):
+    # What a queue pair is made of depends on its type; the context of its parts is its own.
+    needed = {QpType.XRC_RECV: ("xrc_domain",), QpType.XRC_SEND: ("pd", "send_cq")}.get(
+        qp_type, ("pd", "send_cq", "recv_cq")
     )
+    optional = () if qp_type in (QpType.XRC_RECV, QpType.XRC_SEND) else ("srq",)
+    for name, part in parts.items():
+        if part is None and name in needed:
+            raise ValueError(f"a queue pair of type {qp_type.name} needs {name}")
+        if part is not None and name not in needed + optional:
+            raise ValueError(f"a queue pair of type {qp_type.name} has no {name}: leave it out")
+    first, *others = (<Handle>part for part in parts.values() if part is not None)
+    for part in others:
+        if (<Handle>part).context is not (<Handle>first).context:
+            raise ValueError(f"{part!r} is of another context than {first!r}")
+    return (<Handle>first).context
+
+
+cdef uint32_t _next_key(uint32_t key) noexcept:
+    # The low byte is its owner's to choose.
+    return (key & 0xffffff00) | ((key + 1) & 0xff)

@@ -234,10 +234,14 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *context, struct ibv_
 /* A protection domain: of its own, or a further instance of a shared one (under device->lock). NULL and errno. */
 struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared);
 
+/* Under device->lock: its last instance goes. */
+void soft_domain_free(struct soft_device *device, struct soft_domain *domain);
+
 /* For who makes a region or window and before it can be found; and for who gives it back, when nobody finds it any
  * more and before its number is free again. The domain counts it as a reference meanwhile. */
 void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number);
 void soft_pd_release(struct soft_pd *pd, struct soft_key *key);
+void soft_pd_restore(struct soft_pd *pd, struct soft_key *key); /* it is found again, unless it is dead */
 
 struct soft_xrcd {
     struct ibv_xrcd xrcd;
@@ -298,6 +302,7 @@ int soft_dereg_mr(struct ibv_mr *mr);
 struct ibv_mw *soft_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 int soft_dealloc_mw(struct ibv_mw *mw);
+void soft_mw_die(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
 
 /* Local memory. In a grace section. NULL where the key is not of a region of `pd`'s domain, the range leaves the
  * region, or a bit of `access` was not granted. The address stays good until the section ends. */
@@ -558,26 +563,25 @@ struct soft_qp {
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
 
-    struct soft_lock sq_lock;                /* the sending device half */
-    uint32_t next_psn;                       /* sq */
-    uint32_t retries_left, rnr_left;         /* sq */
-    bool begun;                              /* sq: the request at sq.taken was tried before */
-    bool waiting;                            /* sq: a request is to be tried again, or never (timeout 0) */
-    bool unanswered;                         /* sq: ... since nobody answered */
-    uint64_t retry_ns;                       /* sq: when; UINT64_MAX: never */
-    bool drain_notify;                       /* sq: SQ_DRAINED is to be raised */
-    uint64_t fault_requests, fault_attempts; /* sq: what the fault plan counts */
+    struct soft_lock sq_lock;        /* the sending device half */
+    uint32_t next_psn;               /* sq */
+    uint32_t retries_left, rnr_left; /* sq */
+    bool begun;                      /* sq: the request at sq.taken was tried before */
+    bool waiting;                    /* sq: a request is to be tried again, or never (timeout 0) */
+    bool unanswered;                 /* sq: ... since nobody answered */
+    uint64_t retry_ns;               /* sq: when; UINT64_MAX: never */
+    bool drain_notify;               /* sq: SQ_DRAINED is to be raised */
 
     struct soft_lock rq_lock; /* the receiving device half */
     uint32_t expected_psn;    /* rq */
     bool established;         /* rq: COMM_EST was raised */
     bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
-    uint64_t fault_receives;  /* rq */
 
     bool queued; /* under engine.lock, like the next two */
     struct soft_qp *next_queued;
     struct soft_timer timer;
     struct soft_event_source events;
+    struct soft_fault_counts fault_counts; /* under the fault plan's lock */
 };
 
 static inline struct soft_qp *to_soft_qp(struct ibv_qp *qp)

@@ -116,10 +116,13 @@ struct ibv_context *soft_open(const struct soft_options *options)
     context->generation = soft_generation;
     context->mode = options->mode;
     atomic_init(&context->delay_ns, options->delay_ns);
-    context->faults = soft_faults_new();
-    error = context->faults ? soft_engine_init(context) : ENOMEM;
+    context->faults = soft_faults_new(atomic_load(&device->serial));
+    error = context->faults ? 0 : ENOMEM;
     if (error)
         goto free_context;
+    error = soft_engine_init(context);
+    if (error)
+        goto free_faults;
 
     verbs = &context->verbs;
     verbs->sz = sizeof(*verbs);
@@ -141,8 +144,9 @@ destroy_events:
     soft_events_destroy(context);
 destroy_engine:
     soft_engine_destroy(context);
+free_faults:
+    soft_faults_free(context);
 free_context:
-    soft_faults_free(context->faults);
     free(context);
     errno = error;
     return NULL;
@@ -161,7 +165,7 @@ int soft_close_device(struct ibv_context *ibv_context)
     soft_engine_destroy(context);
     soft_events_destroy(context);
     pthread_mutex_destroy(&ibv_context->mutex);
-    soft_faults_free(context->faults);
+    soft_faults_free(context);
     free(context);
     return 0;
 }

@@ -62,6 +62,14 @@ void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number)
     pthread_mutex_unlock(&pd->lock);
 }
 
+void soft_pd_restore(struct soft_pd *pd, struct soft_key *key)
+{
+    pthread_mutex_lock(&pd->lock);
+    if (!atomic_load(&key->dead))
+        soft_table_publish(&to_soft_context(pd->pd.context)->device->keys, key->number, key);
+    pthread_mutex_unlock(&pd->lock);
+}
+
 void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
 {
     bool last;
@@ -78,30 +86,85 @@ void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
         free_pd(pd);
 }
 
-int soft_dealloc_pd(struct ibv_pd *ibv_pd)
+/* Under device->lock. An instance of a shared domain takes its regions and windows with it: nobody finds them any more.
+ * Otherwise, and for all else, what refers to it keeps it. */
+static int leave_domain(struct soft_device *device, struct soft_pd *pd)
 {
-    struct soft_context *context = to_soft_context(ibv_pd->context);
-    struct soft_pd *pd = to_soft_pd(ibv_pd);
+    bool shared = pd->domain->share, busy;
+    struct soft_key *key;
+
+    pthread_mutex_lock(&pd->lock); /* who releases the last key has left by then */
+    busy = atomic_load(&pd->references) != (shared ? pd->key_count : 0);
+    for (key = busy ? NULL : pd->keys; key; key = key->next) {
+        atomic_store(&key->dead, true);
+        soft_table_withdraw(&device->keys, key->number);
+    }
+    pthread_mutex_unlock(&pd->lock);
+    if (busy)
+        return EBUSY;
+    if (atomic_fetch_sub(&pd->domain->instances, 1) == 1)
+        soft_domain_free(device, pd->domain);
+    return 0;
+}
+
+/* Nobody finds its keys any more. It stays as long as one of them is to be given back. */
+static void end_instance(struct soft_pd *pd)
+{
+    struct soft_key *key;
+    bool last;
+
+    grace_wait(); /* nobody is in its memory */
+    pthread_mutex_lock(&pd->lock);
+    for (key = pd->keys; key; key = key->next)
+        if (key->is_window)
+            soft_mw_die(container_of(key, struct soft_mw, key));
+    pd->gone = true;
+    last = !pd->keys;
+    pthread_mutex_unlock(&pd->lock);
+    if (last)
+        free_pd(pd);
+}
+
+static int dealloc_base(struct soft_context *context, struct soft_pd *pd)
+{
+    struct soft_device *device = context->device;
+    int error;
+
+    pthread_mutex_lock(&device->lock);
+    error = leave_domain(device, pd);
+    pthread_mutex_unlock(&device->lock);
+    if (error)
+        return error;
+    end_instance(pd);
+    atomic_fetch_sub(&context->pds, 1);
+    return 0;
+}
+
+static int dealloc_parent(struct soft_context *context, struct soft_pd *pd)
+{
     bool busy;
 
-    if (soft_stale(context))
-        return ENODEV;
-    pthread_mutex_lock(&pd->lock); /* who releases the last key has left by then */
+    pthread_mutex_lock(&pd->lock);
     busy = atomic_load(&pd->references) != 0;
     pthread_mutex_unlock(&pd->lock);
     if (busy)
         return EBUSY;
-    if (pd->base == pd) {
-        free(pd->domain);
-        atomic_fetch_sub(&context->pds, 1);
-    } else {
-        atomic_fetch_sub(&pd->base->references, 1);
-        if (pd->td)
-            atomic_fetch_sub(&pd->td->references, 1);
-        atomic_fetch_sub(&context->parent_domains, 1);
-    }
+    atomic_fetch_sub(&pd->base->references, 1);
+    if (pd->td)
+        atomic_fetch_sub(&pd->td->references, 1);
+    atomic_fetch_sub(&context->parent_domains, 1);
     free_pd(pd);
     return 0;
+}
+
+int soft_dealloc_pd(struct ibv_pd *ibv_pd)
+{
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_pd *pd = to_soft_pd(ibv_pd);
+
+    if (soft_stale(context))
+        return ENODEV;
+    return pd->base == pd ? dealloc_base(context, pd) : dealloc_parent(context, pd);
 }
 
 /* ---- Thread domains -------------------------------------------------------------------------------------- */
@@ -244,19 +307,4 @@ void soft_memory_put(struct soft_memory *memory)
     else
         free(memory->address);
     memory->address = NULL;
-}
-
-/* ---- To come ---- */
-
-int soft_alloc_shpd(struct ibv_pd *pd, uint64_t share_key, uint32_t *share)
-{
-    (void)pd, (void)share_key, (void)share;
-    return EOPNOTSUPP;
-}
-
-struct ibv_pd *soft_share_pd(struct ibv_context *context, uint32_t share, uint64_t share_key)
-{
-    (void)context, (void)share, (void)share_key;
-    errno = EOPNOTSUPP;
-    return NULL;
 }

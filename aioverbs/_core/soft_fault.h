@@ -11,18 +11,56 @@
 #include "verbs_abi.h"
 
 /* X(name): the verbs of the device, as a fault plan names and counts them. */
-#define SOFT_VERBS(X)                                                                                                 \
-    X(close_device)                                                                                                   \
-    X(query_device)                                                                                                   \
-    X(query_device_ex)                                                                                                \
-    X(query_port)                                                                                                     \
-    X(query_gid) X(query_pkey) X(query_rt_values) X(get_async_event) X(alloc_pd) X(dealloc_pd) X(alloc_td)            \
-        X(dealloc_td) X(alloc_parent_domain) X(alloc_shpd) X(share_pd) X(open_xrcd) X(close_xrcd) X(reg_mr)           \
-            X(dereg_mr) X(alloc_mw) X(bind_mw) X(dealloc_mw) X(create_comp_channel) X(destroy_comp_channel)           \
-                X(get_cq_event) X(create_cq) X(create_cq_ex) X(resize_cq) X(modify_cq) X(destroy_cq) X(req_notify_cq) \
-                    X(poll_cq) X(start_poll) X(create_srq) X(create_srq_ex) X(modify_srq) X(query_srq) X(get_srq_num) \
-                        X(destroy_srq) X(post_srq_recv) X(create_qp) X(create_qp_ex) X(query_qp) X(modify_qp)         \
-                            X(destroy_qp) X(post_send) X(post_recv) X(create_ah) X(destroy_ah)
+#define SOFT_VERBS(X)       \
+    X(close_device)         \
+    X(query_device)         \
+    X(query_device_ex)      \
+    X(query_port)           \
+    X(query_gid)            \
+    X(query_pkey)           \
+    X(query_rt_values)      \
+    X(get_async_event)      \
+    X(alloc_pd)             \
+    X(dealloc_pd)           \
+    X(alloc_td)             \
+    X(dealloc_td)           \
+    X(alloc_parent_domain)  \
+    X(alloc_shpd)           \
+    X(share_pd)             \
+    X(open_xrcd)            \
+    X(close_xrcd)           \
+    X(reg_mr)               \
+    X(dereg_mr)             \
+    X(alloc_mw)             \
+    X(bind_mw)              \
+    X(dealloc_mw)           \
+    X(create_comp_channel)  \
+    X(destroy_comp_channel) \
+    X(get_cq_event)         \
+    X(create_cq)            \
+    X(create_cq_ex)         \
+    X(resize_cq)            \
+    X(modify_cq)            \
+    X(destroy_cq)           \
+    X(req_notify_cq)        \
+    X(poll_cq)              \
+    X(start_poll)           \
+    X(create_srq)           \
+    X(create_srq_ex)        \
+    X(modify_srq)           \
+    X(query_srq)            \
+    X(get_srq_num)          \
+    X(destroy_srq)          \
+    X(post_srq_recv)        \
+    X(create_qp)            \
+    X(create_qp_ex)         \
+    X(query_qp)             \
+    X(modify_qp)            \
+    X(destroy_qp)           \
+    X(post_send)            \
+    X(post_recv)            \
+    X(create_ah)            \
+    X(destroy_ah)
 
 enum soft_verb {
 #define X(name) SOFT_VERB_##name,
@@ -44,12 +82,13 @@ struct soft_strike {
 struct soft_fault_record {
     enum { SOFT_RECORD_VERB, SOFT_RECORD_REQUEST, SOFT_RECORD_RECEIVE, SOFT_RECORD_LOSS } what;
     uint32_t which;   /* enum soft_verb, or a queue pair's number */
-    uint64_t ordinal; /* of the call or request */
+    uint64_t ordinal; /* of the call or request, as the rule counts them; what its chance was drawn for */
     uint32_t value;   /* errno or status */
 };
 
 /* All of these take a lock of their own; any thread may call them, not from an allocator. 0, or an errno: EINVAL,
- * ENOMEM (the plan is as it was). Counting begins when the rule is made. */
+ * ENOMEM (the plan is as it was), ENODEV (after a fork). Counting begins when the rule is made. Each rule counts all
+ * that it is about; where several strike at once, the oldest one decides. A rule that can strike no more is gone. */
 
 /* Calls of a verb (SOFT_ANY_VERB: of all, counted together) fail with `error` and do nothing. */
 int soft_fault_verb(struct ibv_context *context, enum soft_verb verb, struct soft_strike strike, int error);
@@ -90,7 +129,7 @@ void soft_fault_clear(struct ibv_context *context);
 void soft_fault_count(struct ibv_context *context, bool on);
 uint64_t soft_fault_calls(struct ibv_context *context, enum soft_verb verb);
 
-/* What was done so far, oldest first: copies up to `room` records from `from` on and returns how many there are in
+/* What was done so far, oldest first: copies up to `room` records from `from` on and returns how many there were in
  * all. The oldest 4096 are kept. */
 size_t soft_fault_records(struct ibv_context *context, size_t from, struct soft_fault_record *records, size_t room);
 
@@ -102,12 +141,18 @@ struct soft_cqe;
 struct soft_qp;
 struct soft_srq;
 
-struct soft_faults *soft_faults_new(void);
-void soft_faults_free(struct soft_faults *faults);
+/* What chances were drawn for a queue pair since `epoch`. Under the plan's lock. */
+struct soft_fault_counts {
+    uint64_t epoch, attempts, delays;
+};
+
+struct soft_faults *soft_faults_new(uint64_t first_serial); /* of the queue pairs to come */
+void soft_faults_free(struct soft_context *context);
 int soft_fault_refusal(struct soft_context *context, enum soft_verb verb);
 
-/* These are asked only while SOFT_SPECIAL_FAULTS is set. Under sq_lock (a request; a loss; the delay when one is
- * posted) or rq_lock (a receive) or both. SUCCESS: nothing happens. */
+/* These are asked only while SOFT_SPECIAL_FAULTS is set, under whatever lock of the queue pair: once for each request
+ * or receive, and the first time that it is tried; for each attempt to deliver a message; for each request that is
+ * posted. SUCCESS: nothing happens. */
 enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err);
 bool soft_fault_loses(struct soft_qp *qp);
 uint64_t soft_fault_delay(struct soft_qp *qp);
@@ -115,7 +160,8 @@ uint64_t soft_fault_delay(struct soft_qp *qp);
 /* In place of soft_cq_push. */
 bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);
 
-/* Forgets what is held of a queue pair or shared receive queue; as soft_cq_purge, which calls it. */
+/* Forgets what is held of a queue pair or shared receive queue, and gives credits back, as soft_cq_purge does, which
+ * calls it before it looks at the ring: what is being released meanwhile must be in there when this returns. */
 void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
                       const struct soft_srq *srq);
 

@@ -89,11 +89,12 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 
     if (soft_stale(context))
         return ENODEV;
+    if (atomic_load(&mr->windows)) /* who uses it meanwhile is not to notice */
+        return EBUSY;
     soft_table_withdraw(&context->device->keys, number);
     grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
     if (atomic_load(&mr->windows)) {
-        if (!atomic_load(&mr->key.dead))
-            soft_table_publish(&context->device->keys, number, &mr->key);
+        soft_pd_restore(mr->pd, &mr->key);
         return EBUSY;
     }
     soft_pd_release(mr->pd, &mr->key);

@@ -45,6 +45,13 @@ static void unbind(struct soft_mw *mw)
     mw->bound = false;
 }
 
+void soft_mw_die(struct soft_mw *mw)
+{
+    soft_lock_take(&mw->lock);
+    unbind(mw);
+    soft_lock_give(&mw->lock);
+}
+
 int soft_dealloc_mw(struct ibv_mw *ibv_mw)
 {
     struct soft_mw *mw = container_of(ibv_mw, struct soft_mw, mw);
@@ -54,7 +61,7 @@ int soft_dealloc_mw(struct ibv_mw *ibv_mw)
         return ENODEV;
     soft_table_withdraw(&context->device->keys, ibv_mw->handle);
     grace_wait(); /* nobody finds it, nobody is in it */
-    unbind(mw);
+    soft_mw_die(mw);
     soft_pd_release(mw->pd, &mw->key);
     soft_table_release(&context->device->keys, ibv_mw->handle);
     atomic_fetch_sub(&context->mws, 1);
@@ -175,10 +182,11 @@ static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const s
 {
     uint64_t offset = address - mw->address;
 
-    if (!mw->bound || atomic_load(&mw->mr->key.dead) || mw->rkey != key || mw->pd->domain != pd->domain ||
-        (mw->access & access) != access)
+    if (!mw->bound || mw->rkey != key || mw->pd->domain != pd->domain || (mw->access & access) != access)
         return false;
     if (mw->mw.type == IBV_MW_TYPE_2 && mw->qp_serial != qp->serial)
+        return false;
+    if (atomic_load(&mw->mr->key.dead)) /* of an instance that went, where the window's did not */
         return false;
     return offset <= mw->length && length <= mw->length - offset;
 }

@@ -3,6 +3,11 @@
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 
+cdef extern from "<arpa/inet.h>" nogil:
+    uint32_t htonl(uint32_t)
+    uint32_t ntohl(uint32_t)
+
+
 cdef extern from "verbs_abi.h" nogil:
     union ibv_gid:
         uint8_t raw[16]
@@ -66,6 +71,20 @@ cdef extern from "verbs_abi.h" nogil:
         uint8_t phys_state
         uint8_t link_layer
 
+    enum ibv_event_type:
+        pass
+
+    # Unions and structures inside of others have no names in C; these are only ever reached through those.
+    union _ibv_event_element:
+        ibv_cq *cq
+        ibv_qp *qp
+        ibv_srq *srq
+        int port_num
+
+    struct ibv_async_event:
+        _ibv_event_element element
+        ibv_event_type event_type
+
     struct ibv_pd:
         ibv_context *context
         uint32_t handle
@@ -108,6 +127,25 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t lkey
         uint32_t rkey
 
+    enum ibv_mw_type:
+        IBV_MW_TYPE_1
+        IBV_MW_TYPE_2
+
+    struct ibv_mw:
+        ibv_context *context
+        uint32_t rkey
+
+    struct ibv_mw_bind_info:
+        ibv_mr *mr
+        uint64_t addr
+        uint64_t length
+        unsigned int mw_access_flags
+
+    struct ibv_mw_bind:
+        uint64_t wr_id
+        unsigned int send_flags
+        ibv_mw_bind_info bind_info
+
     struct ibv_comp_channel:
         int fd
 
@@ -133,12 +171,18 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t (*read_qp_num)(ibv_cq_ex *) noexcept nogil
         uint32_t (*read_src_qp)(ibv_cq_ex *) noexcept nogil
         unsigned int (*read_wc_flags)(ibv_cq_ex *) noexcept nogil
+        uint32_t (*read_slid)(ibv_cq_ex *) noexcept nogil
+        uint8_t (*read_sl)(ibv_cq_ex *) noexcept nogil
+        uint64_t (*read_completion_ts)(ibv_cq_ex *) noexcept nogil
 
     enum:
         IBV_WC_EX_WITH_BYTE_LEN
         IBV_WC_EX_WITH_IMM
         IBV_WC_EX_WITH_QP_NUM
         IBV_WC_EX_WITH_SRC_QP
+        IBV_WC_EX_WITH_SLID
+        IBV_WC_EX_WITH_SL
+        IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
         IBV_CQ_INIT_ATTR_MASK_FLAGS
         IBV_CQ_INIT_ATTR_MASK_PD
         IBV_CREATE_CQ_ATTR_SINGLE_THREADED
@@ -153,11 +197,26 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t flags
         ibv_pd *parent_domain
 
+    enum:
+        IBV_CQ_ATTR_MODERATE
+
+    struct ibv_moderate_cq:
+        uint16_t cq_count
+        uint16_t cq_period
+
+    struct ibv_modify_cq_attr:
+        uint32_t attr_mask
+        ibv_moderate_cq moderate
+
     enum ibv_wc_status:
         pass
 
     enum ibv_wc_opcode:
         pass
+
+    enum:
+        IBV_WC_WITH_IMM
+        IBV_WC_WITH_INV
 
     struct ibv_wc:
         uint64_t wr_id
@@ -169,6 +228,44 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t qp_num
         uint32_t src_qp
         unsigned int wc_flags
+        uint16_t slid
+        uint8_t sl
+
+    enum:
+        IBV_SRQ_MAX_WR
+        IBV_SRQ_LIMIT
+
+    struct ibv_srq_attr:
+        uint32_t max_wr
+        uint32_t max_sge
+        uint32_t srq_limit
+
+    struct ibv_srq_init_attr:
+        void *srq_context
+        ibv_srq_attr attr
+
+    enum ibv_srq_type:
+        IBV_SRQT_BASIC
+        IBV_SRQT_XRC
+
+    enum:
+        IBV_SRQ_INIT_ATTR_TYPE
+        IBV_SRQ_INIT_ATTR_PD
+        IBV_SRQ_INIT_ATTR_XRCD
+        IBV_SRQ_INIT_ATTR_CQ
+
+    struct ibv_srq_init_attr_ex:
+        void *srq_context
+        ibv_srq_attr attr
+        uint32_t comp_mask
+        ibv_srq_type srq_type
+        ibv_pd *pd
+        ibv_xrcd *xrcd
+        ibv_cq *cq
+
+    struct ibv_srq:
+        ibv_context *context
+        void *srq_context
 
     struct ibv_global_route:
         ibv_gid dgid
@@ -186,8 +283,12 @@ cdef extern from "verbs_abi.h" nogil:
         uint8_t is_global
         uint8_t port_num
 
+    struct ibv_ah:
+        ibv_context *context
+
     struct ibv_qp:
         ibv_context *context
+        void *qp_context
         uint32_t qp_num
 
     struct ibv_qp_cap:
@@ -198,7 +299,9 @@ cdef extern from "verbs_abi.h" nogil:
         uint32_t max_inline_data
 
     enum ibv_qp_type:
-        pass
+        IBV_QPT_UD
+        IBV_QPT_XRC_SEND
+        IBV_QPT_XRC_RECV
 
     enum ibv_qp_state:
         pass
@@ -210,15 +313,29 @@ cdef extern from "verbs_abi.h" nogil:
         void *qp_context
         ibv_cq *send_cq
         ibv_cq *recv_cq
+        ibv_srq *srq
         ibv_qp_cap cap
         ibv_qp_type qp_type
         int sq_sig_all
 
     enum:
+        IBV_QP_INIT_ATTR_XRCD
+
+    struct ibv_qp_init_attr_ex:
+        void *qp_context
+        ibv_qp_cap cap
+        ibv_qp_type qp_type
+        uint32_t comp_mask
+        ibv_xrcd *xrcd
+
+    enum:
         IBV_QP_STATE
+        IBV_QP_CUR_STATE
+        IBV_QP_EN_SQD_ASYNC_NOTIFY
         IBV_QP_ACCESS_FLAGS
         IBV_QP_PKEY_INDEX
         IBV_QP_PORT
+        IBV_QP_QKEY
         IBV_QP_AV
         IBV_QP_PATH_MTU
         IBV_QP_TIMEOUT
@@ -234,7 +351,9 @@ cdef extern from "verbs_abi.h" nogil:
 
     struct ibv_qp_attr:
         ibv_qp_state qp_state
+        ibv_qp_state cur_qp_state
         ibv_mtu path_mtu
+        uint32_t qkey
         uint32_t rq_psn
         uint32_t sq_psn
         uint32_t dest_qp_num
@@ -242,6 +361,8 @@ cdef extern from "verbs_abi.h" nogil:
         ibv_qp_cap cap
         ibv_ah_attr ah_attr
         uint16_t pkey_index
+        uint8_t en_sqd_async_notify
+        uint8_t sq_draining
         uint8_t max_rd_atomic
         uint8_t max_dest_rd_atomic
         uint8_t min_rnr_timer
@@ -258,8 +379,10 @@ cdef extern from "verbs_abi.h" nogil:
     enum ibv_wr_opcode:
         IBV_WR_ATOMIC_CMP_AND_SWP
         IBV_WR_ATOMIC_FETCH_AND_ADD
+        IBV_WR_LOCAL_INV
+        IBV_WR_BIND_MW
+        IBV_WR_SEND_WITH_INV
 
-    # The unions inside of struct ibv_send_wr have no names in C; these are only ever reached through it.
     struct _ibv_wr_rdma:
         uint64_t remote_addr
         uint32_t rkey
@@ -270,9 +393,26 @@ cdef extern from "verbs_abi.h" nogil:
         uint64_t swap
         uint32_t rkey
 
+    struct _ibv_wr_ud:
+        ibv_ah *ah
+        uint32_t remote_qpn
+        uint32_t remote_qkey
+
     struct _ibv_wr:
         _ibv_wr_rdma rdma
         _ibv_wr_atomic atomic
+        _ibv_wr_ud ud
+
+    struct _ibv_wr_xrc:
+        uint32_t remote_srqn
+
+    struct _ibv_wr_qp_type:
+        _ibv_wr_xrc xrc
+
+    struct _ibv_wr_bind_mw:
+        ibv_mw *mw
+        uint32_t rkey
+        ibv_mw_bind_info bind_info
 
     struct ibv_send_wr:
         uint64_t wr_id
@@ -282,7 +422,10 @@ cdef extern from "verbs_abi.h" nogil:
         ibv_wr_opcode opcode
         unsigned int send_flags
         uint32_t imm_data
+        uint32_t invalidate_rkey
         _ibv_wr wr
+        _ibv_wr_qp_type qp_type
+        _ibv_wr_bind_mw bind_mw
 
     struct ibv_recv_wr:
         uint64_t wr_id
@@ -297,6 +440,8 @@ cdef extern from "verbs_table.h" nogil:
         int (*query_device)(ibv_context *, ibv_device_attr *) noexcept nogil
         int (*query_gid)(ibv_context *, uint8_t, int, ibv_gid *) noexcept nogil
         int (*query_pkey)(ibv_context *, uint8_t, int, uint16_t *) noexcept nogil
+        int (*get_async_event)(ibv_context *, ibv_async_event *) noexcept nogil
+        void (*ack_async_event)(ibv_async_event *) noexcept nogil
         ibv_pd *(*alloc_pd)(ibv_context *) noexcept nogil
         int (*dealloc_pd)(ibv_pd *) noexcept nogil
         ibv_mr *(*reg_mr)(ibv_pd *, void *, size_t, int) noexcept nogil
@@ -306,11 +451,18 @@ cdef extern from "verbs_table.h" nogil:
         int (*get_cq_event)(ibv_comp_channel *, ibv_cq **, void **) noexcept nogil
         void (*ack_cq_events)(ibv_cq *, unsigned int) noexcept nogil
         ibv_cq *(*create_cq)(ibv_context *, int, void *, ibv_comp_channel *, int) noexcept nogil
+        int (*resize_cq)(ibv_cq *, int) noexcept nogil
         int (*destroy_cq)(ibv_cq *) noexcept nogil
+        ibv_srq *(*create_srq)(ibv_pd *, ibv_srq_init_attr *) noexcept nogil
+        int (*modify_srq)(ibv_srq *, ibv_srq_attr *, int) noexcept nogil
+        int (*query_srq)(ibv_srq *, ibv_srq_attr *) noexcept nogil
+        int (*destroy_srq)(ibv_srq *) noexcept nogil
         ibv_qp *(*create_qp)(ibv_pd *, ibv_qp_init_attr *) noexcept nogil
         int (*query_qp)(ibv_qp *, ibv_qp_attr *, int, ibv_qp_init_attr *) noexcept nogil
         int (*modify_qp)(ibv_qp *, ibv_qp_attr *, int) noexcept nogil
         int (*destroy_qp)(ibv_qp *) noexcept nogil
+        ibv_ah *(*create_ah)(ibv_pd *, ibv_ah_attr *) noexcept nogil
+        int (*destroy_ah)(ibv_ah *) noexcept nogil
 
     const char *verbs_table_load(verbs_table *, const char *)
     void **verbs_table_slot(verbs_table *, const char *)
@@ -318,6 +470,10 @@ cdef extern from "verbs_table.h" nogil:
     int verbs_req_notify_cq(ibv_cq *, int)
     int verbs_post_send(ibv_qp *, ibv_send_wr *, ibv_send_wr **)
     int verbs_post_recv(ibv_qp *, ibv_recv_wr *, ibv_recv_wr **)
+    int verbs_post_srq_recv(ibv_srq *, ibv_recv_wr *, ibv_recv_wr **)
+    ibv_mw *verbs_alloc_mw(ibv_pd *, ibv_mw_type)
+    int verbs_bind_mw(ibv_qp *, ibv_mw *, ibv_mw_bind *)
+    int verbs_dealloc_mw(ibv_mw *)
     int verbs_query_port(ibv_context *, uint8_t, ibv_port_attr *)
     ibv_td *verbs_alloc_td(ibv_context *, ibv_td_init_attr *)
     int verbs_dealloc_td(ibv_td *)
@@ -325,6 +481,10 @@ cdef extern from "verbs_table.h" nogil:
     ibv_xrcd *verbs_open_xrcd(ibv_context *, ibv_xrcd_init_attr *)
     int verbs_close_xrcd(ibv_xrcd *)
     ibv_cq_ex *verbs_create_cq_ex(ibv_context *, ibv_cq_init_attr_ex *)
+    int verbs_modify_cq(ibv_cq *, ibv_modify_cq_attr *)
+    ibv_srq *verbs_create_srq_ex(ibv_context *, ibv_srq_init_attr_ex *)
+    int verbs_get_srq_num(ibv_srq *, uint32_t *)
+    ibv_qp *verbs_create_qp_ex(ibv_context *, ibv_qp_init_attr_ex *)
 
 
 cdef extern from "soft_device.h" nogil:
@@ -340,9 +500,13 @@ cdef extern from "soft_device.h" nogil:
         uint32_t pds
         uint32_t parent_domains
         uint32_t thread_domains
+        uint32_t xrcds
         uint32_t mrs
+        uint32_t mws
+        uint32_t ahs
         uint32_t channels
         uint32_t cqs
+        uint32_t srqs
         uint32_t qps
         uint32_t overlaps
 
@@ -350,6 +514,8 @@ cdef extern from "soft_device.h" nogil:
     ibv_context *soft_open(const soft_options *)
     void soft_count(ibv_context *, soft_counts *)
     int soft_set_delay(ibv_context *, uint64_t)
+    int soft_alloc_shpd(ibv_pd *, uint64_t, uint32_t *)
+    ibv_pd *soft_share_pd(ibv_context *, uint32_t, uint64_t)
     void soft_halt(ibv_context *)
     int soft_watch_forks()
     uint32_t soft_fork_count()

@@ -380,7 +380,7 @@ enum ibv_values_mask {
     IBV_VALUES_MASK_RESERVED = 1 << 1,
 };
 
-struct ibv_values_ex { /* grows */
+struct ibv_values_ex {  /* grows */
     uint32_t comp_mask; /* enum ibv_values_mask: in, what is asked for; out, what was told */
     struct timespec raw_clock;
 };

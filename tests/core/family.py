@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from aioverbs import MwType, QpType
 from aioverbs._core import domains, engine
+from aioverbs.attributes import AddressVector
 from tests.core.pairs import ALL_ACCESS
 
 
@@ -29,6 +32,33 @@ def _queue(context: engine.Context, channel: engine.CompletionChannel | None = N
     return engine.CompletionQueue(context, 16, channel)
 
 
+def _way(pd: engine.ProtectionDomain) -> engine.AddressHandle:
+    return engine.AddressHandle(pd, AddressVector(pd.context.query_gid(1, 1), sgid_index=1))
+
+
+def _srq(pd: engine.ProtectionDomain) -> engine.SharedReceiveQueue:
+    return engine.SharedReceiveQueue(pd, 16)
+
+
+def _xrc_srq(
+    pd: engine.ProtectionDomain, xrc_domain: domains.XrcDomain, cq: engine.CompletionQueue
+) -> engine.SharedReceiveQueue:
+    return engine.SharedReceiveQueue(pd, 16, xrc_domain=xrc_domain, cq=cq)
+
+
+def _qp_of_srq(
+    pd: engine.ProtectionDomain,
+    send_cq: engine.CompletionQueue,
+    recv_cq: engine.CompletionQueue,
+    srq: engine.SharedReceiveQueue,
+) -> engine.QueuePair:
+    return engine.QueuePair(pd, send_cq, recv_cq, srq=srq)
+
+
+def _xrc_receiver(xrc_domain: domains.XrcDomain) -> engine.QueuePair:
+    return engine.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
+
+
 # A child that pins a parent in each way there is; the parents stand before it.
 MEMBERS: dict[str, Member] = {
     "pd": Member(engine.ProtectionDomain, ("context",)),
@@ -40,8 +70,20 @@ MEMBERS: dict[str, Member] = {
     "queue": Member(_queue, ("context", "channel")),
     "queue without a channel": Member(_queue, ("context",)),
     "extended queue": Member(_extended_queue, ("context", "channel", "domain")),
+    "window": Member(partial(engine.MemoryWindow, mw_type=MwType.TYPE_1), ("pd",)),
+    "window of type 2": Member(partial(engine.MemoryWindow, mw_type=MwType.TYPE_2), ("domain",)),
+    "ah": Member(_way, ("pd",)),
+    "xrc domain": Member(domains.XrcDomain, ("context",)),
+    "srq": Member(_srq, ("pd",)),
+    "srq of a parent domain": Member(_srq, ("domain",)),
+    "xrc srq": Member(_xrc_srq, ("pd", "xrc domain", "queue")),
     "qp": Member(engine.QueuePair, ("pd", "queue", "queue without a channel")),
     "qp of a parent domain": Member(engine.QueuePair, ("domain", "extended queue", "extended queue")),
+    "qp of a srq": Member(_qp_of_srq, ("pd", "queue", "queue", "srq")),
+    "uc": Member(partial(engine.QueuePair, qp_type=QpType.UC), ("pd", "queue", "queue")),
+    "ud": Member(partial(engine.QueuePair, qp_type=QpType.UD), ("pd", "queue", "queue")),
+    "xrc sender": Member(partial(engine.QueuePair, qp_type=QpType.XRC_SEND), ("pd", "queue")),
+    "xrc receiver": Member(_xrc_receiver, ("xrc domain",)),
 }
 
 Family = dict[str, engine.Handle]

@@ -127,6 +127,11 @@ class End:
     memory: bytearray
     region: engine.MemoryRegion
 
+    @property
+    def pd(self) -> engine.ProtectionDomain:
+        """What it was made on."""
+        return self.region.pd
+
     def sge(self, offset: int = 0, length: int | None = None) -> Sge:
         """An entry of a scatter/gather list: a part of the memory, else all of it."""
         return self.region.address + offset, self.region.length if length is None else length, self.region.lkey

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aioverbs import AccessFlags, QpState, SendOpcode, VerbsError
+from aioverbs import AccessFlags, QpState, QpType, SendOpcode, VerbsError
 from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children, opened
@@ -42,7 +42,13 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
     "parent domain of a parent domain": (lambda o: domains.ParentDomain(o.domain), ValueError, "make the new one from"),
     "parent domain of two contexts": (lambda o: domains.ParentDomain(o.pd, o.other_td), ValueError, "another context"),
     "parent domain with a pd as td": (lambda o: domains.ParentDomain(o.pd, o.pd), TypeError, "ThreadDomain"),
-    "XRC domain": (lambda o: domains.XrcDomain(o.context), VerbsError, "EOPNOTSUPP"),
+    "XRC domain of None": (lambda o: domains.XrcDomain(o.none), TypeError, "NoneType"),
+    "XRC domain that is not there": (lambda o: domains.XrcDomain(o.context, -1, 0), VerbsError, "EINVAL"),
+    "XRC domain of a bad descriptor": (
+        lambda o: domains.XrcDomain(o.context, 1 << 20),
+        VerbsError,
+        "xrcd failed: EBADF",
+    ),
     "channel of None": (lambda o: engine.CompletionChannel(o.none), TypeError, "NoneType"),
     "queue of None": (lambda o: engine.CompletionQueue(o.none, 1), TypeError, "NoneType"),
     "queue of 0": (lambda o: engine.CompletionQueue(o.context, 0), ValueError, "1 completion at least, not 0"),
@@ -67,8 +73,8 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
         "ibv_create_cq_ex failed: EINVAL",
     ),
     "queue on a missing vector": (lambda o: engine.CompletionQueue(o.context, 1, comp_vector=1), VerbsError, "EINVAL"),
-    "qp of None": (lambda o: engine.QueuePair(o.none, o.queue, o.queue), TypeError, "NoneType"),
-    "qp without a queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.none), TypeError, "NoneType"),
+    "qp of None": (lambda o: engine.QueuePair(o.none, o.queue, o.queue), ValueError, "of type RC needs pd"),
+    "qp without a queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.none), ValueError, "of type RC needs recv_cq"),
     "qp on a channel": (lambda o: engine.QueuePair(o.pd, o.channel, o.queue), TypeError, "CompletionQueue"),
     "qp on another's queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "another context"),
     "qp too deep": (
@@ -92,9 +98,14 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
         "max_send_wr",
     ),
     "qp of a missing type": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=4),
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=QpType.RAW_PACKET),
         VerbsError,
         "ibv_create_qp failed: EOPNOTSUPP",
+    ),
+    "qp of an unknown type": (
+        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=99),
+        ValueError,
+        "99 is not a valid QpType",
     ),
     "qp of no type": (lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=o.text), TypeError, "int"),
 }

@@ -124,7 +124,7 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: engine.CompletionCha
     """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
     near, _ = pair
     near.qp.destroy()
-    domain = near.qp.pd
+    domain = near.pd
     other = make_end(domain)
     qp = engine.QueuePair(domain, near.cq, near.cq)
     connect(qp, other.qp)

@@ -173,7 +173,7 @@ def test_forks_from_threads_while_others_work(context: engine.Context) -> None:
         while not stop.is_set():
             near.qp.post_send(WRITE, [near.sge()], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
             succeed(near.cq)
-            engine.MemoryRegion(near.qp.pd, bytearray(8)).destroy()
+            engine.MemoryRegion(near.pd, bytearray(8)).destroy()
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -22,24 +22,42 @@ IDENTITY = {
     "channel",
     "closed",
     "context",
+    "cq",
     "destroy",
     "held",
+    "mw_type",
     "name",
     "num_comp_vectors",
+    "open_shared",
     "open_software",
     "parent_domain",
     "pd",
+    "qp_type",
     "recv_cq",
     "send_cq",
     "software",
+    "srq",
     "td",
+    "xrc_domain",
 }
+
+MODIFICATIONS: dict[type, tuple[int, ...]] = {engine.QueuePair: (QpState.INIT,), engine.CompletionQueue: (0, 0)}
+
+
+def a_window() -> engine.MemoryWindow:
+    """A memory window that is open, if there is one."""
+    windows = [handle for handle in engine.open_handles() if isinstance(handle, engine.MemoryWindow)]
+    return windows[0] if windows else engine.MemoryWindow.__new__(engine.MemoryWindow)
+
 
 # Arguments of those methods that need some.
 CALLS: dict[str, Callable[[Any], object]] = {
-    "modify": lambda qp: qp.modify(QpState.INIT),
+    "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
     "post_send": lambda qp: qp.post_send(SendOpcode.SEND),
+    "bind_window": lambda qp: qp.bind_window(a_window(), None, 0, 0, 0),
+    "resize": lambda cq: cq.resize(1),
     "set_delay": lambda context: context.set_delay(0),
+    "share": lambda pd: pd.share(0),
     "table_slot": lambda context: context.table_slot("alloc_pd"),
 }
 
@@ -79,7 +97,7 @@ def test_identity_stays(family: list[engine.Handle]) -> None:
             getattr(handle, name)
             for handle in family
             for name in public(handle)
-            if name in IDENTITY - {"closed", "destroy", "adopt", "open_software"}
+            if name in IDENTITY - {"closed", "destroy", "adopt", "open_shared", "open_software"}
         ]
 
     before = identity()

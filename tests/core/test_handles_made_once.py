@@ -6,7 +6,7 @@ import pytest
 
 from aioverbs import VerbsError
 from aioverbs._core import domains, engine
-from aioverbs.attributes import QpCapabilities
+from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children
 from tests.core.family import make_all
 
@@ -24,6 +24,12 @@ def arguments(handle: engine.Handle) -> tuple[object, ...]:
             return handle.pd, bytearray(8)
         case engine.CompletionQueue():
             return handle.context, 8
+        case engine.MemoryWindow():
+            return handle.pd, handle.mw_type
+        case engine.AddressHandle():
+            return handle.pd, AddressVector()
+        case engine.SharedReceiveQueue():
+            return handle.pd, 1
         case engine.QueuePair():
             return handle.pd, handle.send_cq, handle.recv_cq
         case _:

@@ -3,6 +3,7 @@
 import os
 import threading
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_order(pair: tuple[End, End]) -> None:
 
 def test_fence_and_reads_between_writes(pair: tuple[End, End]) -> None:
     near, far = pair
-    remote = {"remote_addr": far.region.address, "rkey": far.region.rkey}
+    remote: Any = {"remote_addr": far.region.address, "rkey": far.region.rkey}
     written = bytes(near.memory[:24])
     for offset in (0, 8, 16):
         near.qp.post_send(SendOpcode.RDMA_WRITE, [near.sge(offset, 8)], **remote)

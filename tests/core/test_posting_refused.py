@@ -26,6 +26,7 @@ REFUSED: dict[str, tuple[Callable[[End], object], int]] = {
     ),
     "unknown flag": (lambda end: end.qp.post_send(SEND, flags=1 << 10), errno.EINVAL),
     "unknown opcode": (lambda end: end.qp.post_send(99), errno.EINVAL),
+    "an atomic write": (lambda end: end.qp.post_send(SendOpcode.ATOMIC_WRITE), errno.EOPNOTSUPP),
     "segmentation": (lambda end: end.qp.post_send(SendOpcode.TSO), errno.EOPNOTSUPP),
 }
 

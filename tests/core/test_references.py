@@ -44,6 +44,7 @@ def test_a_handle_keeps_what_it_was_made_from(context: engine.Context) -> None:
     qp = make()
     gc.collect()
     assert isinstance(qp.pd, domains.ParentDomain)
+    assert qp.send_cq is not None
     assert qp.send_cq.channel is not None
     assert qp.send_cq.channel.get_event() is None
 
@@ -94,7 +95,7 @@ def test_requests_under_way_outlive_every_reference() -> None:
 
         def post() -> weakref.ref[engine.QueuePair]:
             near, far = make_pair(context)
-            region = engine.MemoryRegion(far.qp.pd, seen, 7)
+            region = engine.MemoryRegion(far.pd, seen, 7)
             near.memory[:8] = b"arrived!"
             near.qp.post_send(
                 SendOpcode.RDMA_WRITE,

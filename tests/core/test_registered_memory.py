@@ -68,13 +68,13 @@ def test_writable_buffers(pd: engine.ProtectionDomain, memory: Any) -> None:
 
 def test_read_only_memory_is_for_reading(context: engine.Context) -> None:
     near, far = make_pair(context)
-    region = engine.MemoryRegion(far.qp.pd, b"constant", READABLE)
+    region = engine.MemoryRegion(far.pd, b"constant", READABLE)
     near.qp.post_send(4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
     wait_for(near.cq)
     assert near.memory[:8] == b"constant"
     for access in (AccessFlags.LOCAL_WRITE, ALL_ACCESS):
         with pytest.raises(BufferError, match="not writable"):
-            engine.MemoryRegion(far.qp.pd, b"constant", access)
+            engine.MemoryRegion(far.pd, b"constant", access)
 
 
 def test_an_address_and_a_length(pd: engine.ProtectionDomain) -> None:

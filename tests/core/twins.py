@@ -227,9 +227,13 @@ class Twins:
                 "pds": sum(pd.base is None for pd in pds),
                 "parent_domains": sum(pd.base is not None for pd in pds),
                 "thread_domains": len(self.of(Td, context)),
+                "xrc_domains": 0,
                 "mrs": len(self.of(Region, context)),
+                "mws": 0,
+                "ahs": 0,
                 "channels": len(self.of(Channel, context)),
                 "cqs": len(self.of(Queue, context)),
+                "srqs": 0,
                 "qps": len(self.of(Qp, context)),
                 "overlaps": 0,
             }

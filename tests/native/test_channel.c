@@ -77,6 +77,39 @@ static void solicited_only(void)
     close_watched(&watched);
 }
 
+/* Solicited is what the other side sends so: a message, or a write that tells of itself. What one has sent oneself
+ * never is, unless it failed. */
+static void what_is_solicited(void)
+{
+    struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE_WITH_IMM, 1, NULL, 0);
+    struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
+    struct watched watched;
+
+    open_watched(&watched, false);
+    CHECK_EQ(verbs_req_notify_cq(watched.cq, 1), 0);
+    CHECK_EQ(verbs_post_recv(watched.receiver, &recv, &bad), 0);
+    CHECK_EQ(post(watched.sender, &wr), 0);
+    EXPECT(watched.cq, 2, IBV_WC_SUCCESS);
+    check_no_event(&watched);
+    wr.send_flags |= IBV_SEND_SOLICITED;
+    CHECK_EQ(verbs_post_recv(watched.receiver, &recv, &bad), 0);
+    CHECK_EQ(post(watched.sender, &wr), 0);
+    EXPECT(watched.cq, 2, IBV_WC_SUCCESS);
+    CHECK(wait_readable(watched.channel->fd));
+    CHECK_EQ(take_event(&watched), 0);
+
+    CHECK_EQ(verbs_req_notify_cq(watched.cq, 1), 0);
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    CHECK_EQ(post(watched.receiver, &wr), 0);
+    EXPECT(watched.cq, 1, IBV_WC_SUCCESS);
+    check_no_event(&watched);
+    CHECK_EQ(qp_to(watched.receiver, IBV_QPS_ERR), 0);
+    CHECK_EQ(post_nothing(watched.receiver, 3), 0);
+    CHECK(wait_readable(watched.channel->fd));
+    CHECK_EQ(take_event(&watched), 0);
+    close_watched(&watched);
+}
+
 /* An error is worth an event, asked for or not. */
 static void errors_are_solicited(void)
 {
@@ -195,5 +228,5 @@ static void overrun_raises_an_event(void)
     close_watched(&watched);
 }
 
-CHECK_MAIN(CASE(one_shot), CASE(armed_twice), CASE(solicited_only), CASE(errors_are_solicited),
+CHECK_MAIN(CASE(one_shot), CASE(armed_twice), CASE(solicited_only), CASE(what_is_solicited), CASE(errors_are_solicited),
            CASE(sends_raise_events), CASE(queue_without_channel), CASE(several_queues), CASE(overrun_raises_an_event))

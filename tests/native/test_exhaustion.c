@@ -160,7 +160,79 @@ static void waking_thread(void)
     pair_close(&pair);
 }
 
+static int moderate(struct ibv_cq *cq)
+{
+    struct ibv_modify_cq_attr attr = {IBV_CQ_ATTR_MODERATE, {UINT16_MAX, UINT16_MAX}};
+
+    return verbs_modify_cq(cq, &attr);
+}
+
+/* Whether the queue still tells of each completion at once. */
+static void check_unmoderated(const struct home *home, struct ibv_cq *cq)
+{
+    struct ibv_qp *qp = make_loop(home->pd, cq, 4);
+    struct ibv_cq *event_cq;
+    void *context;
+
+    CHECK_EQ(verbs_req_notify_cq(cq, 0), 0);
+    CHECK_EQ(post_nothing(qp, 1), 0);
+    EXPECT(cq, 1, IBV_WC_SUCCESS);
+    CHECK(wait_readable(cq->channel->fd));
+    CHECK_EQ(soft_verbs.get_cq_event(cq->channel, &event_cq, &context), 0);
+    soft_verbs.ack_cq_events(cq, 1);
+    CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+}
+
+/* A queue is not moderated where nobody would wake up for it. */
+static void moderating_thread(void)
+{
+    struct ibv_comp_channel *channel;
+    struct home home;
+    struct ibv_cq *cq;
+
+    home_open(&home);
+    channel = soft_verbs.create_comp_channel(home.context);
+    REQUIRE(channel != NULL);
+    cq = home_cq(&home, 4, channel);
+    no_threads = true;
+    CHECK_EQ(moderate(cq), EAGAIN);
+    no_threads = false;
+    check_unmoderated(&home, cq);
+    CHECK_EQ(moderate(cq), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    CHECK_EQ(soft_verbs.destroy_comp_channel(channel), 0);
+    home_close(&home);
+}
+
 #if OWN_MEMORY
+/* Changes of a queue that fail, and change nothing. */
+static void memory_for_changes(void)
+{
+    struct ibv_comp_channel *channel;
+    struct home home;
+    struct ibv_cq *cq;
+    long taken;
+
+    home_open(&home);
+    channel = soft_verbs.create_comp_channel(home.context);
+    REQUIRE(channel != NULL);
+    cq = home_cq(&home, 4, channel);
+    taken = balance;
+    until_failure = 0;
+    CHECK_EQ(soft_verbs.resize_cq(cq, 64), ENOMEM);
+    until_failure = 0;
+    CHECK_EQ(moderate(cq), ENOMEM);
+    CHECK_EQ(until_failure, -1); /* both asked for memory */
+    CHECK_EQ(balance, taken);
+    CHECK_EQ(cq->cqe, 4);
+    check_unmoderated(&home, cq);
+    CHECK_EQ(soft_verbs.resize_cq(cq, 64), 0);
+    CHECK_EQ(moderate(cq), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    CHECK_EQ(soft_verbs.destroy_comp_channel(channel), 0);
+    home_close(&home);
+}
+
 struct makings {
     struct home home;
     struct ibv_comp_channel *channel;
@@ -304,8 +376,8 @@ static void first_request_of_a_thread(void)
 }
 #endif
 
-CHECK_MAIN(CASE(descriptors), CASE(engine_thread), CASE(waking_thread),
+CHECK_MAIN(CASE(descriptors), CASE(engine_thread), CASE(waking_thread), CASE(moderating_thread),
 #if OWN_MEMORY
-           CASE(memory), CASE(first_request_of_a_thread)
+           CASE(memory_for_changes), CASE(memory), CASE(first_request_of_a_thread)
 #endif
 )

@@ -58,6 +58,7 @@ static void check_verbs_that_use(const struct inherited *inherited)
     struct ibv_context *context = inherited->home.context;
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 66, NULL, 0), *bad = NULL;
     struct ibv_recv_wr recv = {.wr_id = 67}, *bad_recv = NULL;
+    struct ibv_modify_cq_attr moderation = {.attr_mask = IBV_CQ_ATTR_MODERATE};
     struct ibv_poll_cq_attr poll_attr = {0};
     struct ibv_qp *qp = inherited->pair.a.qp;
     struct ibv_qp_init_attr init_attr;
@@ -83,6 +84,8 @@ static void check_verbs_that_use(const struct inherited *inherited)
     CHECK(bad_recv == &recv);
     CHECK_EQ(verbs_poll_cq(inherited->pair.a.send_cq, 1, &wc), -ENODEV);
     CHECK_EQ(verbs_req_notify_cq(cq_of(inherited->cq), 0), ENODEV);
+    CHECK_EQ(soft_verbs.resize_cq(cq_of(inherited->cq), 64), ENODEV);
+    CHECK_EQ(verbs_modify_cq(cq_of(inherited->cq), &moderation), ENODEV);
     CHECK_EQ(soft_verbs.query_qp(qp, &attr, IBV_QP_STATE, &init_attr), ENODEV);
     CHECK_EQ(qp_to(qp, IBV_QPS_ERR), ENODEV);
     CHECK_CHILD_ERRNO(soft_verbs.get_cq_event(inherited->channel, &cq, &cq_context));

@@ -85,6 +85,7 @@ static int intrude(void *argument)
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 99, NULL, 0), *bad;
     struct ibv_recv_wr recv = {.wr_id = 98}, *bad_recv;
     struct ibv_qp_init_attr init_attr;
+    struct ibv_modify_cq_attr moderation = {.attr_mask = IBV_CQ_ATTR_MODERATE};
     struct ibv_poll_cq_attr poll_attr = {0};
     struct ibv_qp *qps[2] = {unlocked->qp, unlocked->other};
     struct ibv_qp_attr attr;
@@ -107,8 +108,10 @@ static int intrude(void *argument)
     CHECK_EQ(unlocked->cq->start_poll(unlocked->cq, &poll_attr), EBUSY);
     CHECK_EQ(unlocked->cq->next_poll(unlocked->cq), EBUSY); /* of a poll that is another's */
     unlocked->cq->end_poll(unlocked->cq);
+    CHECK_EQ(soft_verbs.resize_cq(cq_of(unlocked->cq), 64), EBUSY);
+    CHECK_EQ(verbs_modify_cq(cq_of(unlocked->cq), &moderation), EBUSY);
     CHECK_EQ(soft_verbs.destroy_cq(cq_of(unlocked->cq)), EBUSY);
-    intruder->attempts += 17;
+    intruder->attempts += 19;
     return 0;
 }
 

@@ -21,6 +21,7 @@ IN_C: dict[type[IntEnum] | type[IntFlag], tuple[str | None, str]] = {
     types.EventType: ("ibv_event_type", "IBV_EVENT_"),
     types.LinkLayer: (None, "IBV_LINK_LAYER_"),
     types.Mtu: ("ibv_mtu", "IBV_"),
+    types.MwType: ("ibv_mw_type", "IBV_MW_"),
     types.NodeType: ("ibv_node_type", "IBV_NODE_"),
     types.PortState: ("ibv_port_state", "IBV_PORT_"),
     types.QpAttrMask: ("ibv_qp_attr_mask", "IBV_QP_"),

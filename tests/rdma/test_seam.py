@@ -72,9 +72,9 @@ def test_send_with_immediate_wakes_a_sleeper(pair: Pair) -> None:
 
 def test_atomics(pair: Pair) -> None:
     pair.memory[1][:8] = (41).to_bytes(8, "little")
-    for opcode, arguments, found in (
-        (SendOpcode.ATOMIC_FETCH_AND_ADD, {"compare_add": 1}, 41),
-        (SendOpcode.ATOMIC_CMP_AND_SWP, {"compare_add": 42, "swap": 7}, 42),
+    for opcode, compare_add, swap, found in (
+        (SendOpcode.ATOMIC_FETCH_AND_ADD, 1, 0, 41),
+        (SendOpcode.ATOMIC_CMP_AND_SWP, 42, 7, 42),
     ):
         pair.qps[0].post_send(
             opcode,
@@ -82,7 +82,8 @@ def test_atomics(pair: Pair) -> None:
             flags=SendFlags.SIGNALED,
             remote_addr=pair.regions[1].address,
             rkey=pair.regions[1].rkey,
-            **arguments,
+            compare_add=compare_add,
+            swap=swap,
         )
         pair.succeed(0)
         assert int.from_bytes(pair.memory[0][:8], "little") == found

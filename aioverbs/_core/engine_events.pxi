@@ -1,0 +1,115 @@
+# Part of engine.pyx: asynchronous events of a device.
+
+cdef object _event_types = {int(event_type): event_type for event_type in EventType}
+
+# The handle that an event is about, by its type; what stands in neither is about the device.
+cdef object _element_kinds = {
+    int(EventType.CQ_ERR): CompletionQueue,
+    int(EventType.QP_FATAL): QueuePair,
+    int(EventType.QP_REQ_ERR): QueuePair,
+    int(EventType.QP_ACCESS_ERR): QueuePair,
+    int(EventType.COMM_EST): QueuePair,
+    int(EventType.SQ_DRAINED): QueuePair,
+    int(EventType.PATH_MIG): QueuePair,
+    int(EventType.PATH_MIG_ERR): QueuePair,
+    int(EventType.QP_LAST_WQE_REACHED): QueuePair,
+    int(EventType.SRQ_ERR): SharedReceiveQueue,
+    int(EventType.SRQ_LIMIT_REACHED): SharedReceiveQueue,
+}
+cdef object _port_events = frozenset(
+    int(event_type)
+    for event_type in (
+        EventType.PORT_ACTIVE,
+        EventType.PORT_ERR,
+        EventType.LID_CHANGE,
+        EventType.PKEY_CHANGE,
+        EventType.SM_CHANGE,
+        EventType.CLIENT_REREGISTER,
+        EventType.GID_CHANGE,
+    )
+)
+
+
+cdef class AsyncEvent:
+    """An asynchronous event that was taken: ``struct ibv_async_event``.
+
+    It keeps what it is about from being destroyed until it is acknowledged. One that is forgotten acknowledges itself,
+    with a ResourceWarning.
+
+    `element` is the queue pair, completion queue or shared receive queue, `port_num` the port; the other is None, and
+    so are both where the event is about the device, or about an object that was not made here.
+    """
+
+    def __init__(self):
+        raise TypeError("events come from Context.get_async_event")
+
+    def __repr__(self):
+        about = f" of {self.element!r}" if self.element is not None else ""
+        return f"<AsyncEvent {getattr(self.event_type, 'name', self.event_type)}{about}>"
+
+    @property
+    def acknowledged(self):
+        """Whether `ack` was called."""
+        return not self._unacknowledged
+
+    def ack(self):
+        """Acknowledge it, once: ``ibv_ack_async_event``."""
+        if self._held is not None and self._held._forks != v.soft_fork_count():
+            raise ForkedProcessError(repr(self._held))
+        if not v.gate_leave_many(&self._unacknowledged, 1):
+            raise ValueError(f"{self!r} was acknowledged before")
+        _acknowledge(self)
+
+    def __del__(self):
+        if self._held is None or self._held._forks != v.soft_fork_count():
+            return
+        if v.gate_leave_many(&self._unacknowledged, 1):
+            _acknowledge(self)
+            warnings.warn(f"{self!r} was never acknowledged", ResourceWarning)
+
+
+cdef int _acknowledge(AsyncEvent event) except -1:
+    event._held.context.table.ack_async_event(&event.event)
+    v.gate_leave_many(&event._held._async_events, 1)
+    event._held._leave()
+    return 0
+
+
+cdef AsyncEvent _take_event(Context context):
+    cdef AsyncEvent taken = AsyncEvent.__new__(AsyncEvent)  # first: what was taken must not be lost
+    cdef Handle held
+    cdef int error
+    while True:
+        if context.table.get_async_event(context.pointer, &taken.event):
+            error = errno
+            if error == EAGAIN:
+                return None
+            raise VerbsError("ibv_get_async_event", error)
+        taken.element = _element(&taken.event)
+        held = taken.element if taken.element is not None else context
+        if v.gate_enter(&held._gate):       # left by the acknowledgement
+            v.gate_enter(&held._async_events)
+            v.gate_enter(&taken._unacknowledged)
+            taken._held = held
+            taken.event_type = _event_types.get(<int>taken.event.event_type, <int>taken.event.event_type)
+            if <int>taken.event.event_type in _port_events:
+                taken.port_num = taken.event.element.port_num
+            return taken
+        # The verb that destroys it waits for this event.
+        context.table.ack_async_event(&taken.event)
+
+
+cdef Handle _element(v.ibv_async_event *event):
+    # The context of an object is its handle, if it is ours: on a context that was adopted others may have made some.
+    # The ledger, which has handles by their address, knows, and keeps each until the verb that destroys it returned.
+    kind = _element_kinds.get(<int>event.event_type)
+    if kind is None:
+        return None
+    if kind is QueuePair:
+        found = _ledger.get(<uintptr_t>event.element.qp.qp_context)
+        return found if isinstance(found, kind) and (<QueuePair>found).pointer == event.element.qp else None
+    if kind is CompletionQueue:
+        found = _ledger.get(<uintptr_t>event.element.cq.cq_context)
+        return found if isinstance(found, kind) and (<CompletionQueue>found).pointer == event.element.cq else None
+    found = _ledger.get(<uintptr_t>event.element.srq.srq_context)
+    return found if isinstance(found, kind) and (<SharedReceiveQueue>found).pointer == event.element.srq else None

@@ -1,0 +1,179 @@
+# Part of engine.pyx: shared receive queues.
+
+cdef class SharedReceiveQueue(Handle):
+    """A shared receive queue: ``ibv_create_srq``, or ``ibv_create_srq_ex`` for one that XRC queue pairs reach.
+
+    :param pd: a protection domain, or a parent domain that it takes locks and memory from.
+    :param max_wr: how many receives it holds at least; `query` tells how many it does.
+    :param max_sge: how many entries a receive's list may have.
+    :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
+    :param xrc_domain: the XRC domain whose queue pairs fill it; with it goes `cq`.
+    :param cq: where its receives complete. Those of other queues complete where their queue pair says.
+    """
+
+    def __init__(
+        self,
+        ProtectionDomain pd not None,
+        uint32_t max_wr,
+        uint32_t max_sge=1,
+        uint32_t limit=0,
+        *,
+        XrcDomain xrc_domain=None,
+        CompletionQueue cq=None,
+    ):
+        cdef int error = 0
+        self._begin()
+        if (xrc_domain is None) != (cq is None):
+            raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
+        for part in (xrc_domain, cq):
+            if part is not None and (<Handle>part).context is not pd.context:
+                raise ValueError(f"{part!r} is of another context than {pd!r}")
+        held = _enter_all((pd, xrc_domain, cq))
+        self.context = pd.context
+        self.pd = pd
+        self.xrc_domain = xrc_domain
+        self.cq = cq
+        try:
+            if xrc_domain is not None:
+                error = self._create_xrc(pd, max_wr, max_sge, xrc_domain, cq)
+            else:
+                error = self._create_basic(pd, max_wr, max_sge)
+            if not self.pointer:
+                verb = "ibv_create_srq" if xrc_domain is None else "ibv_create_srq_ex"
+                raise VerbsError(verb, error) from pd._take_cause()
+            if limit:                   # to create a queue with one is not for every provider
+                self._modify(v.IBV_SRQ_LIMIT, 0, limit)
+            self._opened("")
+        except BaseException:
+            if self.pointer:
+                self._destroy_verb()
+            _leave_all(held)
+            raise
+
+    def _create_basic(self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge):
+        cdef v.ibv_srq_init_attr attr
+        cdef int error
+        memset(&attr, 0, sizeof(attr))
+        attr.srq_context = <void *>self
+        attr.attr.max_wr = max_wr
+        attr.attr.max_sge = max_sge
+        with nogil:
+            self.pointer = pd.context.table.create_srq(pd.pointer, &attr)
+            error = errno
+        return error
+
+    def _create_xrc(
+        self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, XrcDomain xrc_domain, CompletionQueue cq
+    ):
+        cdef v.ibv_srq_init_attr_ex attr
+        cdef int error
+        memset(&attr, 0, sizeof(attr))
+        attr.srq_context = <void *>self
+        attr.attr.max_wr = max_wr
+        attr.attr.max_sge = max_sge
+        attr.comp_mask = (
+            v.IBV_SRQ_INIT_ATTR_TYPE | v.IBV_SRQ_INIT_ATTR_PD | v.IBV_SRQ_INIT_ATTR_XRCD | v.IBV_SRQ_INIT_ATTR_CQ
+        )
+        attr.srq_type = v.IBV_SRQT_XRC
+        attr.pd = pd.pointer
+        attr.xrcd = xrc_domain.pointer
+        attr.cq = cq.pointer
+        with nogil:
+            self.pointer = v.verbs_create_srq_ex(pd.context.pointer, &attr)
+            error = errno
+        return error
+
+    cdef str _destroy_name(self):
+        return "ibv_destroy_srq"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = self.context.table.destroy_srq(self.pointer)
+        return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.pd._leave()
+        if self.xrc_domain is not None:
+            self.xrc_domain._leave()
+            self.cq._leave()
+
+    @property
+    def number(self):
+        """Its number, which XRC peers need: ``ibv_get_srq_num``."""
+        cdef uint32_t number = 0
+        cdef int error
+        self._enter()
+        try:
+            error = v.verbs_get_srq_num(self.pointer, &number)
+        finally:
+            self._leave()
+        self._check("ibv_get_srq_num", error)
+        return number
+
+    def modify(self, max_wr=None, limit=None):
+        """Change its size, or arm its limit; what is given makes up the mask: ``ibv_modify_srq``.
+
+        :param max_wr: how many receives it holds at least from here on.
+        :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
+        """
+        cdef int mask = 0
+        if max_wr is not None:
+            mask |= v.IBV_SRQ_MAX_WR
+        if limit is not None:
+            mask |= v.IBV_SRQ_LIMIT
+        self._enter()
+        try:
+            self._modify(mask, max_wr or 0, limit or 0)
+        finally:
+            self._leave()
+
+    def _modify(self, int mask, uint32_t max_wr, uint32_t limit):
+        cdef v.ibv_srq_attr attr
+        cdef int error
+        memset(&attr, 0, sizeof(attr))
+        attr.max_wr = max_wr
+        attr.srq_limit = limit
+        with nogil:
+            error = self.context.table.modify_srq(self.pointer, &attr, mask)
+        if error:
+            cause = self.pd._take_cause()
+            if cause is not None:
+                raise VerbsError("ibv_modify_srq", abs(error)) from cause
+        self._check("ibv_modify_srq", error)
+
+    def query(self):
+        """Its size and its limit, a `SrqAttributes`: ``ibv_query_srq``."""
+        cdef v.ibv_srq_attr attr
+        cdef int error
+        memset(&attr, 0, sizeof(attr))
+        self._enter()
+        try:
+            with nogil:
+                error = self.context.table.query_srq(self.pointer, &attr)
+        finally:
+            self._leave()
+        self._check("ibv_query_srq", error)
+        return SrqAttributes(max_wr=attr.max_wr, max_sge=attr.max_sge, limit=attr.srq_limit)
+
+    def post_recv(self, sges=(), *, uint64_t wr_id=0):
+        """Post a receive: ``ibv_post_srq_recv``.
+
+        :param sges: where a message goes, as ``(address, length, lkey)``, in order.
+        """
+        cdef v.ibv_recv_wr wr
+        cdef v.ibv_recv_wr *bad = NULL
+        cdef v.ibv_sge *list_ = NULL
+        cdef uint64_t total = 0
+        cdef int error
+        memset(&wr, 0, sizeof(wr))
+        wr.wr_id = wr_id
+        self._enter()
+        try:
+            list_ = _make_sges(sges, &wr.num_sge, &total)
+            wr.sg_list = list_
+            error = v.verbs_post_srq_recv(self.pointer, &wr, &bad)
+        finally:
+            PyMem_Free(list_)
+            self._leave()
+        self._check("ibv_post_srq_recv", error)

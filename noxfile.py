@@ -224,8 +224,9 @@ def rdma(session: nox.Session) -> None:
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-fPIC", "-shared", "-pthread", "-Iaioverbs/_core")
     sources = sorted(map(str, Path("tests/rdma").glob("shim*.c")))
     session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-o", str(shim), external=True)
+    probe = session.run("python", "tests/verbs_matrix/build.py", str(folder(session, "probe")), silent=True)
 
-    env = {"AIOVERBS_TEST_SHIM": str(shim), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"AIOVERBS_TEST_SHIM": str(shim), "AIOVERBS_TEST_PROBE": str(probe).strip(), "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [each for each in session.posargs if each != "--shell"]
     tests = (python, "-P", "-m", "pytest", "-m", "rdma", "-p", "no:cacheprovider", *arguments)
     if here:

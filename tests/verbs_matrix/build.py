@@ -1,0 +1,47 @@
+"""Builds the probe, with all of the software device in it.
+
+python tests/verbs_matrix/build.py OUT_DIR
+
+prints its path. ``$CC`` is the compiler, ``$CFLAGS`` and ``$LDFLAGS`` are added.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CORE = HERE.parent.parent / "aioverbs" / "_core"
+FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-pthread", f"-I{CORE}"]
+
+
+def build(out_dir: Path) -> Path:
+    """Compile everything again; the program's path.
+
+    :raises subprocess.CalledProcessError: the compiler refused something; it has said what.
+    """
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+    out_dir.mkdir(parents=True, exist_ok=True)
+
+    def compiled(source: Path) -> str:
+        target = out_dir / f"{source.stem}.o"
+        subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
+        return str(target)
+
+    sources = [*sorted(HERE.glob("*.c")), CORE / "verbs_table.c", *sorted(CORE.glob("soft_*.c"))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sources))
+    program = out_dir / "probe"
+    link = ["-pthread", *shlex.split(os.environ.get("LDFLAGS", "")), "-ldl", "-o", str(program)]
+    subprocess.run([*compiler, *objects, *link], check=True)
+    return program
+
+
+if __name__ == "__main__":
+    try:
+        print(build(Path(sys.argv[1])))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)

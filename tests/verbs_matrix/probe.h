@@ -1,0 +1,141 @@
+/* The probe: what each verb answers, on whichever device. A row asks one thing in a process of its own, with a
+ * context of its own, so no row meets what another one left, and a crash or a hang is an answer, too. */
+#ifndef AIOVERBS_TESTS_PROBE_H
+#define AIOVERBS_TESTS_PROBE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "verbs_abi.h"
+#include "verbs_table.h"
+
+/* ---- Rows ------------------------------------------------------------------------------------------------- */
+
+struct row {
+    const char *verb, *asked;
+    void (*run)(void);
+    struct row *next;
+};
+
+void row_add(struct row *row);
+
+#define ROW_JOIN_(a, b) a##b
+#define ROW_JOIN(a, b) ROW_JOIN_(a, b)
+
+/* ROW(verb, "what is asked") { ... } */
+#define ROW(verb_, asked_) ROW_AS(verb_, asked_, ROW_JOIN(row_, __LINE__))
+#define ROW_AS(verb_, asked_, name)                                             \
+    static void name(void);                                                     \
+    __attribute__((constructor)) static void ROW_JOIN(add_, name)(void)         \
+    {                                                                           \
+        static struct row row = {.verb = #verb_, .asked = asked_, .run = name}; \
+        row_add(&row);                                                          \
+    }                                                                           \
+    static void name(void)
+
+#define ROWS_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+/* ---- The row's world: its process has no other ------------------------------------------------------------ */
+
+extern struct ibv_context *context;
+extern const struct verbs_table *verbs;
+extern struct verbs_context *extended;
+
+/* Another context of the same device. */
+struct ibv_context *open_again(void);
+
+/* A function that libibverbs exports beyond the seam's table; NULL on the software device. */
+void *beyond_the_seam(const char *name);
+
+/* Calls an extended op where the context has it; else `answer` is `absent` and errno EOPNOTSUPP. */
+#define CALL_OP(absent, op, ...) \
+    (VERBS_HAS_OP(extended, op) ? extended->op(__VA_ARGS__) : (errno = EOPNOTSUPP, (absent)))
+
+/* ---- Answers ---------------------------------------------------------------------------------------------- */
+
+/* Words of the answer, in the order in which they are said. */
+__attribute__((format(printf, 1, 2))) void say(const char *format, ...);
+_Noreturn void finish(void); /* the answer is complete */
+
+const char *status_name(enum ibv_wc_status status);
+const char *state_name(enum ibv_qp_state state);
+
+int say_int(int answer);            /* of a verb that returns an errno, or -1 and errno: "0" or the errno's name */
+void *say_made(const void *object); /* of a verb that returns an object or NULL and errno: "ok" or the name */
+#define SAY_MADE(call) (errno = 0, say_made(call))
+#define SAY_INT(call) (errno = 0, say_int(call))
+
+/* What a row stands on and does not ask about: where it fails, the answer says so and is complete. */
+void *need_made(const void *object);
+void need_int(int answer);
+#define NEED_MADE(call) (errno = 0, need_made(call))
+#define NEED(call) (errno = 0, need_int(call))
+
+/* ---- Objects ---------------------------------------------------------------------------------------------- */
+
+#define ALL_REMOTE (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)
+#define ALL_ACCESS (IBV_ACCESS_LOCAL_WRITE | ALL_REMOTE)
+#define MEMORY_BYTES (64u << 10)
+#define QKEY 0x1234u
+
+struct ibv_pd *domain(void); /* the one that everything is made on */
+uint8_t *pages(size_t size); /* zeroed, of whole pages */
+struct ibv_mr *region(int access);
+struct ibv_cq *queue(int cqe);
+struct ibv_srq *shared_queue(uint32_t depth);
+struct ibv_qp_init_attr qp_attr(enum ibv_qp_type type); /* with queues of its own for 16 requests each way */
+struct ibv_device_attr device_attr(void);
+
+struct end {
+    struct ibv_qp *qp;
+    struct ibv_cq *send_cq, *recv_cq;
+    struct ibv_mr *mr; /* all of the memory, with all access */
+    uint8_t *memory;
+};
+extern struct end a, b;
+
+/* What pairs are made of; a row may change it before it makes one. */
+extern struct ibv_qp_attr link_attr;
+extern struct ibv_qp_init_attr pair_attr;
+extern struct ibv_srq *pair_srq;
+extern struct ibv_pd *pair_pd_of_b;
+
+void make_end(struct end *end, enum ibv_qp_type type);
+void make_pair(enum ibv_qp_type type); /* a and b, connected, in RTS */
+
+struct ibv_ah_attr path_to_self(void);
+struct ibv_ah *handle_to_self(void);
+
+/* ---- States ----------------------------------------------------------------------------------------------- */
+
+/* The mask that a type demands for the step to INIT, RTR or RTS; others: the state alone. */
+int mask_to(enum ibv_qp_type type, enum ibv_qp_state state);
+int step(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num);
+int step_as(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num, struct ibv_qp_attr attr, int mask);
+void walk(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num); /* from RESET on */
+enum ibv_qp_state state_of(struct ibv_qp *qp);
+
+/* ---- Work ------------------------------------------------------------------------------------------------- */
+
+/* A signalled request of `length` bytes from the beginning of `from`'s memory, to the same place at `to`. Valid
+ * until the next but seven. */
+struct ibv_send_wr *request(enum ibv_wr_opcode opcode, struct end *from, struct end *to, uint32_t length);
+int post(struct end *end, struct ibv_send_wr *wr);
+int post_receive(struct end *end, uint32_t length);
+int post_receive_list(struct end *end, struct ibv_sge *list, int count);
+int post_shared(struct ibv_srq *srq, uint32_t length);
+
+/* Waits for a completion; false where none comes. */
+bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc);
+void need_success(struct ibv_cq *cq, unsigned int count);
+void say_statuses(struct ibv_cq *cq, unsigned int count);    /* "SUCCESS", or "none" */
+void say_completions(struct ibv_cq *cq, unsigned int count); /* "SUCCESS SEND 8 imm" */
+void say_none(struct ibv_cq *cq);                            /* "none", or what came */
+void say_event(void);                                        /* the next asynchronous event, or "no event" */
+bool say_cq_event(struct ibv_comp_channel *channel);         /* "event" or "no event" */
+void pause_ms(unsigned int milliseconds);
+
+#endif

@@ -1,0 +1,64 @@
+/* Ops that neither device has: an answer, never a crash. Their objects cannot be made; those that take one are
+ * called with a block of zeroes, which no answer of EOPNOTSUPP looks at. */
+#include "probe.h"
+
+static _Alignas(16) unsigned char nothing[512];
+
+#define NOTHING ((void *)nothing)
+#define INT_ROW(op, asked, ...)                        \
+    ROW(op, asked)                                     \
+    {                                                  \
+        SAY_INT(CALL_OP(EOPNOTSUPP, op, __VA_ARGS__)); \
+    }
+#define MADE_ROW(op, asked, ...)                  \
+    ROW(op, asked)                                \
+    {                                             \
+        SAY_MADE(CALL_OP(NULL, op, __VA_ARGS__)); \
+    }
+
+INT_ROW(free_dm, "none", NOTHING)
+MADE_ROW(reg_dm_mr, "none", domain(), NOTHING, 0, 4096, IBV_ACCESS_LOCAL_WRITE)
+MADE_ROW(create_counters, "one", context, NOTHING)
+INT_ROW(destroy_counters, "none", NOTHING)
+INT_ROW(read_counters, "none", NOTHING, NOTHING, 0, 0)
+INT_ROW(attach_counters_point_flow, "none", NOTHING, NOTHING, NULL)
+MADE_ROW(create_flow_action_esp, "one", context, NOTHING)
+INT_ROW(modify_flow_action_esp, "none", NOTHING, NOTHING)
+INT_ROW(destroy_flow_action, "none", NOTHING)
+MADE_ROW(ibv_create_flow, "one", NOTHING, NOTHING)
+INT_ROW(ibv_destroy_flow, "none", NOTHING)
+MADE_ROW(create_wq, "one", context, NOTHING)
+INT_ROW(modify_wq, "none", NOTHING, NOTHING)
+INT_ROW(destroy_wq, "none", NOTHING)
+MADE_ROW(create_rwq_ind_table, "one", context, NOTHING)
+INT_ROW(destroy_rwq_ind_table, "none", NOTHING)
+INT_ROW(post_srq_ops, "none", shared_queue(4), NOTHING, NOTHING)
+
+/* Exported by libibverbs, and no part of the seam. */
+ROW(attach_mcast, "a datagram queue pair to a group")
+{
+    int (*attach)(struct ibv_qp *, const union ibv_gid *, uint16_t);
+    union ibv_gid gid = {.raw = {0xff, 0x0e, [10] = 0xff, 0xff, 224, 0, 1, 1}};
+
+    *(void **)&attach = beyond_the_seam("ibv_attach_mcast");
+    if (!attach) {
+        say("absent");
+        return;
+    }
+    make_pair(IBV_QPT_UD);
+    SAY_INT(attach(a.qp, &gid, 0));
+}
+
+ROW(detach_mcast, "what was never attached")
+{
+    int (*detach)(struct ibv_qp *, const union ibv_gid *, uint16_t);
+    union ibv_gid gid = {.raw = {0xff, 0x0e, [10] = 0xff, 0xff, 224, 0, 1, 1}};
+
+    *(void **)&detach = beyond_the_seam("ibv_detach_mcast");
+    if (!detach) {
+        say("absent");
+        return;
+    }
+    make_pair(IBV_QPT_UD);
+    SAY_INT(detach(a.qp, &gid, 0));
+}

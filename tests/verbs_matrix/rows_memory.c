@@ -1,0 +1,143 @@
+/* Memory regions. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "probe.h"
+
+#include <sys/mman.h>
+
+static struct ibv_mr *say_region(void *address, size_t length, int access)
+{
+    return SAY_MADE(verbs->reg_mr(domain(), address, length, access));
+}
+
+#define ACCESS_ROW(asked, access)              \
+    ROW(reg_mr, asked)                         \
+    {                                          \
+        say_region(pages(4096), 4096, access); \
+    }
+
+ACCESS_ROW("access: none", 0)
+ACCESS_ROW("access: LOCAL_WRITE", IBV_ACCESS_LOCAL_WRITE)
+ACCESS_ROW("access: REMOTE_READ alone", IBV_ACCESS_REMOTE_READ)
+ACCESS_ROW("access: REMOTE_WRITE without LOCAL_WRITE", IBV_ACCESS_REMOTE_WRITE)
+ACCESS_ROW("access: REMOTE_ATOMIC without LOCAL_WRITE", IBV_ACCESS_REMOTE_ATOMIC)
+ACCESS_ROW("access: all of LOCAL_WRITE and REMOTE_...", ALL_ACCESS)
+ACCESS_ROW("access: MW_BIND alone", IBV_ACCESS_MW_BIND)
+ACCESS_ROW("access: ZERO_BASED", IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED)
+ACCESS_ROW("access: ON_DEMAND", IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND)
+ACCESS_ROW("access: HUGETLB, of ordinary pages", IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_HUGETLB)
+ACCESS_ROW("access: RELAXED_ORDERING, which is optional", IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING)
+ACCESS_ROW("access: an unknown optional bit", IBV_ACCESS_LOCAL_WRITE | 1 << 28)
+ACCESS_ROW("access: an unknown bit", IBV_ACCESS_LOCAL_WRITE | 1 << 15)
+
+ROW(reg_mr, "no bytes")
+{
+    say_region(pages(4096), 0, IBV_ACCESS_LOCAL_WRITE);
+}
+
+ROW(reg_mr, "a range that leaves the address space")
+{
+    say_region(pages(4096), SIZE_MAX - 4096, IBV_ACCESS_LOCAL_WRITE);
+}
+
+ROW(reg_mr, "memory that is not mapped")
+{
+    uint8_t *memory = pages(8192);
+
+    munmap(memory, 8192);
+    say_region(memory, 4096, IBV_ACCESS_LOCAL_WRITE);
+}
+
+ROW(reg_mr, "read-only memory for LOCAL_WRITE")
+{
+    uint8_t *memory = pages(4096);
+
+    mprotect(memory, 4096, PROT_READ);
+    say_region(memory, 4096, IBV_ACCESS_LOCAL_WRITE);
+}
+
+ROW(reg_mr, "at odd addresses and twice the same memory")
+{
+    uint8_t *memory = pages(8192);
+    struct ibv_mr *one = say_region(memory + 1, 4097, ALL_ACCESS), *other = say_region(memory + 1, 4097, 0);
+
+    say("%s", one && other && one->lkey != other->lkey ? "other keys" : "the same key");
+}
+
+ROW(dereg_mr, "without users")
+{
+    SAY_INT(verbs->dereg_mr(region(ALL_ACCESS)));
+}
+
+ROW(dereg_mr, "before what was posted with it is executed")
+{
+    struct ibv_sge sge = {.length = 16};
+
+    make_pair(IBV_QPT_RC);
+    struct ibv_mr *mr = NEED_MADE(verbs->reg_mr(domain(), b.memory, 4096, IBV_ACCESS_LOCAL_WRITE));
+    sge.addr = (uintptr_t)b.memory;
+    sge.lkey = mr->lkey;
+    NEED(post_receive_list(&b, &sge, 1));
+    SAY_INT(verbs->dereg_mr(mr));
+    NEED(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
+    say_statuses(a.send_cq, 1);
+    say_statuses(b.recv_cq, 1);
+}
+
+ROW(dereg_mr, "then its key in a request")
+{
+    make_pair(IBV_QPT_RC);
+    struct ibv_send_wr *wr = request(IBV_WR_RDMA_WRITE, &a, &b, 8);
+    SAY_INT(verbs->dereg_mr(b.mr));
+    NEED(post(&a, wr));
+    say_statuses(a.send_cq, 1);
+}
+
+/* ---- What is beyond the seam, or nowhere ------------------------------------------------------------------- */
+
+ROW(rereg_mr, "other access")
+{
+    int (*rereg)(struct ibv_mr *, int, struct ibv_pd *, void *, size_t, int);
+
+    *(void **)&rereg = beyond_the_seam("ibv_rereg_mr");
+    if (!rereg) {
+        say("absent");
+        return;
+    }
+    /* Its refusals are numbers of its own, from -1 to -5; the errno says why. */
+    errno = 0;
+    say_int(rereg(region(ALL_ACCESS), IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, 0) ? -1 : 0);
+}
+
+ROW(reg_dmabuf_mr, "a descriptor that is none")
+{
+    struct ibv_mr *(*reg)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int);
+
+    *(void **)&reg = beyond_the_seam("ibv_reg_dmabuf_mr");
+    if (!reg) {
+        say("absent");
+        return;
+    }
+    SAY_MADE(reg(domain(), 0, 4096, 0, 999, IBV_ACCESS_LOCAL_WRITE));
+}
+
+ROW(alloc_null_mr, "one")
+{
+    SAY_MADE(CALL_OP(NULL, alloc_null_mr, domain()));
+}
+
+ROW(advise_mr, "a prefetch")
+{
+    struct ibv_mr *mr = region(ALL_ACCESS);
+    struct ibv_sge sge = {.addr = (uintptr_t)mr->addr, .length = 4096, .lkey = mr->lkey};
+
+    SAY_INT(CALL_OP(EOPNOTSUPP, advise_mr, domain(), IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1));
+}
+
+ROW(alloc_dm, "a page")
+{
+    struct ibv_alloc_dm_attr attr = {.length = 4096};
+
+    SAY_MADE(CALL_OP(NULL, alloc_dm, context, &attr));
+}

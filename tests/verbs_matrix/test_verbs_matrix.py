@@ -1,0 +1,84 @@
+"""Keeps the table of verbs.md: what each verb answers on the software device and on soft-RoCE, and why they differ."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.rdma.seam import rdma_devices
+from tests.verbs_matrix import table
+from tests.verbs_matrix.build import build
+
+COLUMNS, TEXTS = table.parse_table(table.TABLE.read_text())
+RULES = table.parse_reasons(table.REASONS.read_text())
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program that asks; built here unless AIOVERBS_TEST_PROBE names it."""
+    if path := os.environ.get("AIOVERBS_TEST_PROBE"):
+        return Path(path)
+    return build(tmp_path_factory.mktemp("probe"))
+
+
+def answers(probe: Path, device: str) -> table.Answers:
+    done = subprocess.run([probe, device], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return table.parse_answers(done.stdout.splitlines())
+
+
+def compare(found: table.Answers, column: str) -> None:
+    kept = COLUMNS[column]
+    assert found.keys() == kept.keys(), "other rows: write the table anew"
+    changed = [
+        f"{verb}: {asked}: {found[verb, asked]}, not {kept[verb, asked]}"
+        for verb, asked in kept
+        if found[verb, asked] != kept[verb, asked]
+    ]
+    assert not changed, "\n".join(changed)
+
+
+@pytest.mark.toolchain
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("device", ["soft0", "soft0:engine"])
+def test_software_device(probe: Path, device: str) -> None:
+    compare(answers(probe, device), "soft0")
+
+
+@pytest.mark.rdma
+@pytest.mark.timeout(300)
+def test_soft_roce(probe: Path) -> None:
+    device = rdma_devices()[0]
+    if not device.startswith("rxe"):
+        pytest.skip(f"the table is about soft-RoCE, and {device} is not")
+    compare(answers(probe, device), "rxe")
+
+
+@pytest.mark.parametrize("part", table.verbs())
+def test_every_verb_has_a_row(part: str) -> None:
+    names = table.verbs()[part]
+    assert names
+    assert set(names) <= {verb for verb, _ in COLUMNS["soft0"]}
+
+
+def test_every_row_is_of_a_verb() -> None:
+    known = {name for names in table.verbs().values() for name in names}
+    assert {verb for verb, _ in COLUMNS["soft0"]} == known
+
+
+def test_every_difference_has_its_reason() -> None:
+    different = {key for key, answer in COLUMNS["soft0"].items() if answer != COLUMNS["rxe"][key]}
+    assert {key for key, text in TEXTS.items() if text} == different
+
+
+def test_every_reason_has_a_difference() -> None:
+    used = set()
+    for key, soft0 in COLUMNS["soft0"].items():
+        rxe = COLUMNS["rxe"][key]
+        used |= {table.first_fitting(RULES, key, rxe)} if soft0 != rxe else set()
+    assert [rule for rule in RULES if rule not in used] == []
+
+
+def test_the_table_is_what_the_script_writes() -> None:
+    assert table.TABLE.read_text() == table.render(COLUMNS, RULES)

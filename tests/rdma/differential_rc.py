@@ -6,8 +6,10 @@ so a right device has one outcome only:
 
 - Requests read from a part of the memory that they do not change, and receives and answers have slots of their own.
 - What a device may do in more than one way is left out: receives posted while a sender waits, both ends at once.
-- A request with a local fault begins its burst: in front of it might be requests that are on their way. Atomics have
-  none: whether the peer has executed one before its answer finds no place is nobody's promise.
+- A request with a local fault begins its burst: in front of it might be requests that are on their way. Reads and
+  atomics have none: whether the peer has executed one before its answer finds no place is nobody's promise.
+- Where requests will be tried again (the peer is broken or has too few receives), none has a fence: on soft-RoCE a
+  fenced one with an atomic behind it is then tried for ever.
 """
 
 import random
@@ -119,7 +121,7 @@ def _request(rng: random.Random, position: int) -> Request:
         request.remote = SIZE - (0 if opcode in ATOMICS else length // 2)
     elif fault < 0.12:
         request.region = rng.choice(("local", "readable", "writable"))
-    elif fault < 0.15 and position == 0 and opcode not in ATOMICS and not request.flags & SendFlags.INLINE:
+    elif fault < 0.15 and position == 0 and opcode not in ANSWERED and not request.flags & SendFlags.INLINE:
         request.bad_lkey = True
     return request
 
@@ -233,10 +235,13 @@ class World:
             self._post_receive(receiver, receive)
         waiting = dict(receiver.posted)
         posted: dict[int, Request] = {}
+        wanted = sum(request.opcode in RECEIVED for request in burst.requests)
+        tried_again = len(burst.receives) < wanted or receiver.qp.query().qp_state is QpState.ERR
         for request in burst.requests:
             self.wr_id += 1
             posted[self.wr_id] = request
-            result.sends.extend(self._post(sender, receiver, request))
+            flags = request.flags & ~SendFlags.FENCE if tried_again else request.flags
+            result.sends.extend(self._post(sender, receiver, request, flags))
         failed = self._collect_sends(sender, result)
         if failed in (WcStatus.REM_ACCESS_ERR, WcStatus.REM_INV_REQ_ERR, WcStatus.REM_OP_ERR):
             _wait_for_error(receiver.qp)
@@ -264,7 +269,7 @@ class World:
         key = end.regions["all"].lkey + (BAD_KEY if receive.bad_key else 0)
         end.qp.post_recv([(end.address(RECEIVES_AT + SLOT * receive.slot), receive.length, key)], wr_id=self.wr_id)
 
-    def _post(self, sender: End, receiver: End, request: Request) -> list[tuple[object, ...]]:
+    def _post(self, sender: End, receiver: End, request: Request, flags: SendFlags) -> list[tuple[object, ...]]:
         """Post it; what there is to say if that is refused."""
         lkey = sender.regions["all"].lkey + (BAD_KEY if request.bad_lkey else 0)
         region = receiver.regions[request.region]
@@ -273,7 +278,7 @@ class World:
                 request.opcode,
                 [(sender.address(offset), length, lkey) for offset, length in request.pieces],
                 wr_id=self.wr_id,
-                flags=request.flags,
+                flags=flags,
                 remote_addr=region.address + request.remote,
                 rkey=region.rkey + (BAD_KEY if request.bad_rkey else 0),
                 imm_data=self.wr_id,
@@ -373,6 +378,8 @@ def normalised(results: list[Result]) -> list[Result]:
     - A bad local key is LOC_QP_OP_ERR to it, and LOC_PROT_ERR by the specification: at the sender, and at the
       receiver, whose sender is told REM_OP_ERR in either case.
     - So is a message longer than its receive: LOC_LEN_ERR at the receiver, and REM_INV_REQ_ERR at the sender.
+    - A write with immediate data takes its receive before its key is looked at: if that is refused, the receive fails
+      with the sender's status. By the specification it is not taken, and is flushed.
     """
     for result in results:
         at_receiver = {entry[0]: _at_receiver(result, entry) for entry in result.receives}
@@ -381,7 +388,11 @@ def normalised(results: list[Result]) -> list[Result]:
             sends[WcStatus.REM_OP_ERR] = WcStatus.REM_INV_REQ_ERR
         result.sends = [_translated(entry, sends) for entry in result.sends]
         result.receives = [
-            _translated(entry, {WcStatus.LOC_QP_OP_ERR: at_receiver[entry[0]]}) for entry in result.receives
+            _translated(
+                entry,
+                {WcStatus.LOC_QP_OP_ERR: at_receiver[entry[0]], WcStatus.REM_ACCESS_ERR: WcStatus.WR_FLUSH_ERR},
+            )
+            for entry in result.receives
         ]
     return results
 

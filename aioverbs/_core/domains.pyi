@@ -2,7 +2,7 @@ from typing import Final, Protocol, final
 
 from typing_extensions import disjoint_base
 
-from aioverbs._core.engine import Context, Handle, ProtectionDomain
+from aioverbs._core.engine import Affinity, Context, Handle, ProtectionDomain
 from aioverbs._core.engine import XrcDomain as XrcDomain
 
 @final
@@ -16,12 +16,17 @@ class _Allocator(Protocol):
 
 @disjoint_base
 class ThreadDomain(Handle):
-    def __init__(self, context: Context) -> None: ...
+    def __init__(self, context: Context, *, affinity: Affinity | None = None) -> None: ...
 
 @disjoint_base
 class ParentDomain(ProtectionDomain):
     def __init__(
-        self, pd: ProtectionDomain, td: ThreadDomain | None = None, allocator: _Allocator | None = None
+        self,
+        pd: ProtectionDomain,
+        td: ThreadDomain | None = None,
+        allocator: _Allocator | None = None,
+        *,
+        affinity: Affinity | None = None,
     ) -> None: ...
     @property
     def base(self) -> ProtectionDomain: ...

@@ -11,7 +11,7 @@ from libc.errno cimport EINVAL, ENOMEM, errno
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memset
 
-from aioverbs._core.engine cimport Context, Handle, ProtectionDomain
+from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain
 cimport aioverbs._core.verbs as v
 
 
@@ -35,10 +35,17 @@ cdef class ThreadDomain(Handle):
 
     cdef v.ibv_td *pointer
 
-    def __init__(self, Context context not None):
+    def __init__(self, Context context not None, *, Affinity affinity=None):
+        self._begin()
+        self._belong(affinity, "ibv_alloc_td")
+        try:
+            self._create(context)
+        finally:
+            self._belongs()
+
+    cdef int _create(self, Context context) except -1:
         cdef v.ibv_td_init_attr attr
         cdef int error = 0
-        self._begin()
         memset(&attr, 0, sizeof(attr))
         context._enter()
         self.context = context
@@ -54,6 +61,7 @@ cdef class ThreadDomain(Handle):
                 self._destroy_verb()
             context._leave()
             raise
+        return 0
 
     cdef str _destroy_name(self):
         return "ibv_dealloc_td"
@@ -85,14 +93,25 @@ cdef class ParentDomain(ProtectionDomain):
     cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
     cdef dict _sizes                    # address -> size of what the provider holds
 
-    def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None):
-        cdef v.ibv_parent_domain_init_attr attr
-        cdef int error = 0
+    def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None, *, Affinity affinity=None):
         self._begin()
         if isinstance(pd, ParentDomain):
             raise ValueError(f"{pd!r} is a parent domain: make the new one from its base")
         if td is not None and td.context is not pd.context:
             raise ValueError(f"{td!r} is of another context than {pd!r}")
+        if td is not None and td.affinity is not affinity:
+            if affinity is not None:
+                raise ValueError(f"{td!r} belongs to {td.affinity!r}, not to {affinity!r}")
+            affinity = td.affinity
+        self._belong(affinity, "ibv_alloc_parent_domain")
+        try:
+            self._create(pd, td, allocator)
+        finally:
+            self._belongs()
+
+    cdef int _create(self, ProtectionDomain pd, ThreadDomain td, allocator) except -1:
+        cdef v.ibv_parent_domain_init_attr attr
+        cdef int error = 0
         memset(&attr, 0, sizeof(attr))
         self._causes = {}
         self._sizes = {}
@@ -129,6 +148,7 @@ cdef class ParentDomain(ProtectionDomain):
         except BaseException:
             pd._leave()
             raise
+        return 0
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error

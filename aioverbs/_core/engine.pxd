@@ -21,6 +21,24 @@ from aioverbs._core.verbs cimport (
 )
 
 
+cdef class Affinity:
+    cdef void *_thread                  # of its owner, remembered; NULL: of no thread
+    cdef readonly object loop           # of its owner, or None
+    cdef readonly str thread_name
+    cdef object _run                    # the run of the loop that was seen last, see running_loop.h
+    cdef str _verb                      # under way, where `_inside`
+    cdef int _inside                    # affinity_claim
+    cdef uint32_t _forks                # soft_fork_count() when it was made
+
+    cdef int _bind(self) except -1
+    cdef int _enter(self, object what, str verb) except -1
+    cdef void _leave(self) noexcept
+    cdef bint _is_owner(self) except -1
+    cdef str _refusal(self, object what, str verb)
+    cdef str _overlap(self, object what, str verb)
+    cdef str _owner(self)
+
+
 cdef class Handle:
     cdef int _gate                      # handle_gate.h
     cdef int _unmade                    # a gate, too: the constructor closes it
@@ -28,13 +46,19 @@ cdef class Handle:
     cdef uint32_t _forks                # soft_fork_count() when it was made
     cdef str _label                     # for repr, which must not look at the object itself
     cdef readonly Context context
+    cdef readonly Affinity affinity     # who may call its verbs; None: anyone
     cdef object __weakref__
 
     cdef str _name(self)
     cdef int _begin(self) except -1
     cdef int _enter(self) except -1
     cdef void _leave(self) noexcept
+    cdef int _use(self, str verb) except -1
+    cdef void _unuse(self) noexcept
+    cdef int _belong(self, Affinity affinity, str verb) except -1
+    cdef void _belongs(self) noexcept
     cdef int _opened(self, str label) except -1
+    cdef int _destroy(self) except -1
     cdef int _destroy_verb(self) except? -1
     cdef str _destroy_name(self)
     cdef str _users(self)
@@ -98,6 +122,8 @@ cdef class AddressHandle(Handle):
 cdef class CompletionChannel(Handle):
     cdef ibv_comp_channel *pointer
 
+    cdef int _create(self, Context context) except -1
+
 
 cdef class CompletionQueue(Handle):
     cdef ibv_cq *pointer
@@ -145,9 +171,11 @@ cdef class QueuePair(Handle):
     cdef readonly XrcDomain xrc_domain
     cdef readonly object capabilities
 
+    cdef int _make(self, ibv_qp_init_attr *attr, tuple parts, str verb) except -1
     cdef int _create(self, ibv_qp_init_attr *attr) except? -1
     cdef int _create_in_xrc_domain(self, ibv_qp_init_attr *attr) except? -1
     cdef int _check_way(self, AddressHandle ah) except -1
+    cdef int _bind(self, MemoryWindow window, MemoryRegion region, ibv_mw_bind *bind, rkey) except? -1
     cdef int _post_bind(self, MemoryWindow window, ibv_mw_bind *bind, uint32_t key) except? -1
 
 

@@ -12,8 +12,11 @@ destroys an object that the hardware still works with.
 
 import atexit
 import fcntl
+import importlib
 import os
 import socket
+import sys
+import threading
 import warnings
 
 from aioverbs.attributes import (
@@ -26,6 +29,7 @@ from aioverbs.attributes import (
     SrqAttributes,
 )
 from aioverbs.errors import (
+    AffinityError,
     BusyResourceError,
     ClosedResourceError,
     ConcurrentAccessError,
@@ -49,12 +53,29 @@ from aioverbs.types import (
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.errno cimport EAGAIN, EBUSY, EIO, ENOENT, EOPNOTSUPP, errno
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
+cimport cython
 cimport aioverbs._core.verbs as v
+
+cdef extern from "affinity_thread.h":
+    struct affinity_thread:
+        uint64_t number
+    int affinity_thread_prepare()
+    affinity_thread *affinity_thread_self()
+    affinity_thread *affinity_thread_remember(affinity_thread *thread)
+    void affinity_thread_forget(affinity_thread *thread)
+    bint affinity_thread_ended(const affinity_thread *thread)
+    bint affinity_claim(int *inside)
+    void affinity_yield(int *inside)
+
+cdef extern from "running_loop.h":
+    int running_loop_prepare()
+    PyObject *running_loop_run()
 
 # A posted request of the software device is executed in the call. From this size on the copy takes longer than
 # giving the GIL away and back, and other threads may want to run meanwhile.
@@ -138,6 +159,35 @@ cdef class Handle:
     def __repr__(self):
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
 
+    # Verbs on the object pass here instead, by their names; each success is followed by one _unuse. Who is not let in
+    # leaves no trace: its owner may destroy the object meanwhile.
+    cdef int _use(self, str verb) except -1:
+        if self._forks != v.soft_fork_count():
+            raise ForkedProcessError(repr(self))
+        if self.affinity is not None:
+            self.affinity._enter(self, verb)
+        if not v.gate_enter(&self._gate):
+            if self.affinity is not None:
+                self.affinity._leave()
+            raise ClosedResourceError(f"{self!r} is closed")
+        return 0
+
+    cdef void _unuse(self) noexcept:
+        v.gate_leave(&self._gate)
+        if self.affinity is not None:
+            self.affinity._leave()
+
+    # A constructor's verb, on behalf of those that it belongs to; each success is followed by one _belongs.
+    cdef int _belong(self, Affinity affinity, str verb) except -1:
+        self.affinity = affinity
+        if affinity is not None:
+            affinity._enter(self, verb)
+        return 0
+
+    cdef void _belongs(self) noexcept:
+        if self.affinity is not None:
+            self.affinity._leave()
+
     cdef str _name(self):
         label = f" {self._label}" if self._label else ""
         device = f" of {self.context.name}" if self.context is not None else ""
@@ -187,13 +237,23 @@ cdef class Handle:
 
         :raises BusyResourceError: something made from it is open, or a call is under way; nothing was done.
         :raises VerbsError: the verb failed; the object is still open.
+        :raises AffinityError: it belongs to another thread or event loop; nothing was done.
         """
-        cdef int error
         if self.closed:
             return
+        if self.affinity is not None:
+            self.affinity._enter(self, self._destroy_name())
+        try:
+            self._destroy()
+        finally:
+            if self.affinity is not None:
+                self.affinity._leave()
+
+    cdef int _destroy(self) except -1:
+        cdef int error
         if not v.gate_close(&self._gate):
             if v.gate_holders(&self._gate) < 0:
-                return                          # another thread was faster
+                return 0                        # another thread was faster
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
         try:
             error = self._destroy_verb()
@@ -205,6 +265,18 @@ cdef class Handle:
             raise
         self._leave_parents()
         del _ledger[id(self)]
+        return 0
+
+
+cdef Affinity _common(tuple handles, Affinity affinity):
+    # What is made of several handles belongs to the one owner among them; those without one are anyone's.
+    for handle in handles:
+        if handle is None or (<Handle>handle).affinity is None or (<Handle>handle).affinity is affinity:
+            continue
+        if affinity is not None:
+            raise ValueError(f"{handle!r} belongs to {(<Handle>handle).affinity!r}, and something else to {affinity!r}")
+        affinity = (<Handle>handle).affinity
+    return affinity
 
 
 cdef list _enter_all(tuple handles):
@@ -226,6 +298,7 @@ cdef void _leave_all(list handles):
 
 
 # One extension, since handles use each other's insides; a file per kind of object.
+include "engine_affinity.pxi"
 include "engine_context.pxi"
 include "engine_events.pxi"
 include "engine_memory.pxi"

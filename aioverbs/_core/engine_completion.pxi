@@ -3,9 +3,16 @@
 cdef class CompletionChannel(Handle):
     """A completion channel: ``ibv_create_comp_channel``. Its descriptor is non-blocking."""
 
-    def __init__(self, Context context not None):
-        cdef int error = 0
+    def __init__(self, Context context not None, *, Affinity affinity=None):
         self._begin()
+        self._belong(affinity, "ibv_create_comp_channel")
+        try:
+            self._create(context)
+        finally:
+            self._belongs()
+
+    cdef int _create(self, Context context) except -1:
+        cdef int error = 0
         context._enter()
         self.context = context
         try:
@@ -22,6 +29,7 @@ cdef class CompletionChannel(Handle):
                 self._destroy_verb()
             context._leave()
             raise
+        return 0
 
     cdef str _destroy_name(self):
         return "ibv_destroy_comp_channel"
@@ -52,7 +60,7 @@ cdef class CompletionChannel(Handle):
         cdef void *handle = NULL
         cdef CompletionQueue queue
         cdef int error
-        self._enter()
+        self._use("ibv_get_cq_event")
         try:
             while True:
                 if self.context.table.get_cq_event(self.pointer, &cq, &handle):
@@ -68,7 +76,7 @@ cdef class CompletionChannel(Handle):
                     return queue
                 self.context.table.ack_cq_events(cq, 1)
         finally:
-            self._leave()
+            self._unuse()
 
 
 cdef class WorkCompletion:
@@ -112,8 +120,8 @@ cdef class CompletionQueue(Handle):
         ProtectionDomain parent_domain=None,
         bint single_threaded=False,
         bint timestamps=False,
+        Affinity affinity=None,
     ):
-        cdef int error = 0
         self._begin()
         if cqe < 1:
             raise ValueError(f"a completion queue holds 1 completion at least, not {cqe}")
@@ -122,6 +130,19 @@ cdef class CompletionQueue(Handle):
                 raise ValueError(f"{part!r} is of another context")
         extended = extended or timestamps
         use_ex = extended or single_threaded or parent_domain is not None
+        verb = "ibv_create_cq_ex" if use_ex else "ibv_create_cq"
+        self._belong(_common((channel, parent_domain), affinity), verb)
+        try:
+            self._create(context, cqe, channel, comp_vector, extended, parent_domain, single_threaded, timestamps, verb)
+        finally:
+            self._belongs()
+
+    def _create(
+        self, context, cqe, channel, int comp_vector, bint extended, ProtectionDomain parent_domain,
+        bint single_threaded, bint timestamps, str verb,
+    ):
+        cdef int error = 0
+        use_ex = verb == "ibv_create_cq_ex"
         held = _enter_all((context, channel, parent_domain))
         self.context = context
         self.channel = channel
@@ -134,7 +155,7 @@ cdef class CompletionQueue(Handle):
                 error = self._create_basic(context, cqe, channel, comp_vector)
             if not self.pointer:
                 cause = parent_domain._take_cause() if parent_domain is not None else None
-                raise VerbsError("ibv_create_cq_ex" if use_ex else "ibv_create_cq", error) from cause
+                raise VerbsError(verb, error) from cause
             if not extended:
                 self.extended_pointer = NULL
             self._opened("")
@@ -218,14 +239,14 @@ cdef class CompletionQueue(Handle):
         cdef int error
         if cqe < 1:
             raise ValueError(f"a completion queue holds 1 completion at least, not {cqe}")
-        self._enter()
+        self._use("ibv_resize_cq")
         v.gate_enter(&self._resizing)
         try:
             with nogil:
                 error = self.context.table.resize_cq(self.pointer, cqe)
         finally:
             v.gate_leave(&self._resizing)
-            self._leave()
+            self._unuse()
         if error and self.parent_domain is not None:
             cause = self.parent_domain._take_cause()
             if cause is not None:
@@ -243,42 +264,42 @@ cdef class CompletionQueue(Handle):
         attr.attr_mask = v.IBV_CQ_ATTR_MODERATE
         attr.moderate.cq_count = moderate_count
         attr.moderate.cq_period = moderate_period_us
-        self._enter()
+        self._use("ibv_modify_cq")
         try:
             with nogil:
                 error = v.verbs_modify_cq(self.pointer, &attr)
         finally:
-            self._leave()
+            self._unuse()
         self._check("ibv_modify_cq", error)
 
     def request_notify(self, bint solicited_only=False):
         """Ask for one event, at the next completion that is added: ``ibv_req_notify_cq``."""
-        self._enter()
+        self._use("ibv_req_notify_cq")
         try:
             self._check("ibv_req_notify_cq", v.verbs_req_notify_cq(self.pointer, solicited_only))
         finally:
-            self._leave()
+            self._unuse()
 
     def ack_events(self, int count=1):
         """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``."""
-        self._enter()
+        self._use("ibv_ack_cq_events")
         try:
             if count < 0 or not v.gate_leave_many(&self._unacknowledged, count):
                 raise ValueError(f"{self._unacknowledged} events of {self!r} can be acknowledged, not {count}")
             self.context.table.ack_cq_events(self.pointer, count)
             v.gate_leave_many(&self._gate, count)
         finally:
-            self._leave()
+            self._unuse()
 
     def poll(self, int count=16):
         """Take up to `count` completions: ``ibv_poll_cq``, or ``ibv_start_poll`` and on."""
-        self._enter()
+        self._use("ibv_poll_cq")
         try:
             if count < 1:
                 raise ValueError(f"poll takes 1 completion at least, not {count}")
             return self._poll(count)
         finally:
-            self._leave()
+            self._unuse()
 
     cdef list _poll(self, int count):
         cdef v.ibv_wc wcs[POLL_BATCH]

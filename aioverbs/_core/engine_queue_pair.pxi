@@ -25,9 +25,9 @@ cdef class QueuePair(Handle):
         bint sq_sig_all=False,
         SharedReceiveQueue srq=None,
         XrcDomain xrc_domain=None,
+        Affinity affinity=None,
     ):
         cdef v.ibv_qp_init_attr attr
-        cdef int error
         self._begin()
         self._type = qp_type
         self.qp_type = QpType(qp_type)
@@ -45,21 +45,29 @@ cdef class QueuePair(Handle):
         attr.qp_context = <void *>self
         attr.qp_type = <v.ibv_qp_type>self._type
         attr.sq_sig_all = sq_sig_all
-        held = _enter_all(tuple(parts.values()))
         self.context = context
         self.pd = pd
         self.send_cq = send_cq
         self.recv_cq = recv_cq
         self.srq = srq
         self.xrc_domain = xrc_domain
+        verb = "ibv_create_qp" if xrc_domain is None else "ibv_create_qp_ex"
+        self._belong(_common(tuple(parts.values()), affinity), verb)
         try:
-            if xrc_domain is not None:
-                error = self._create_in_xrc_domain(&attr)
+            self._make(&attr, tuple(parts.values()), verb)
+        finally:
+            self._belongs()
+
+    cdef int _make(self, v.ibv_qp_init_attr *attr, tuple parts, str verb) except -1:
+        cdef int error
+        held = _enter_all(parts)
+        try:
+            if self.xrc_domain is not None:
+                error = self._create_in_xrc_domain(attr)
             else:
-                error = self._create(&attr)
+                error = self._create(attr)
             if not self.pointer:
-                verb = "ibv_create_qp" if xrc_domain is None else "ibv_create_qp_ex"
-                raise VerbsError(verb, error) from (pd._take_cause() if pd is not None else None)
+                raise VerbsError(verb, error) from (self.pd._take_cause() if self.pd is not None else None)
             self.capabilities = QpCapabilities(
                 max_send_wr=attr.cap.max_send_wr,
                 max_recv_wr=attr.cap.max_recv_wr,
@@ -73,6 +81,7 @@ cdef class QueuePair(Handle):
                 self._destroy_verb()
             _leave_all(held)
             raise
+        return 0
 
     cdef int _create(self, v.ibv_qp_init_attr *attr) except? -1:
         cdef int error
@@ -212,12 +221,12 @@ cdef class QueuePair(Handle):
         if en_sqd_async_notify is not None:
             mask |= v.IBV_QP_EN_SQD_ASYNC_NOTIFY
             attr.en_sqd_async_notify = bool(en_sqd_async_notify)
-        self._enter()
+        self._use("ibv_modify_qp")
         try:
             with nogil:
                 error = self.context.table.modify_qp(self.pointer, &attr, mask)
         finally:
-            self._leave()
+            self._unuse()
         self._check("ibv_modify_qp", error)
 
     def query(self):
@@ -234,12 +243,12 @@ cdef class QueuePair(Handle):
         )
         memset(&attr, 0, sizeof(attr))
         memset(&init, 0, sizeof(init))
-        self._enter()
+        self._use("ibv_query_qp")
         try:
             with nogil:
                 error = self.context.table.query_qp(self.pointer, &attr, mask, &init)
         finally:
-            self._leave()
+            self._unuse()
         self._check("ibv_query_qp", error)
         return QpAttributes(
             qp_state=QpState(<int>attr.qp_state),
@@ -325,7 +334,7 @@ cdef class QueuePair(Handle):
             wr.wr.rdma.remote_addr = remote_addr
             wr.wr.rdma.rkey = rkey
         wr.qp_type.xrc.remote_srqn = remote_srqn
-        self._enter()
+        self._use("ibv_post_send")
         try:
             if kind == <int>v.IBV_WR_BIND_MW:
                 raise ValueError("a memory window is bound by bind_window")
@@ -348,7 +357,7 @@ cdef class QueuePair(Handle):
                 if ah is not None:
                     ah._leave()                     # providers copy what they need of it
         finally:
-            self._leave()
+            self._unuse()
         self._check("ibv_post_send", error)
 
     cdef int _check_way(self, AddressHandle ah) except -1:
@@ -385,7 +394,6 @@ cdef class QueuePair(Handle):
         """
         cdef v.ibv_mw_bind bind
         cdef unsigned int rights = access
-        cdef uint32_t key = 0
         cdef int error
         memset(&bind, 0, sizeof(bind))
         bind.wr_id = wr_id
@@ -393,25 +401,33 @@ cdef class QueuePair(Handle):
         bind.bind_info.addr = address
         bind.bind_info.length = length
         bind.bind_info.mw_access_flags = rights
-        held = _enter_all((self, window, region))
+        verb = "ibv_bind_mw" if window.mw_type == <int>v.IBV_MW_TYPE_1 else "ibv_post_send"
+        self._use(verb)
+        try:
+            error = self._bind(window, region, &bind, rkey)
+        finally:
+            self._unuse()
+        self._check(verb, error)
+
+    cdef int _bind(self, MemoryWindow window, MemoryRegion region, v.ibv_mw_bind *bind, rkey) except? -1:
+        cdef uint32_t key
+        held = _enter_all((window, region))
         try:
             for part in (window, region):
                 if part is not None and (<Handle>part).context is not self.context:
                     raise ValueError(f"{part!r} is of another context than {self!r}")
-            if region is None and (length or address):
+            if region is None and (bind.bind_info.length or bind.bind_info.addr):
                 raise ValueError("a window is bound to a region; without one, address and length are 0")
             if region is not None:
                 bind.bind_info.mr = region.pointer
             if window.mw_type == <int>v.IBV_MW_TYPE_1:
                 if rkey is not None:
                     raise ValueError("the device chooses the key of a window of type 1: leave rkey out")
-                error = v.verbs_bind_mw(self.pointer, window.pointer, &bind)
-            else:
-                key = rkey if rkey is not None else _next_key(window.pointer.rkey)
-                error = self._post_bind(window, &bind, key)
+                return v.verbs_bind_mw(self.pointer, window.pointer, bind)
+            key = rkey if rkey is not None else _next_key(window.pointer.rkey)
+            return self._post_bind(window, bind, key)
         finally:
             _leave_all(held)
-        self._check("ibv_bind_mw" if window.mw_type == <int>v.IBV_MW_TYPE_1 else "ibv_post_send", error)
 
     cdef int _post_bind(self, MemoryWindow window, v.ibv_mw_bind *bind, uint32_t key) except? -1:
         cdef v.ibv_send_wr wr
@@ -441,14 +457,14 @@ cdef class QueuePair(Handle):
         cdef int error
         memset(&wr, 0, sizeof(wr))
         wr.wr_id = wr_id
-        self._enter()
+        self._use("ibv_post_recv")
         try:
             list_ = _make_sges(sges, &wr.num_sge, &total)
             wr.sg_list = list_
             error = v.verbs_post_recv(self.pointer, &wr, &bad)
         finally:
             PyMem_Free(list_)
-            self._leave()
+            self._unuse()
         self._check("ibv_post_recv", error)
 
 

@@ -20,14 +20,25 @@ cdef class SharedReceiveQueue(Handle):
         *,
         XrcDomain xrc_domain=None,
         CompletionQueue cq=None,
+        Affinity affinity=None,
     ):
-        cdef int error = 0
         self._begin()
         if (xrc_domain is None) != (cq is None):
             raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
         for part in (xrc_domain, cq):
             if part is not None and (<Handle>part).context is not pd.context:
                 raise ValueError(f"{part!r} is of another context than {pd!r}")
+        verb = "ibv_create_srq" if xrc_domain is None else "ibv_create_srq_ex"
+        self._belong(_common((pd, cq), affinity), verb)
+        try:
+            self._create(pd, max_wr, max_sge, limit, xrc_domain, cq, verb)
+        finally:
+            self._belongs()
+
+    def _create(
+        self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, uint32_t limit, xrc_domain, cq, str verb
+    ):
+        cdef int error = 0
         held = _enter_all((pd, xrc_domain, cq))
         self.context = pd.context
         self.pd = pd
@@ -39,7 +50,6 @@ cdef class SharedReceiveQueue(Handle):
             else:
                 error = self._create_basic(pd, max_wr, max_sge)
             if not self.pointer:
-                verb = "ibv_create_srq" if xrc_domain is None else "ibv_create_srq_ex"
                 raise VerbsError(verb, error) from pd._take_cause()
             if limit:                   # to create a queue with one is not for every provider
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
@@ -103,11 +113,11 @@ cdef class SharedReceiveQueue(Handle):
         """Its number, which XRC peers need: ``ibv_get_srq_num``."""
         cdef uint32_t number = 0
         cdef int error
-        self._enter()
+        self._use("ibv_get_srq_num")
         try:
             error = v.verbs_get_srq_num(self.pointer, &number)
         finally:
-            self._leave()
+            self._unuse()
         self._check("ibv_get_srq_num", error)
         return number
 
@@ -122,11 +132,11 @@ cdef class SharedReceiveQueue(Handle):
             mask |= v.IBV_SRQ_MAX_WR
         if limit is not None:
             mask |= v.IBV_SRQ_LIMIT
-        self._enter()
+        self._use("ibv_modify_srq")
         try:
             self._modify(mask, max_wr or 0, limit or 0)
         finally:
-            self._leave()
+            self._unuse()
 
     def _modify(self, int mask, uint32_t max_wr, uint32_t limit):
         cdef v.ibv_srq_attr attr
@@ -147,12 +157,12 @@ cdef class SharedReceiveQueue(Handle):
         cdef v.ibv_srq_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
-        self._enter()
+        self._use("ibv_query_srq")
         try:
             with nogil:
                 error = self.context.table.query_srq(self.pointer, &attr)
         finally:
-            self._leave()
+            self._unuse()
         self._check("ibv_query_srq", error)
         return SrqAttributes(max_wr=attr.max_wr, max_sge=attr.max_sge, limit=attr.srq_limit)
 
@@ -168,12 +178,12 @@ cdef class SharedReceiveQueue(Handle):
         cdef int error
         memset(&wr, 0, sizeof(wr))
         wr.wr_id = wr_id
-        self._enter()
+        self._use("ibv_post_srq_recv")
         try:
             list_ = _make_sges(sges, &wr.num_sge, &total)
             wr.sg_list = list_
             error = v.verbs_post_srq_recv(self.pointer, &wr, &bad)
         finally:
             PyMem_Free(list_)
-            self._leave()
+            self._unuse()
         self._check("ibv_post_srq_recv", error)

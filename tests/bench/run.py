@@ -5,15 +5,17 @@ are for orientation, since machines differ and are shared.
 """
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -74,13 +76,49 @@ def handles(rounds: int, operations: int) -> dict[str, object]:
     return {"name": "handles_write_8", "post_and_poll_ns": statistics.median(times) * 1e9}
 
 
+def affinity(rounds: int, operations: int) -> dict[str, object]:
+    """What the check of thread and running loop adds to a verb: polls of two queues, in turns, one of them bound."""
+    from aioverbs._core import engine
+    from tests.rdma.seam import opened
+
+    async def measure() -> list[tuple[float, float]]:
+        owner = engine.Affinity.of_running_loop()
+        bound = engine.CompletionQueue(context, 16, single_threaded=True, affinity=owner)
+        anyones = engine.CompletionQueue(context, 16, single_threaded=True)
+        times = [(poll(bound.poll, operations), poll(anyones.poll, operations)) for _ in range(rounds)]
+        bound.destroy()
+        anyones.destroy()
+        return times
+
+    figures: dict[str, object] = {"name": "affinity_check"}
+    with opened("soft0") as context:
+        for name, factory in (("asyncio", asyncio.SelectorEventLoop), ("uvloop", uvloop.new_event_loop)):
+            with asyncio.Runner(loop_factory=factory) as runner:
+                times = runner.run(measure())
+            checked, unchecked = (statistics.median(column) for column in zip(*times, strict=True))
+            figures |= {
+                f"{name}_checked_ns": checked,
+                f"{name}_unchecked_ns": unchecked,
+                f"{name}_check_ns": statistics.median(one - other for one, other in times),
+            }
+    return figures
+
+
+def poll(function: Callable[[], object], operations: int) -> float:
+    """Nanoseconds for each of so many calls."""
+    start = time.perf_counter_ns()
+    for _ in range(operations):
+        function()
+    return (time.perf_counter_ns() - start) / operations
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each C program")
     options = parser.parse_args()
     table = Table("benchmark", "figure", "value")
-    for result in (*native(options.timeout), imports(15), handles(20, 20_000)):
+    for result in (*native(options.timeout), imports(15), handles(20, 20_000), affinity(101, 20_000)):
         if options.json:
             print(json.dumps(result), flush=True)
             continue

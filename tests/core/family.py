@@ -96,9 +96,10 @@ def make(name: str, family: Family) -> engine.Handle:
     return family[name]
 
 
-def make_all(context: engine.Context) -> Family:
-    """A context with one of each."""
-    family: Family = {"context": context}
+def make_all(context: engine.Context, family: Family | None = None) -> Family:
+    """A context with one of each, those that `family` has already left as they are."""
+    family = family if family is not None else {}
+    family["context"] = context
     for name in MEMBERS:
         make(name, family)
     return family

@@ -15,6 +15,7 @@ from tests.ledger import destroy_all
 # What says which object it was, and what may be asked of any handle at any time.
 IDENTITY = {
     "adopt",
+    "affinity",
     "allocator",
     "async_fd",
     "base",

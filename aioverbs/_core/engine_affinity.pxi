@@ -1,0 +1,175 @@
+# Part of engine.pyx: who may call the verbs of an object.
+
+cdef object _get_running_loop = None            # asyncio's, imported with the first affinity
+
+
+cdef object _running_loop():
+    global _get_running_loop
+    if _get_running_loop is None:
+        _get_running_loop = importlib.import_module("asyncio")._get_running_loop
+    return _get_running_loop()
+
+
+cdef str _name_of_loop(object loop):
+    return f"event loop {type(loop).__module__}.{type(loop).__qualname__} at {id(loop):#x}"
+
+
+@cython.final
+cdef class Affinity:
+    """Who may call the verbs of the objects that share it, and that one call at a time is under way.
+
+    `Affinity.of_running_loop` is for objects that take no locks: their verbs are called by the running loop's thread,
+    with that loop running. `Affinity.unbound` leaves the thread open. Both refuse a verb while another one is under
+    way on any of the objects: from another thread, or from within it, as from an allocator's callback.
+
+    It is given to the handles of a domain when they are made; each of their verbs passes it before anything reaches
+    the provider.
+    """
+
+    def __init__(self):
+        raise TypeError("an Affinity comes from of_running_loop() or unbound()")
+
+    def __dealloc__(self):
+        if self._thread:
+            affinity_thread_forget(<affinity_thread *>self._thread)
+
+    @staticmethod
+    def of_running_loop():
+        """Of the running loop and its thread.
+
+        :raises RuntimeError: no asyncio event loop is running in this thread.
+        """
+        cdef Affinity self = Affinity.__new__(Affinity)
+        self._forks = v.soft_fork_count()
+        self._bind()
+        return self
+
+    @staticmethod
+    def unbound():
+        """Of no thread: any may call, one at a time."""
+        cdef Affinity self = Affinity.__new__(Affinity)
+        self._forks = v.soft_fork_count()
+        return self
+
+    cdef int _bind(self) except -1:
+        cdef affinity_thread *thread = affinity_thread_self()
+        loop = _running_loop()
+        if not thread:
+            raise MemoryError
+        if loop is None:
+            trio = sys.modules.get("trio")
+            if trio is not None and trio.lowlevel.in_trio_task():
+                raise RuntimeError("aioverbs needs an asyncio event loop, and this is a trio task")
+            raise RuntimeError("no asyncio event loop is running in this thread: open this inside of a coroutine")
+        affinity_thread_remember(thread)
+        if self._thread:
+            affinity_thread_forget(<affinity_thread *>self._thread)
+        self._thread = thread
+        self._run = None
+        self.loop = loop
+        self.thread_name = threading.current_thread().name
+        return 0
+
+    @property
+    def bound(self):
+        """Whether one thread and loop own it."""
+        return self._thread != NULL
+
+    @property
+    def thread_number(self):
+        """The number of its owner's thread, which no other thread ever gets; None where it has none."""
+        return (<affinity_thread *>self._thread).number if self._thread else None
+
+    @property
+    def orphaned(self):
+        """Whether its owner is gone: the loop is closed or its thread has ended, so that nobody can be inside."""
+        if not self._thread:
+            return False
+        return affinity_thread_ended(<affinity_thread *>self._thread) or self.loop.is_closed()
+
+    def owns(self):
+        """Whether a verb called here and now would pass, were none under way."""
+        return self._forks == v.soft_fork_count() and (self._thread == NULL or self._is_owner())
+
+    def take_over(self):
+        """Make the running loop and its thread the owner, where the old one is gone.
+
+        :raises AffinityError: the owner is not gone.
+        """
+        if not self.orphaned:
+            raise AffinityError(f"{self!r} has a living owner: close what is its own there")
+        self._bind()
+        self._inside = 0
+
+    def check(self, what, str verb not None):
+        """Raise what a verb that is called here and now on `what` would raise.
+
+        :raises AffinityError: another thread or loop is the owner.
+        :raises ConcurrentAccessError: a verb is under way.
+        :raises ForkedProcessError: it was made before a fork, in the parent process.
+        """
+        self._enter(what, verb)
+        self._leave()
+
+    # Whoever was let in leaves, once. Of a bound affinity only the owner's thread comes as far as `_inside`, which then
+    # tells of re-entry; for the others it is taken atomically.
+    cdef int _enter(self, object what, str verb) except -1:
+        if self._forks != v.soft_fork_count():
+            raise ForkedProcessError(repr(what))
+        if self._thread:
+            if not self._is_owner():
+                raise AffinityError(self._refusal(what, verb))
+            if self._inside:
+                raise ConcurrentAccessError(self._overlap(what, verb))
+            self._inside = 1
+        elif not affinity_claim(&self._inside):
+            raise ConcurrentAccessError(self._overlap(what, verb))
+        self._verb = verb
+        return 0
+
+    cdef void _leave(self) noexcept:
+        affinity_yield(&self._inside)
+
+    cdef bint _is_owner(self) except -1:
+        cdef PyObject *run
+        if affinity_thread_self() != self._thread:
+            return False
+        run = running_loop_run()
+        if run and run == <PyObject *>self._run:
+            return True
+        if _running_loop() is not self.loop:
+            return False
+        if run:
+            self._run = <object>run                 # kept, so that no other run is ever at its address
+        return True
+
+    cdef str _refusal(self, object what, str verb):
+        cdef affinity_thread *thread = affinity_thread_self()
+        loop = _running_loop()
+        caller = f"thread {threading.current_thread().name!r}"
+        if thread == self._thread:
+            caller = "its own thread"
+        caller += f" with {_name_of_loop(loop)} running" if loop is not None else " with no event loop running"
+        if affinity_thread_ended(<affinity_thread *>self._thread):
+            why = "the thread that owns this object has ended"
+        elif self.loop.is_closed():
+            why = "the loop that owns this object is closed"
+        else:
+            why = "call it there: `await domain.run(function)` carries a call to the owner"
+        return f"{verb} on {what!r}, which belongs to {self._owner()}, was called from {caller}: {why}"
+
+    cdef str _overlap(self, object what, str verb):
+        return (
+            f"{verb} on {what!r}: {self._verb} is under way in its domain, where one call at a time may be; "
+            "this one was refused"
+        )
+
+    cdef str _owner(self):
+        return f"thread {self.thread_name!r} with {_name_of_loop(self.loop)}"
+
+    def __repr__(self):
+        return f"<Affinity of {self._owner()}>" if self._thread else "<Affinity of no thread>"
+
+
+if affinity_thread_prepare() or running_loop_prepare():
+    raise MemoryError("a key for threads, or a string")

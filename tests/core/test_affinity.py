@@ -1,0 +1,396 @@
+"""Who is not the owner of a bound object is refused before the verb, with nothing changed; so are overlapping calls.
+
+A thread domain's objects may be touched by one thread only: "objects … disable internal locking" (ibv_alloc_td), and a
+resource domain's thread model SINGLE is "from only one thread over the lifetime of the object".
+"""
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from aioverbs import AffinityError, ClosedResourceError, ConcurrentAccessError, ForkedProcessError
+from aioverbs._core import domains, engine
+from tests.conftest import LOOP_FACTORIES
+from tests.core.allocators import Recording
+from tests.core.children import in_child
+from tests.core.contexts import opened
+from tests.core.family import Family, make_all
+from tests.core.pairs import wait_until
+from tests.core.test_handles_closed import IDENTITY, ask, public
+
+# What calls no verb: constants of the object. A parent domain shares nothing by itself.
+CONSTANTS = {"cqe", "fileno", "qp_num", "share"}
+
+
+@contextmanager
+def a_family() -> Iterator[Family]:
+    """One of each handle; those that are made on the thread domain, or on the channel, belong to the running loop."""
+    owner = engine.Affinity.of_running_loop()
+    with opened("inline") as context:
+        members: Family = {
+            "td": domains.ThreadDomain(context, affinity=owner),
+            "channel": engine.CompletionChannel(context, affinity=owner),
+        }
+        for handle in make_all(context, members).values():
+            assert handle.affinity in (owner, None)
+        yield members
+
+
+def bound(family: Family) -> list[engine.Handle]:
+    return [handle for handle in family.values() if handle.affinity is not None]
+
+
+def verbs(handle: engine.Handle) -> list[str]:
+    """The names of what calls verbs on a handle."""
+    return sorted({*public(handle), "destroy"} - (IDENTITY - {"destroy"}) - CONSTANTS)
+
+
+def refused(family: Family, expected: type[BaseException], match: str) -> int:
+    """Call everything that calls a verb; how much that was."""
+    asked = 0
+    for handle in bound(family):
+        for name in verbs(handle):
+            with pytest.raises(expected, match=match) as caught:
+                ask(handle, name)
+            assert repr(handle) in str(caught.value)
+            asked += 1
+    return asked
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in another thread; what it returns, or raises, here."""
+    with concurrent.futures.ThreadPoolExecutor(1, "another") as executor:
+        return executor.submit(function).result(timeout=30)
+
+
+def on_loop(function: Callable[[], Any], factory: Callable[[], asyncio.AbstractEventLoop]) -> Any:
+    """Call a function in this thread with a loop running that it makes."""
+
+    async def call() -> Any:
+        return function()
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(call())
+
+
+@pytest.fixture(params=LOOP_FACTORIES)
+def factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    return LOOP_FACTORIES[request.param]
+
+
+def check_untouched(family: Family) -> None:
+    """The owner finds everything as it was, and all of it works."""
+    assert not any(handle.closed for handle in family.values())
+    for handle in bound(family):
+        owner = handle.affinity
+        assert owner is not None
+        assert owner.owns()
+        owner.check(handle, "ibv_query")
+    queue, qp = family["extended queue"], family["qp of a parent domain"]
+    assert isinstance(queue, engine.CompletionQueue)
+    assert isinstance(qp, engine.QueuePair)
+    assert queue.poll() == []
+    assert qp.query().qp_state == 0
+
+
+# ---- Wrong callers
+
+
+def test_another_thread_without_a_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    def body() -> None:
+        with a_family() as family:
+            wrong = "belongs to thread .* was called from thread 'another_0' with no event loop running: call it there"
+            assert in_thread(lambda: refused(family, AffinityError, wrong)) > 30
+            check_untouched(family)
+
+    on_loop(body, factory)
+
+
+def test_another_thread_with_a_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    def body() -> None:
+        with a_family() as family:
+            wrong = "was called from thread 'another_0' with event loop .* running: call it there"
+            assert in_thread(lambda: on_loop(lambda: refused(family, AffinityError, wrong), factory)) > 30
+            check_untouched(family)
+
+    on_loop(body, factory)
+
+
+async def test_the_executor_of_the_loop() -> None:
+    with a_family() as family:
+        assert await asyncio.to_thread(refused, family, AffinityError, "with no event loop running") > 30
+        check_untouched(family)
+
+
+def test_its_own_thread_between_two_runs_of_the_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    loop = factory()
+
+    async def call(function: Callable[..., Any], *arguments: object) -> Any:
+        return function(*arguments)
+
+    family_of_loop = a_family()
+    family = loop.run_until_complete(call(family_of_loop.__enter__))
+    try:
+        assert refused(family, AffinityError, "was called from its own thread with no event loop running") > 30
+        wrong = "was called from its own thread with event loop .* running"
+        assert on_loop(lambda: refused(family, AffinityError, wrong), factory) > 30
+        # Another run of the owner is the owner.
+        loop.run_until_complete(call(check_untouched, family))
+    finally:
+        loop.run_until_complete(call(family_of_loop.__exit__, None, None, None))
+        loop.close()
+
+
+def test_a_closed_loop_is_replaced_by_who_takes_over(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    loop = factory()
+
+    async def make() -> domains.ThreadDomain:
+        return domains.ThreadDomain(context, affinity=engine.Affinity.of_running_loop())
+
+    with opened("inline") as context:
+        td = loop.run_until_complete(make())
+        owner = td.affinity
+        assert owner is not None
+        found = [owner.orphaned]
+        loop.close()
+        found.append(owner.orphaned)
+        assert found == [False, True]
+
+        def wrong() -> None:
+            with pytest.raises(AffinityError, match="the loop that owns this object is closed"):
+                td.destroy()
+            assert owner is not None
+            owner.take_over()
+            td.destroy()
+
+        on_loop(wrong, factory)
+        assert td.closed
+
+
+async def test_an_ended_thread_is_replaced_by_who_takes_over() -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def make() -> engine.Affinity:
+        loops.append(asyncio.get_running_loop())
+        return engine.Affinity.of_running_loop()
+
+    def thread() -> engine.Affinity:
+        loop = asyncio.new_event_loop()
+        return loop.run_until_complete(make())
+
+    owner = await asyncio.to_thread(in_thread, thread)
+    wait_until(lambda: owner.orphaned)  # a thread can be joined a little before it has ended
+    assert not owner.owns()
+    with pytest.raises(AffinityError, match="the thread that owns this object has ended"):
+        owner.check(owner, "ibv_poll_cq")
+    owner.take_over()
+    assert owner.owns()
+    assert not owner.orphaned
+    with pytest.raises(AffinityError, match="has a living owner"):
+        owner.take_over()
+    loops[0].close()
+
+
+async def test_a_child_of_a_fork() -> None:
+    with a_family() as family:
+        assert in_child(lambda: refused_in_child(family)) > 30
+        check_untouched(family)
+
+
+def refused_in_child(family: Family) -> int:
+    asked = 0
+    for handle in bound(family):
+        assert handle.affinity is not None
+        assert not handle.affinity.owns()
+        with pytest.raises(ForkedProcessError):
+            handle.affinity.check(handle, "ibv_poll_cq")
+        for name in set(verbs(handle)) - {"destroy"}:
+            with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                ask(handle, name)
+            asked += 1
+        handle.destroy()  # nothing: it is the parent's
+    return asked
+
+
+# ---- Right callers
+
+
+async def test_the_owner_in_any_task() -> None:
+    async def use() -> None:
+        check_untouched(family)
+
+    with a_family() as family:
+        await asyncio.gather(use(), use(), asyncio.create_task(use()))
+        done = asyncio.Event()
+
+        def callback() -> None:
+            check_untouched(family)
+            done.set()
+
+        asyncio.get_running_loop().call_soon(callback)
+        await done.wait()
+
+
+async def test_what_is_made_of_bound_parts_belongs_to_their_owner() -> None:
+    with opened("inline") as context:
+        pd, owner = engine.ProtectionDomain(context), engine.Affinity.of_running_loop()
+        domain = domains.ParentDomain(pd, affinity=owner)
+        ours, anyones = engine.CompletionQueue(context, 4, parent_domain=domain), engine.CompletionQueue(context, 4)
+        assert ours.affinity is owner
+        assert anyones.affinity is None
+        assert engine.QueuePair(pd, anyones, ours).affinity is owner
+        assert engine.QueuePair(pd, anyones, anyones).affinity is None
+        another = engine.Affinity.of_running_loop()
+        with pytest.raises(ValueError, match="belongs to <Affinity of thread"):
+            engine.QueuePair(domain, ours, engine.CompletionQueue(context, 4, affinity=another))
+        with pytest.raises(ValueError, match="belongs to <Affinity of thread"):
+            domains.ParentDomain(pd, domains.ThreadDomain(context, affinity=owner), affinity=another)
+
+
+async def test_nobody_else_makes_anything_of_it() -> None:
+    with a_family() as family:
+        pd, domain, queue = family["pd"], family["domain"], family["queue"]
+        assert isinstance(pd, engine.ProtectionDomain)
+        assert isinstance(domain, domains.ParentDomain)
+        assert isinstance(queue, engine.CompletionQueue)
+
+        def wrong() -> int:
+            makers: list[Callable[[], engine.Handle]] = [
+                lambda: engine.CompletionQueue(domain.context, 4, parent_domain=domain),
+                lambda: engine.SharedReceiveQueue(domain, 4),
+                lambda: engine.QueuePair(domain, queue, queue),
+                lambda: engine.QueuePair(pd, queue, queue),
+                lambda: domains.ParentDomain(pd, domain.td),
+                lambda: engine.CompletionChannel(domain.context, affinity=domain.affinity),
+                lambda: domains.ThreadDomain(domain.context, affinity=domain.affinity),
+            ]
+            for make in makers:
+                with pytest.raises(AffinityError, match=r"ibv_(create|alloc)_"):
+                    make()
+            return len(makers)
+
+        before = engine.open_handles()
+        assert await asyncio.to_thread(wrong) == 7
+        assert engine.open_handles() == before
+        # A region is anybody's, whatever it is registered on.
+        await asyncio.to_thread(lambda: engine.MemoryRegion(domain, bytearray(8)).destroy())
+
+
+async def test_closed_ones_say_so() -> None:
+    with opened("inline") as context:
+        queue = engine.CompletionQueue(context, 4, affinity=engine.Affinity.of_running_loop())
+        queue.destroy()
+        with pytest.raises(ClosedResourceError):
+            queue.poll()
+        queue.destroy()
+        await asyncio.to_thread(queue.destroy)
+        # And nobody is inside since.
+        assert queue.affinity is not None
+        queue.affinity.check(queue, "ibv_poll_cq")
+
+
+def test_there_must_be_a_loop() -> None:
+    with pytest.raises(RuntimeError, match="no asyncio event loop is running in this thread"):
+        engine.Affinity.of_running_loop()
+    with pytest.raises(TypeError, match=r"of_running_loop\(\) or unbound\(\)"):
+        engine.Affinity()
+
+
+# ---- One call at a time
+
+
+class Meanwhile(Recording):
+    """An allocator that does something else while the verb that asked it is under way."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+        self.meanwhile()
+        return super().allocate(size, alignment, resource_type)
+
+
+@pytest.mark.parametrize("binding", ["of_running_loop", "unbound"])
+async def test_an_allocator_does_not_come_back_into_its_domain(binding: str) -> None:
+    caught: list[BaseException] = []
+
+    def meanwhile() -> None:
+        for verb in (queue.poll, queue.destroy, lambda: engine.SharedReceiveQueue(domain, 4)):
+            with pytest.raises(ConcurrentAccessError, match="ibv_create_cq_ex is under way in its domain") as refusal:
+                verb()
+            caught.append(refusal.value)
+
+    with opened("inline") as context:
+        pd, owner = engine.ProtectionDomain(context), getattr(engine.Affinity, binding)()
+        domain = domains.ParentDomain(pd, allocator=Meanwhile(meanwhile), affinity=owner)
+        queue = engine.CompletionQueue(context, 4, affinity=owner)
+        engine.CompletionQueue(context, 4, parent_domain=domain)
+        assert len(caught) == 3 * 2  # a ring and a doorbell record
+        queue.poll()
+
+
+async def test_threads_that_overlap_for_real() -> None:
+    """Of an unbound affinity any thread is let in, one at a time: here one stays inside of a verb."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        entered.set()
+        assert leave.wait(30)
+
+    with opened("inline") as context:
+        pd, owner = engine.ProtectionDomain(context), engine.Affinity.unbound()
+        domain = domains.ParentDomain(pd, allocator=Meanwhile(stay), affinity=owner)
+        queue = engine.CompletionQueue(context, 4, affinity=owner)
+        inside = asyncio.create_task(asyncio.to_thread(engine.CompletionQueue, context, 4, parent_domain=domain))
+        assert await asyncio.to_thread(entered.wait, 30)
+        for caller in (in_thread, lambda function: function()):
+            with pytest.raises(ConcurrentAccessError, match="ibv_create_cq_ex is under way"):
+                caller(queue.poll)
+        leave.set()
+        await inside
+        assert queue.poll() == in_thread(queue.poll) == []
+        assert not owner.bound
+        assert owner.thread_number is None
+        assert owner.owns()
+
+
+# ---- Threads
+
+
+def test_numbers_of_threads_are_never_given_again() -> None:
+    async def number() -> int:
+        found = engine.Affinity.of_running_loop().thread_number
+        assert found is not None
+        return found
+
+    idents, numbers = set(), set()
+    for _ in range(50):
+        thread = threading.Thread(target=lambda: numbers.add(asyncio.run(number())))
+        thread.start()
+        idents.add(thread.ident)
+        thread.join()
+    assert len(numbers) == 50
+    assert len(idents) < 50, "the system does give them again, which is why there are numbers"
+
+
+async def test_a_loop_is_kept_no_longer_than_its_affinity() -> None:
+    def thread() -> "weakref.ref[asyncio.AbstractEventLoop]":
+        async def use() -> None:
+            engine.Affinity.of_running_loop().check("x", "verb")
+
+        loop = asyncio.SelectorEventLoop()
+        loop.run_until_complete(use())
+        loop.close()
+        return weakref.ref(loop)
+
+    forgotten = in_thread(thread)
+    gc.collect()
+    assert forgotten() is None

@@ -83,7 +83,8 @@ cdef class FaultPlan:
     ):
         """Requests of a queue pair, or of any, complete with that `WcStatus`, which breaks the queue pair as it does.
 
-        :param receives: receives instead, as messages come for them; their sender sees a remote operational error.
+        :param receives: receives instead, as messages come for them. The sender, where it is told, sees REM_OP_ERR;
+            REM_INV_REQ_ERR where the status is LOC_LEN_ERR.
         """
         cdef v.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error

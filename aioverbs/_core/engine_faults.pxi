@@ -30,7 +30,10 @@ cdef class FaultPlan:
 
     verbs = tuple(_verb_numbers)
 
-    def __init__(self):
+    def __cinit__(self, Context context not None):
+        self.context = context
+
+    def __init__(self, *_):
         raise TypeError("the fault plan of a context is its `faults`")
 
     def __repr__(self):

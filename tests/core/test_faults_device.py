@@ -67,7 +67,9 @@ class TestPort:
                 context.faults.set_port(True)
             assert other.query_port().state is PortState.ACTIVE
             for each in (context, other):
-                assert [event for event in iter(each.get_async_event, None) if not event.ack()]
+                expect(each, EventType.PORT_ERR, None)
+                expect(each, EventType.PORT_ACTIVE, None)
+                assert each.get_async_event() is None
 
     def test_as_it_is_already(self, context: engine.Context) -> None:
         context.faults.set_port(True)

@@ -212,6 +212,6 @@ def test_arguments(inline: engine.Context) -> None:
     with pytest.raises(TypeError):
         plan.release(1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        plan.release(1, True)  # type: ignore[misc]
+        plan.release(1, True)  # type: ignore[call-arg]
     assert plan.held() == 2
     assert plan.release((1 << 63) - 1) == 2

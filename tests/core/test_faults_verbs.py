@@ -62,7 +62,8 @@ def test_the_error_is_the_verb_s(context: engine.Context) -> None:
 
 def test_all_verbs_counted_together(context: engine.Context) -> None:
     context.faults.fail(None, errno.ENOMEM, first=2, every=2, times=2)
-    called = [context.query_device, context.query_port, context.query_gid, context.query_pkey, context.query_device]
+    query, port, gid, pkey = context.query_device, context.query_port, context.query_gid, context.query_pkey
+    called: list[Callable[[], object]] = [query, port, gid, pkey, query]
     assert [outcome(call) for call in called] == [0, errno.ENOMEM, 0, errno.ENOMEM, 0]
     assert outcomes(context, 3) == [0, 0, 0]
     assert context.faults.records() == [
@@ -295,7 +296,7 @@ def test_it_ends_with_its_context(use: str) -> None:
     with pytest.raises(ClosedResourceError, match="is closed"):
         USES[use](plan)
     with pytest.raises(ClosedResourceError, match="is closed"):
-        assert context.faults
+        assert context.faults is not None
 
 
 def test_a_child_of_a_fork_has_no_plan(context: engine.Context) -> None:
@@ -314,7 +315,7 @@ def test_a_child_of_a_fork_has_no_plan(context: engine.Context) -> None:
 def test_it_comes_from_a_context_only(inline: engine.Context) -> None:
     for arguments in ((), (inline,)):
         with pytest.raises(TypeError):
-            engine.FaultPlan(*arguments)  # type: ignore[arg-type]
+            engine.FaultPlan(*arguments)
     for wrong in ((), (None,)):
         with pytest.raises(TypeError):
             engine.FaultPlan.__new__(engine.FaultPlan, *wrong)

@@ -6,6 +6,7 @@ It raises at the call that was planned, and once its caller has given back what 
 import errno
 import select
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,7 +25,7 @@ from aioverbs import (
     WcStatus,
 )
 from aioverbs._core import domains, engine
-from aioverbs.attributes import AddressVector, QpCapabilities
+from aioverbs.attributes import AddressVector, FaultRecord, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import MODES, children, opened
 from tests.core.pairs import to_init, to_rtr, to_rts, wait_until
@@ -260,3 +261,37 @@ def test_a_queue_that_can_neither_be_armed_nor_go(inline: engine.Context) -> Non
     assert isinstance(left, engine.SharedReceiveQueue)
     left.destroy()
     pd.destroy()
+
+
+def play_by_chance(context: engine.Context, seed: int) -> list[FaultRecord]:
+    """A scene in which any call may fail, those that give back as well; what failed."""
+    plan = context.faults
+    before = len(plan.records())
+    plan.seed(seed)
+    plan.fail_at_random(50_000, errno.EIO)
+    scene = Scene(context)
+    with suppress(VerbsError):
+        scene.play()
+    plan.unhold()
+    attempts = 0
+    while left := children(context):
+        attempts += 1
+        assert attempts < 1000
+        with suppress(VerbsError):
+            left[-1].destroy()
+    plan.fail_at_random(0, errno.EIO)
+    assert not any(context.counts().values())
+    assert not select.select([context.async_fd], [], [], 0)[0]
+    assert all(piece.freed == 1 for piece in scene.allocator.pieces)
+    return plan.records()[before:]
+
+
+def test_chance_again_and_again(context: engine.Context) -> None:
+    """The same seeds, the same failures, in this context and in another; several may come in one scene."""
+    first = [play_by_chance(context, seed) for seed in range(40)]
+    assert [play_by_chance(context, seed) for seed in range(40)] == first
+    assert len({tuple(records) for records in first}) > 20
+    assert any(len(records) > 2 for records in first)
+    with opened("engine") as other:
+        assert [play_by_chance(other, seed) for seed in range(40)] == first
+    assert run(context, unexpected) == 0

@@ -1,12 +1,10 @@
-"""The fault plan and what is under way: requests and receives with a status, losses, delays."""
+"""The fault plan and what is under way: requests and receives with a status, and losses."""
 
-import errno
-import time
 from typing import Any
 
 import pytest
 
-from aioverbs import ClosedResourceError, EventType, QpState, SendFlags, SendOpcode, VerbsError, WcStatus
+from aioverbs import ClosedResourceError, EventType, QpState, SendFlags, SendOpcode, WcStatus
 from aioverbs._core import engine
 from aioverbs.attributes import FaultRecord
 from tests.core.contexts import opened
@@ -303,43 +301,3 @@ class TestLosses:
             other.faults.lose_messages_at_random(200_000)
             assert lost(other, pair, 7) == first
             other.faults.clear()
-
-
-class TestDelays:
-    def test_not_without_an_engine(self, inline: engine.Context) -> None:
-        with pytest.raises(VerbsError, match="soft_fault_jitter failed: EINVAL") as caught:
-            inline.faults.jitter(1000)
-        assert caught.value.errno == errno.EINVAL
-        for wrong in (-1, 1 << 63):
-            with pytest.raises(ValueError, match="max_ns must be from 0 to 9223372036854775807"):
-                inline.faults.jitter(wrong)
-        with pytest.raises(TypeError):
-            inline.faults.jitter(1.5)  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("mode", ["engine", "engine-delayed"])
-    def test_late_and_in_order(self, mode: str, kind: str) -> None:
-        with opened(mode) as context:
-            near, _ = make_pair(context, kind)
-            context.faults.jitter(40_000_000)
-            begin = time.monotonic()
-            for wr_id in range(12):
-                near.qp.post_send(WRITE, wr_id=wr_id, flags=SIGNALED)
-            assert [completion.wr_id for completion in wait_for(near.cq, 12)] == list(range(12))
-            assert time.monotonic() - begin > 0.01  # the latest of twelve
-            context.faults.jitter(0)
-            near.qp.post_send(WRITE, flags=SIGNALED)
-            succeed(near.cq)
-            assert context.faults.records() == []
-
-    @pytest.mark.parametrize("most", [(1 << 63) - 1, 1 << 62])
-    def test_as_late_as_can_be(self, most: int) -> None:
-        with opened("engine", 0) as context:
-            near, _ = make_pair(context)
-            context.set_delay((1 << 64) - 1)
-            context.faults.jitter(most)
-            for _ in range(4):
-                near.qp.post_send(WRITE, flags=SIGNALED)
-            time.sleep(0.02)
-            assert near.cq.poll() == []
-            near.qp.modify(QpState.ERR)
-            assert {completion.status for completion in wait_for(near.cq, 4)} == {WcStatus.WR_FLUSH_ERR}

@@ -562,6 +562,7 @@ struct soft_qp {
 	 * consistent: who posts and then reads it, or sets ERR and then reads the ring, sees the other. */
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
+    bool leaving;            /* likewise: it is being destroyed, and stays in RESET */
 
     struct soft_lock sq_lock;        /* the sending device half */
     uint32_t next_psn;               /* sq */

@@ -172,6 +172,45 @@ static void no_room_for_sends(void)
     home_close(&home);
 }
 
+/* The same where it would have told of an error, and nothing else does. */
+static void no_room_for_an_error(void)
+{
+    struct ibv_cq *small;
+    struct ibv_send_wr wr;
+    struct ibv_sge sge;
+    struct end a, b, c;
+    struct home home;
+
+    home_open(&home);
+    async_nonblocking(home.context);
+    small = home_cq(&home, 1, NULL);
+    TYPED_OPEN(&a, &home, .type = IBV_QPT_RC, .cq = small);
+    TYPED_OPEN(&b, &home, .type = IBV_QPT_RC);
+    TYPED_OPEN(&c, &home, .type = IBV_QPT_RC, .cq = small);
+    qp_connect(a.qp, &default_link, b.qp->qp_num);
+    qp_connect(b.qp, &default_link, a.qp->qp_num);
+    qp_connect(c.qp, &default_link, c.qp->qp_num);
+    CHECK_EQ(soft_break_cq(small), 0);
+    EXPECT_ASYNC(home.context, IBV_EVENT_CQ_ERR, small);
+    sge = span(&a, 0, 8);
+    sge.lkey ^= 1;
+    wr = request_to(IBV_WR_RDMA_WRITE, 1, &sge, 1, &b, 0);
+    CHECK_EQ(post(a.qp, &wr), 0);
+    CHECK_EQ(post_write(&a, &b, 2, 8), 0); /* flushed: that tells nothing more */
+    CHECK(wait_state(a.qp, IBV_QPS_ERR));
+    REQUIRE(wait_readable(home.context->async_fd));
+    EXPECT_ASYNC(home.context, IBV_EVENT_QP_FATAL, a.qp);
+    expect_silence(home.context);
+    CHECK_EQ(qp_to(c.qp, IBV_QPS_ERR), 0); /* as its user wished */
+    CHECK_EQ(post_write(&c, &c, 3, 8), 0);
+    expect_silence(home.context);
+    end_close(&a);
+    end_close(&b);
+    end_close(&c);
+    CHECK_EQ(soft_verbs.destroy_cq(small), 0);
+    home_close(&home);
+}
+
 static void no_room_for_receives(void)
 {
     struct ibv_cq *small;
@@ -325,6 +364,40 @@ static void destruction_waits(void)
     pair_close(&pair);
 }
 
+/* What he does with it meanwhile is refused, and leaves neither a completion nor an event of what is gone. */
+static void used_while_it_goes(void)
+{
+    struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
+    struct ibv_async_event event;
+    struct destroyer destroyer = {0};
+    struct end gone;
+    struct pair pair;
+    pthread_t thread;
+
+    open_pair(&pair, IBV_QPT_RC);
+    CHECK_EQ(soft_break_qp(pair.b.qp), 0);
+    REQUIRE(wait_readable(pair.own.context->async_fd));
+    REQUIRE_EQ(soft_verbs.get_async_event(pair.own.context, &event), 0);
+    gone = pair.b;
+    destroyer.qp = pair.b.qp;
+    pair.b.qp = NULL;
+    REQUIRE_EQ(pthread_create(&thread, NULL, destroy, &destroyer), 0);
+    settle();
+    CHECK_EQ(post_send(&gone, 1, 8), EINVAL);
+    CHECK_EQ(verbs_post_recv(gone.qp, &recv, &bad), EINVAL);
+    CHECK_EQ(qp_to(gone.qp, IBV_QPS_ERR), EINVAL);
+    CHECK_EQ(qp_to(gone.qp, IBV_QPS_RESET), EINVAL);
+    CHECK_EQ(qp_to_init(gone.qp, &default_link), EINVAL);
+    CHECK_EQ(soft_break_qp(gone.qp), 0);
+    CHECK(!atomic_load(&destroyer.done));
+    soft_verbs.ack_async_event(&event);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    EXPECT_NOTHING(pair.b.send_cq);
+    EXPECT_NOTHING(pair.b.recv_cq);
+    EXPECT_NO_ASYNC(pair.own.context);
+    pair_close(&pair);
+}
+
 /* What nobody took goes with it. */
 static void untaken(void)
 {
@@ -340,5 +413,5 @@ static void untaken(void)
 }
 
 CHECK_MAIN(CASE(established), CASE(not_established), CASE(refusals), CASE(completions_tell), CASE(no_room_for_sends),
-           CASE(no_room_for_receives), CASE(broken_by_itself), CASE(last_wqe), CASE(no_last_wqe),
-           CASE(destruction_waits), CASE(untaken))
+           CASE(no_room_for_an_error), CASE(no_room_for_receives), CASE(broken_by_itself), CASE(last_wqe),
+           CASE(no_last_wqe), CASE(destruction_waits), CASE(used_while_it_goes), CASE(untaken))

@@ -311,6 +311,32 @@ static void last_wqe(void)
     home_close(&home);
 }
 
+/* Each type that receives from one says so. */
+static void last_wqe_of_each_type(void)
+{
+    static const enum ibv_qp_type types[] = {IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD};
+    struct ibv_srq *srq;
+    struct home home;
+    struct end end;
+    size_t i;
+
+    home_open(&home);
+    async_nonblocking(home.context);
+    srq = make_srq(&home, 4);
+    for (i = 0; i < COUNT_OF(types); i++) {
+        TYPED_OPEN(&end, &home, .type = types[i], .srq = srq);
+        type_connect(end.qp, &default_link, end.qp->qp_num);
+        EXPECT_NO_ASYNC(home.context);
+        CHECK_EQ(qp_to(end.qp, IBV_QPS_ERR), 0);
+        REQUIRE(wait_readable(home.context->async_fd));
+        EXPECT_ASYNC(home.context, IBV_EVENT_QP_LAST_WQE_REACHED, end.qp);
+        expect_silence(home.context);
+        end_close(&end);
+    }
+    CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
+    home_close(&home);
+}
+
 /* Who has receives of his own sees them flushed, and hears nothing. */
 static void no_last_wqe(void)
 {
@@ -414,4 +440,5 @@ static void untaken(void)
 
 CHECK_MAIN(CASE(established), CASE(not_established), CASE(refusals), CASE(completions_tell), CASE(no_room_for_sends),
            CASE(no_room_for_an_error), CASE(no_room_for_receives), CASE(broken_by_itself), CASE(last_wqe),
-           CASE(no_last_wqe), CASE(destruction_waits), CASE(used_while_it_goes), CASE(untaken))
+           CASE(last_wqe_of_each_type), CASE(no_last_wqe), CASE(destruction_waits), CASE(used_while_it_goes),
+           CASE(untaken))

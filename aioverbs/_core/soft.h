@@ -170,6 +170,8 @@ void soft_entry_fill(struct verbs_context *verbs);
 
 /* soft_absent.c: what the device does not have. */
 void soft_absent_fill(struct verbs_context *verbs);
+int soft_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid);
+int soft_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid);
 
 static inline bool soft_stale(const struct soft_context *context)
 {

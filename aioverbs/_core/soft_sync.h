@@ -106,8 +106,10 @@ static inline struct grace_reader *grace_enter(void)
 
 static inline void grace_leave(struct grace_reader *self)
 {
-    if (--self->depth == 0)
-        atomic_fetch_add_explicit(&self->sections, 1, memory_order_release);
+    unsigned int sections = atomic_load_explicit(&self->sections, memory_order_relaxed);
+
+    if (--self->depth == 0) /* no other thread counts here */
+        atomic_store_explicit(&self->sections, sections + 1, memory_order_release);
 }
 
 void grace_wait(void);

@@ -239,6 +239,51 @@ static void no_room_for_receives(void)
     home_close(&home);
 }
 
+/* Nobody who sent hears of it where he does not wait for answers. */
+static void no_room_where_nobody_answers(void)
+{
+    static const enum ibv_qp_type types[] = {IBV_QPT_UC, IBV_QPT_UD};
+    struct ibv_cq *small;
+    struct end a, b;
+    struct home home;
+    struct ibv_ah *ah;
+    size_t i;
+    int n;
+
+    home_open(&home);
+    async_nonblocking(home.context);
+    ah = make_ah(home.base, 1);
+    for (i = 0; i < COUNT_OF(types); i++) {
+        small = home_cq(&home, 1, NULL);
+        TYPED_OPEN(&a, &home, .type = types[i]);
+        TYPED_OPEN(&b, &home, .type = types[i], .cq = small);
+        type_connect(a.qp, &default_link, b.qp->qp_num);
+        type_connect(b.qp, &default_link, a.qp->qp_num);
+        for (n = 0; n <= small->cqe + 1; n++)
+            CHECK_EQ(post_room(&b, (uint64_t)n, 0, 100), 0);
+        for (n = 0; n <= small->cqe; n++) {
+            struct ibv_sge sge = span(&a, 0, 8);
+            struct ibv_send_wr wr = request(IBV_WR_SEND, (uint64_t)n, &sge, 1);
+
+            if (types[i] == IBV_QPT_UD)
+                wr = datagram(IBV_WR_SEND, (uint64_t)n, &sge, 1, ah, b.qp->qp_num);
+            CHECK_EQ(post(a.qp, &wr), 0);
+            EXPECT(a.send_cq, n, IBV_WC_SUCCESS);
+        }
+        EXPECT_ASYNC(home.context, IBV_EVENT_CQ_ERR, small);
+        EXPECT_ASYNC(home.context, IBV_EVENT_QP_FATAL, b.qp);
+        CHECK(wait_state(b.qp, IBV_QPS_ERR));
+        CHECK_EQ(qp_state(a.qp), IBV_QPS_RTS);
+        EXPECT(small, 0, IBV_WC_SUCCESS);
+        expect_silence(home.context); /* what is flushed is lost, too */
+        end_close(&a);
+        end_close(&b);
+        CHECK_EQ(soft_verbs.destroy_cq(small), 0);
+    }
+    CHECK_EQ(soft_verbs.destroy_ah(ah), 0);
+    home_close(&home);
+}
+
 static void broken_by_itself(void)
 {
     struct pair pair;
@@ -437,6 +482,6 @@ static void untaken(void)
 }
 
 CHECK_MAIN(CASE(established), CASE(not_established), CASE(refusals), CASE(completions_tell), CASE(no_room_for_sends),
-           CASE(no_room_for_an_error), CASE(no_room_for_receives), CASE(broken_by_itself), CASE(last_wqe),
-           CASE(last_wqe_of_each_type), CASE(no_last_wqe), CASE(destruction_waits), CASE(used_while_it_goes),
-           CASE(untaken))
+           CASE(no_room_for_an_error), CASE(no_room_for_receives), CASE(no_room_where_nobody_answers),
+           CASE(broken_by_itself), CASE(last_wqe), CASE(last_wqe_of_each_type), CASE(no_last_wqe),
+           CASE(destruction_waits), CASE(used_while_it_goes), CASE(untaken))

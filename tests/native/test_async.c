@@ -535,16 +535,43 @@ struct racer {
     bool takes;
 };
 
+/* As who handles an event may do before he acknowledges it, while another thread destroys what it is about. */
+static void handle(const struct ibv_async_event *event)
+{
+    struct ibv_recv_wr recv = {.wr_id = 1}, *bad;
+    struct ibv_wc wc;
+    int error;
+
+    if (event->event_type == IBV_EVENT_CQ_ERR) {
+        sleep_us(50);
+        CHECK(verbs_poll_cq(event->element.cq, 1, &wc) >= 0);
+        CHECK_EQ(soft_verbs.resize_cq(event->element.cq, 16), 0);
+    }
+    if (event->event_type != IBV_EVENT_QP_FATAL && event->event_type != IBV_EVENT_COMM_EST)
+        return;
+    sleep_us(50); /* to be late for some of them */
+    error = verbs_post_recv(event->element.qp, &recv, &bad);
+    CHECK(error == 0 || error == ENOMEM || error == EINVAL);
+    error = post_nothing(event->element.qp, 2);
+    CHECK(error == 0 || error == ENOMEM || error == EINVAL);
+    error = qp_to(event->element.qp, IBV_QPS_ERR);
+    CHECK(error == 0 || error == EINVAL);
+}
+
 static void race(void *argument)
 {
     struct racer *racer = argument;
     struct ibv_async_event event;
+    unsigned int seed = 7;
+    struct ibv_wc wc;
     int i;
 
     if (racer->takes) {
         while (!atomic_load(racer->stop) || is_readable(racer->home->context->async_fd))
-            if (!soft_verbs.get_async_event(racer->home->context, &event))
+            if (!soft_verbs.get_async_event(racer->home->context, &event)) {
+                handle(&event);
                 soft_verbs.ack_async_event(&event);
+            }
         return;
     }
     for (i = 0; i < SCALED(200); i++) {
@@ -557,14 +584,16 @@ static void race(void *argument)
         CHECK_EQ(soft_break_qp(qp), 0);
         raise_qp(qp, IBV_EVENT_COMM_EST);
         CHECK_EQ(soft_set_port(racer->home->context, i % 2), 0);
+        sleep_us(next_random(&seed, 100));
         CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+        CHECK_EQ(verbs_poll_cq(cq, 1, &wc), 0); /* nothing of what is gone */
         CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
     }
     CHECK_EQ(soft_set_port(racer->home->context, true), 0);
     atomic_store(racer->stop, true);
 }
 
-/* Objects that raise events and are destroyed, while others take and acknowledge. */
+/* Objects that raise events and are destroyed, while others take them, handle them and acknowledge. */
 static void racing(void)
 {
     atomic_bool stop = false;

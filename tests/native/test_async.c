@@ -2,6 +2,7 @@
 #include "support.h"
 #include "support_async.h"
 #include "support_fork.h"
+#include "support_srq.h"
 #include "support_threads.h"
 
 #include <fcntl.h>
@@ -547,6 +548,12 @@ static void handle(const struct ibv_async_event *event)
         CHECK(verbs_poll_cq(event->element.cq, 1, &wc) >= 0);
         CHECK_EQ(soft_verbs.resize_cq(event->element.cq, 16), 0);
     }
+    if (event->event_type == IBV_EVENT_SRQ_ERR) {
+        sleep_us(50);
+        CHECK_EQ(srq_post(event->element.srq, 1), 0);
+        CHECK_EQ(srq_resize(event->element.srq, 16), 0);
+        CHECK_EQ(srq_arm(event->element.srq, 2), 0);
+    }
     if (event->event_type != IBV_EVENT_QP_FATAL && event->event_type != IBV_EVENT_COMM_EST)
         return;
     sleep_us(50); /* to be late for some of them */
@@ -562,10 +569,12 @@ static void race(void *argument)
 {
     struct racer *racer = argument;
     struct ibv_async_event event;
+    struct home on_base = *racer->home;
     unsigned int seed = 7;
     struct ibv_wc wc;
     int i;
 
+    on_base.pd = on_base.base;
     if (racer->takes) {
         while (!atomic_load(racer->stop) || is_readable(racer->home->context->async_fd))
             if (!soft_verbs.get_async_event(racer->home->context, &event)) {
@@ -576,11 +585,13 @@ static void race(void *argument)
     }
     for (i = 0; i < SCALED(200); i++) {
         struct ibv_cq *cq = soft_verbs.create_cq(racer->home->context, 4, NULL, NULL, 0);
+        struct ibv_srq *srq = make_srq(&on_base, 4);
         struct ibv_qp *qp;
 
         REQUIRE(cq != NULL);
         qp = make_qp(racer->home->base, cq, 1);
         raise_cq(cq);
+        CHECK_EQ(soft_break_srq(srq), 0);
         CHECK_EQ(soft_break_qp(qp), 0);
         raise_qp(qp, IBV_EVENT_COMM_EST);
         CHECK_EQ(soft_set_port(racer->home->context, i % 2), 0);
@@ -588,6 +599,7 @@ static void race(void *argument)
         CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
         CHECK_EQ(verbs_poll_cq(cq, 1, &wc), 0); /* nothing of what is gone */
         CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+        CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
     }
     CHECK_EQ(soft_set_port(racer->home->context, true), 0);
     atomic_store(racer->stop, true);

@@ -25,6 +25,10 @@ cdef class FaultPlan:
     of the rule: the `first` one, from there on each `every`-th, `times` in all (0: without end). Where several rules
     strike at once the oldest one counts.
 
+    Each method raises ValueError for a number out of its range, a verb that is none or an object of another context,
+    and VerbsError with ENOMEM where there is no memory for a rule; then the plan is as it was. Error numbers are those
+    of `errno`, chances are of 1,000,000, times are in nanoseconds.
+
     `verbs` has the names of the verbs, as ``"create_qp"``.
     """
 
@@ -127,7 +131,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_loss_at_random", error)
 
     def jitter(self, max_ns):
-        """Each request waits up to that much longer before it is executed; 0 ends it. For contexts with an engine."""
+        """Each request waits up to that much longer before it is executed; 0 ends it. For contexts with an engine.
+
+        :raises VerbsError: with EINVAL where the context has none.
+        """
         cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
         cdef int error
         self.context._enter()

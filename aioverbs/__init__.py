@@ -1,9 +1,9 @@
-"""RDMA for asyncio.
+"""RDMA for asyncio: devices, and the domains that keep what is made on them to one event loop and its thread.
 
-The ground floor stands: the compiled verbs seam and the software device (`aioverbs._core`, private), and here what
-they raise and name. Devices, domains and awaitable verbs come on top of it.
+The compiled core (`aioverbs._core`, private) is loaded when the first of the names that need it is used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .errors import (
@@ -38,43 +38,94 @@ from .types import (
     WcStatus,
 )
 
+if TYPE_CHECKING:
+    from .affinity import Affinity, ThreadModel
+    from .completion import MessageModel
+    from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
+    from .domains import ParentDomain, ProtectionDomain, ResourceDomain, ThreadDomain, XrcDomain
+    from .resource import Resource, ResourceInfo, State
+
 __all__ = [
     "AccessFlags",
+    "Affinity",
     "AffinityError",
     "AtomicCap",
     "BrokenResourceError",
     "BusyResourceError",
     "ClosedResourceError",
     "ConcurrentAccessError",
+    "Device",
+    "DeviceInfo",
     "DeviceNotFoundError",
+    "DeviceStatistics",
     "EventType",
     "ForkedProcessError",
     "LibraryNotFoundError",
     "LinkLayer",
+    "MessageModel",
     "Mtu",
     "MwType",
     "NodeType",
+    "ParentDomain",
+    "PortInfo",
     "PortState",
+    "ProtectionDomain",
     "QpAttrMask",
     "QpState",
     "QpType",
+    "Resource",
+    "ResourceDomain",
+    "ResourceInfo",
     "SendFlags",
     "SendOpcode",
+    "State",
+    "ThreadDomain",
+    "ThreadModel",
     "TransportType",
     "VerbsError",
     "WcFlags",
     "WcOpcode",
     "WcStatus",
     "WorkCompletionError",
+    "XrcDomain",
+    "devices",
+    "open_device",
 ]
+
+# Where the names are that load the compiled core: importing the package is to cost next to nothing.
+_LAZY = {
+    "Affinity": "affinity",
+    "Device": "device",
+    "DeviceInfo": "device",
+    "DeviceStatistics": "device",
+    "MessageModel": "completion",
+    "ParentDomain": "domains",
+    "PortInfo": "device",
+    "ProtectionDomain": "domains",
+    "Resource": "resource",
+    "ResourceDomain": "domains",
+    "ResourceInfo": "resource",
+    "State": "resource",
+    "ThreadDomain": "domains",
+    "ThreadModel": "affinity",
+    "XrcDomain": "domains",
+    "devices": "device",
+    "open_device": "device",
+}
 
 __version__: str
 
-if not TYPE_CHECKING:  # or every misspelt name would pass for a string
+if not TYPE_CHECKING:  # or every misspelt name would pass for anything
 
-    def __getattr__(name: str) -> str:
+    def __getattr__(name: str) -> object:
         if name == "__version__":
             from importlib.metadata import version  # here, because it costs more than the package itself
 
             return version("aioverbs")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})

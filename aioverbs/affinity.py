@@ -5,8 +5,8 @@ import contextlib
 import enum
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Generic, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar, overload
 
 import anyio
 
@@ -50,23 +50,21 @@ def owner_for(model: ThreadModel) -> Affinity | None:
             return None
 
 
-async def _call(function: Callable[..., Awaitable[T] | T], *args: object, **kwargs: object) -> T:
+async def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     result = function(*args, **kwargs)
-    if inspect.isawaitable(result):
-        return cast(T, await result)
-    return result
+    return await result if inspect.isawaitable(result) else result
 
 
-class _Errand(Generic[T]):
+class _Errand:
     """A call on its way to another loop and back. What is not said to be of a loop is the caller's."""
 
-    def __init__(self, call: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
         self._call = call
         self._caller = asyncio.get_running_loop()
         self._back = asyncio.Event()
         self._withdrawn = False
         self._task: asyncio.Task[None] | None = None  # the owner's, like all but the event from `start` on
-        self.result: T | None = None
+        self.result: object = None
         self.error: BaseException | None = None
 
     def start(self) -> None:
@@ -101,9 +99,15 @@ class _Errand(Generic[T]):
                 raise AffinityError(f"{owner!r} is gone, and with it the call that was carried there")
 
 
+@overload
 async def run_on_owner(
-    owner: Affinity | None, function: Callable[P, Awaitable[T] | T], /, *args: P.args, **kwargs: P.kwargs
-) -> T:
+    owner: Affinity | None, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+) -> T: ...
+@overload
+async def run_on_owner(owner: Affinity | None, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+async def run_on_owner(
+    owner: Affinity | None, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs
+) -> object:
     """Call a function where `owner` is, from any asyncio event loop; what it returns or raises comes back.
 
     Context variables go with it. A coroutine function is awaited there. Without an owner, or by the owner itself, it is
@@ -134,4 +138,4 @@ async def run_on_owner(
         raise BrokenResourceError(f"{owner!r} cancelled what was called there") from errand.error
     if errand.error is not None:
         raise errand.error
-    return cast(T, errand.result)
+    return errand.result

@@ -4,8 +4,8 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from aioverbs._core import domains as core
 from aioverbs._core import engine
@@ -345,8 +345,12 @@ class ResourceDomain(_Base):
         """Whether the provider takes no locks for what is made on it."""
         return self._td is not None and self._td.native and self._parent is not None and self._parent.native
 
-    async def run(self, function: Callable[P, Awaitable[T] | T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function on the loop that owns the domain: see `aioverbs.affinity.run_on_owner`."""
+    @overload
+    async def run(self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def run(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
+        """Call a function on the loop that owns the domain, from any asyncio event loop: see `run_on_owner`."""
         self._check_open()
         return await run_on_owner(self.owner, function, *args, **kwargs)
 

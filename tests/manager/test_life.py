@@ -40,14 +40,14 @@ async def forget(resource: Resource) -> None:
 @every_kind
 async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
-    assert resource.state is State.NEW
+    states = [resource.state]
     assert not verbs_left(device)
     async with resource as entered:
         assert entered is resource
-        assert resource.state is State.OPEN
+        states.append(resource.state)
         assert verbs_left(device)
         assert repr(resource).endswith("(open)>")
-    assert resource.closed
+    assert [*states, resource.state] == [State.NEW, State.OPEN, State.CLOSED]
     assert not verbs_left(device)
     await resource.aclose()
     with pytest.raises(ClosedResourceError, match="cannot be opened again: make a new one"):

@@ -42,7 +42,15 @@ if TYPE_CHECKING:
     from .affinity import Affinity, ThreadModel
     from .completion import MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
-    from .domains import ParentDomain, ProtectionDomain, ResourceDomain, ThreadDomain, XrcDomain
+    from .domains import (
+        ParentDomain,
+        ProtectionDomain,
+        ResourceDomain,
+        SharedProtectionDomain,
+        ThreadDomain,
+        XrcDomain,
+    )
+    from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .resource import Resource, ResourceInfo, State
 
 __all__ = [
@@ -62,6 +70,7 @@ __all__ = [
     "ForkedProcessError",
     "LibraryNotFoundError",
     "LinkLayer",
+    "MemoryRegion",
     "MessageModel",
     "Mtu",
     "MwType",
@@ -73,11 +82,14 @@ __all__ = [
     "QpAttrMask",
     "QpState",
     "QpType",
+    "RegionSlice",
+    "RemoteRegion",
     "Resource",
     "ResourceDomain",
     "ResourceInfo",
     "SendFlags",
     "SendOpcode",
+    "SharedProtectionDomain",
     "State",
     "ThreadDomain",
     "ThreadModel",
@@ -98,13 +110,17 @@ _LAZY = {
     "Device": "device",
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
+    "MemoryRegion": "memory",
     "MessageModel": "completion",
     "ParentDomain": "domains",
     "PortInfo": "device",
     "ProtectionDomain": "domains",
+    "RegionSlice": "memory",
+    "RemoteRegion": "memory",
     "Resource": "resource",
     "ResourceDomain": "domains",
     "ResourceInfo": "resource",
+    "SharedProtectionDomain": "domains",
     "State": "resource",
     "ThreadDomain": "domains",
     "ThreadModel": "affinity",

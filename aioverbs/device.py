@@ -186,6 +186,20 @@ class Device(Resource):
         """A protection domain: see there."""
         return ProtectionDomain(self, self.handle, self._budget)
 
+    def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
+        """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.
+
+        Opening raises `VerbsError`: with ENOENT where nothing is shared by that number, with EACCES where the key is
+        another one, with EOPNOTSUPP where the device has no shared protection domains.
+
+        :param shared_id: `SharedProtectionDomain.id`.
+        :param share_key: the key that it was shared with, 64 bits.
+        """
+        for name, value, bits in (("shared_id", shared_id, 32), ("share_key", share_key, 64)):
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name} has {bits} bits")
+        return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
+
     def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:
         """A thread domain of the loop that opens it: see there.
 

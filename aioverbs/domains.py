@@ -12,12 +12,24 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs.completion import MessageModel
 from aioverbs.errors import VerbsError
+from aioverbs.memory import MemoryRegion
 from aioverbs.resource import Resource, State
+from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from aioverbs._core.domains import _Allocator
 
-__all__ = ["ParentDomain", "ProtectionDomain", "ResourceDomain", "ThreadDomain", "ThreadDomainBudget", "XrcDomain"]
+__all__ = [
+    "ParentDomain",
+    "ProtectionDomain",
+    "ResourceDomain",
+    "SharedProtectionDomain",
+    "ThreadDomain",
+    "ThreadDomainBudget",
+    "XrcDomain",
+]
 
 logger = logging.getLogger("aioverbs")
 
@@ -149,6 +161,14 @@ class _Base(Resource):
         """The protection domain that protects memory here."""
         raise NotImplementedError
 
+    def register(self, memory: "Buffer | int", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> MemoryRegion:
+        """A memory region, to be opened: see `MemoryRegion`.
+
+        :param memory: an object with the buffer protocol, or how many bytes to allocate.
+        :param access: what may be done to it; peers that may write imply ``LOCAL_WRITE``, which is to be given, too.
+        """
+        return MemoryRegion(self.base, self.base.handle, memory, access)
+
 
 class ProtectionDomain(_Base):
     """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
@@ -156,20 +176,34 @@ class ProtectionDomain(_Base):
     Made by `Device.protection_domain`.
     """
 
-    def __init__(self, device: Resource, context: engine.Context, budget: ThreadDomainBudget) -> None:
+    def __init__(
+        self,
+        device: Resource,
+        context: engine.Context,
+        budget: ThreadDomainBudget,
+        shared: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__(device)
         self._context = context
         self._budget = budget
+        self._shared = shared
         self._handle = None
 
     def _open(self) -> None:
-        self._handle = engine.ProtectionDomain(self._context)
+        if self._shared is None:
+            self._handle = engine.ProtectionDomain(self._context)
+        else:
+            self._handle = engine.ProtectionDomain.open_shared(self._context, *self._shared)
         self._life.hold(self._handle)
 
     @property
     def base(self) -> "ProtectionDomain":
         """Itself."""
         return self
+
+    def share(self, share_key: int) -> "SharedProtectionDomain":
+        """Let other contexts of the device open it: see `SharedProtectionDomain`."""
+        return SharedProtectionDomain(self, share_key)
 
     def parent_domain(
         self,
@@ -181,6 +215,37 @@ class ProtectionDomain(_Base):
     ) -> "ParentDomain":
         """A parent domain over it: see `ParentDomain`."""
         return ParentDomain(self, td, allocator, context, require_native=require_native)
+
+
+class SharedProtectionDomain(Resource):
+    """A protection domain that other contexts of its device may open: ``ibv_alloc_shpd``.
+
+    It stays shared as long as the protection domain or another instance of it is open: the verbs take nothing back.
+    Made by `ProtectionDomain.share`.
+
+    :param share_key: the secret of 64 bits that others need.
+    """
+
+    def __init__(self, pd: ProtectionDomain, share_key: int) -> None:
+        if not 0 <= share_key < 1 << 64:
+            raise ValueError("a share key has 64 bits")
+        super().__init__(pd)
+        self._pd = pd
+        self._share_key = share_key
+        self._id: int | None = None
+
+    def _open(self) -> None:
+        self._id = self._pd.handle.share(self._share_key)
+
+    @property
+    def id(self) -> int:
+        """The number that `Device.shared_protection_domain` takes.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._id is not None
+        return self._id
 
 
 class ParentDomain(_Base):

@@ -11,7 +11,7 @@ from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs.completion import MessageModel
-from aioverbs.errors import VerbsError
+from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.memory import MemoryRegion
 from aioverbs.resource import Resource, State
 from aioverbs.types import AccessFlags
@@ -239,12 +239,12 @@ class SharedProtectionDomain(Resource):
 
     @property
     def id(self) -> int:
-        """The number that `Device.shared_protection_domain` takes.
+        """The number that `Device.shared_protection_domain` takes; it stays, as other instances may.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: it was not opened yet.
         """
-        self._check_open()
-        assert self._id is not None
+        if self._id is None:
+            raise ClosedResourceError(f"{self!r} is not open")
         return self._id
 
 

@@ -161,8 +161,8 @@ class Life:
     async def close(self) -> None:
         """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
 
-        Cancellation ends waiting for its work, never the rest. Where a verb fails it stays open, and can be closed
-        again.
+        Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. Where a verb fails
+        it stays open, and can be closed again.
 
         :raises BusyResourceError: another owner's object is made from it; nothing was touched.
         :raises VerbsError: a verb failed.
@@ -175,17 +175,20 @@ class Life:
         interruption: BaseException | None = None
         try:
             for child in reversed(tuple(self.children.values())):
-                if not child.quiet:
-                    _warn_open(child, f"{self!r} was closed before it")
                 try:
                     await child.close()
-                except _interruptions() as cancelled:
-                    interruption = cancelled
+                except (*_interruptions(), ResourceWarning) as raised:
+                    interruption = raised
+                if not child.quiet:
+                    try:
+                        _warn_open(child, f"{self!r} was closed before it")
+                    except ResourceWarning as raised:  # warnings are errors
+                        interruption = raised
             if self.drain is not None:
                 try:
                     await self.drain()
-                except _interruptions() as cancelled:
-                    interruption = cancelled
+                except _interruptions() as raised:
+                    interruption = raised
             if self.owner is not None and self.owner.orphaned:
                 self.owner.take_over()
             self._destroy_handles()
@@ -221,7 +224,7 @@ def _interruptions() -> tuple[type[BaseException], ...]:
 
 
 def _warn_open(life: Life, why: str) -> None:
-    warnings.warn(f"{life!r} is still open: {why}", ResourceWarning, stacklevel=2, source=life)
+    warnings.warn(f"{life!r} was still open: {why}", ResourceWarning, stacklevel=2, source=life)
 
 
 def _creation_site() -> str:

@@ -110,6 +110,17 @@ async def test_parents_close_their_children_newest_first_with_a_warning_each(dev
     await td.aclose()
 
 
+async def test_a_warning_that_is_an_error_stops_nothing(device: Device) -> None:
+    pd = await device.protection_domain().open()
+    domains = [await pd.parent_domain().open() for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ResourceWarning):
+            await pd.aclose()
+    assert pd.closed
+    assert all(domain.closed for domain in domains)
+
+
 async def test_closing_in_the_wrong_order_is_closing(device: Device) -> None:
     pd, td = await device.protection_domain().open(), await device.thread_domain().open()
     domain = await pd.parent_domain(td).open()
@@ -166,7 +177,7 @@ async def test_orphans_are_reaped_by_their_device() -> None:
 
 
 async def test_what_is_forgotten_goes_to_its_owner(device: Device) -> None:
-    with pytest.warns(ResourceWarning, match=r"ThreadDomain .* is still open: it was forgotten"):
+    with pytest.warns(ResourceWarning, match=r"ThreadDomain .* was still open: it was forgotten"):
         await forget(device.thread_domain())
     assert verbs_left(device) == {"thread_domains": 1}, "a finalizer calls no verb"
     for _ in range(10):

@@ -19,14 +19,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from aioverbs import QpState, VerbsError, WcStatus
+from aioverbs import QpState, QpType, WcStatus
 from aioverbs._core import engine
-from tests.core.drawing import Dice, Drawer, dice
+from tests.core.drawing import Dice, dice
 from tests.core.machine import MESSAGES, ONE_SIDED, PSNS, Bench
-from tests.core.model import RECEIVE_SIDE, Channel, Context, Pd, Qp, Queue, Td
+from tests.core.making import RECEIVERS, SENDERS
+from tests.core.model import Channel, Context, Pd, Queue, Td, Way, XrcDomain
+from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Qp, SharedQueue
+from tests.core.model_states import NEEDS
+from tests.core.twins import errno_of
 from tests.ledger import destroy_all
 
-statuses: Counter[WcStatus] = Counter()
+done: Counter[tuple[QpType, int, WcStatus]] = Counter()
+reached: Counter[str] = Counter()
 DICE = dice()
 
 
@@ -35,8 +40,12 @@ class Device(Bench):
 
     # ---- making
 
-    @initialize(modes=st.lists(st.sampled_from(["inline", "engine"]), min_size=1, max_size=3), dice=DICE)
-    def begin(self, modes: list[str], dice: Dice) -> None:
+    @initialize(
+        modes=st.lists(st.sampled_from(["inline", "engine"]), min_size=1, max_size=3),
+        kind=st.sampled_from(SENDERS),
+        dice=DICE,
+    )
+    def begin(self, modes: list[str], kind: QpType, dice: Dice) -> None:
         for mode in modes:
             self.open_context(mode)
         for context in self.twins.of(Context):
@@ -50,8 +59,7 @@ class Device(Bench):
             channel = self.add_channel(context)
             self.add_queue(context, channel, domain, 64, extended=dice.maybe(), single_threaded=False)
         for _ in range(2):
-            self.add_qp(dice)
-        self.join(dice, *self.twins.of(Qp))
+            self.join_with_some(dice, self.add_qp(dice, kind))
 
     @precondition(lambda self: len(self.twins.of(Context)) < 3)
     @rule(mode=st.sampled_from(["inline", "engine"]))
@@ -61,16 +69,18 @@ class Device(Bench):
     @precondition(lambda self: self.twins.of(Context))
     @rule(dice=DICE)
     def make_domains(self, dice: Dice) -> None:
-        """A protection domain, a thread domain, and parent domains over what there is."""
+        """A protection domain, a thread domain, XRC domains, and parent domains over what there is."""
         self.work(dice)
         twins = self.twins
         context = dice.pick(twins.of(Context))
         roots = [pd for pd in twins.of(Pd, context) if pd.base is None]
-        match dice.below(4):
+        match dice.below(5):
             case 0:
                 self.add_pd(context)
             case 1:
                 self.add_td(context)
+            case 2:
+                self.add_xrc_domain(context, of_file=dice.maybe())
             case _ if roots:
                 self.add_parent_domain(dice, dice.pick(roots), dice.pick([None, *twins.of(Td, context)]))
 
@@ -102,7 +112,21 @@ class Device(Bench):
     @rule(dice=DICE)
     def make_queue_pair(self, dice: Dice) -> None:
         self.work(dice)
-        self.add_qp(dice)
+        self.add_qp_of_some_type(dice)
+
+    @precondition(lambda self: self.twins.of(Pd) and len(self.twins.of(SharedQueue)) < 4)
+    @rule(dice=DICE)
+    def make_shared_queue(self, dice: Dice) -> None:
+        self.work(dice)
+        pd = dice.pick(self.twins.of(Pd))
+        xrc_domains = self.twins.of(XrcDomain, pd.context)
+        self.add_shared(dice, pd, dice.pick([None, *xrc_domains]))
+
+    @precondition(lambda self: self.twins.of(Pd) and len(self.twins.of(Way)) < 4)
+    @rule(dice=DICE)
+    def make_way(self, dice: Dice) -> None:
+        self.work(dice)
+        self.add_way(dice, dice.pick(self.twins.of(Pd)))
 
     # ---- states
 
@@ -110,34 +134,24 @@ class Device(Bench):
     @rule(dice=DICE)
     def connect(self, dice: Dice) -> None:
         self.work(dice)
-        qps = self.twins.of(Qp)
-        near, far = dice.pick(qps), dice.pick(qps)
-        self.join(dice, *([near] if near is far else [near, far]))
+        self.join_with_some(dice, dice.pick(self.twins.of(Qp)))
 
     @precondition(lambda self: self.twins.of(Qp))
-    @rule(
-        dice=DICE, state=st.sampled_from([state for state in QpState if state <= QpState.ERR and state != QpState.SQE])
-    )
+    @rule(dice=DICE, state=st.sampled_from([state for state in QpState if state <= QpState.ERR]))
     def modify(self, dice: Dice, state: QpState) -> None:
+        """Whatever it is connected with, whatever it is, and sometimes with what another type needs."""
         self.work(dice)
         qps = self.twins.of(Qp)
-        psns = dice.pick(PSNS), dice.pick(PSNS)
-        self.to_state(dice, dice.pick(qps), state, dice.pick([*(qp.number for qp in qps), 1 << 23]), psns)
+        qp, psns = dice.pick(qps), (dice.pick(PSNS), dice.pick(PSNS))
+        form = dice.pick(list(NEEDS)) if dice.rarely(4) else qp.type
+        self.to_state(dice, qp, state, dice.pick([*(qp.number for qp in qps), 1 << 23]), psns, form)
 
     @precondition(lambda self: self.twins.of(Qp))
     @rule(dice=DICE)
-    def resume(self, dice: Dice) -> None:
+    def go_on(self, dice: Dice) -> None:
         self.work(dice)
-        self.twins.settle()
         qps = self.twins.of(Qp)
-        qp = dice.pick([qp for qp in qps if qp.state is QpState.SQD] or qps)
-        error = 0
-        try:
-            self.twins.qp(qp).modify(QpState.RTS)
-        except VerbsError as refusal:
-            error = refusal.errno
-        assert error == self.twins.fabric.resume(qp)
-        self.twins.under_way = qp
+        self.resume(dice.pick([qp for qp in qps if qp.state in (QpState.SQD, QpState.SQE)] or qps))
 
     # ---- work
 
@@ -154,7 +168,7 @@ class Device(Bench):
     @precondition(lambda self: any(qp.state is QpState.RTS for qp in self.twins.of(Qp)))
     @rule(dice=DICE)
     def hold(self, dice: Dice) -> None:
-        """Requests that wait in SQD, for `resume` or their flush."""
+        """Requests that wait in SQD, for `go_on` or their flush."""
         self.work(dice)
         twins = self.twins
         qp = dice.pick([qp for qp in twins.of(Qp) if qp.state is QpState.RTS] or twins.of(Qp))
@@ -170,11 +184,32 @@ class Device(Bench):
     @rule(dice=DICE)
     def receives(self, dice: Dice) -> None:
         self.work(dice)
-        twins = self.twins
-        qp = dice.pick(twins.of(Qp))
-        drawer = Drawer(dice, twins.regions)
-        for _ in range(dice.between(1, 4)):
-            twins.post_recv(qp, drawer.receive(qp, twins.new_wr_id(RECEIVE_SIDE)))
+        qp = dice.pick(self.twins.of(Qp))
+        self.post_receives(dice, qp, len(qp.receives) + dice.between(1, 4))
+
+    @precondition(lambda self: self.twins.of(SharedQueue))
+    @rule(dice=DICE)
+    def shared_receives(self, dice: Dice) -> None:
+        self.work(dice)
+        shared = dice.pick(self.twins.of(SharedQueue))
+        self.post_receives(dice, shared, len(shared.receives) + dice.between(1, 4))
+
+    @precondition(lambda self: self.twins.of(SharedQueue))
+    @rule(dice=DICE, depth=st.sampled_from([None, 1, 4, 8]), limit=st.sampled_from([None, 0, 1, 3, 6, 9]))
+    def modify_shared(self, dice: Dice, depth: int | None, limit: int | None) -> None:
+        """Its size, up to what its completion queues have room for, and what it warns of."""
+        self.work(dice)
+        self.twins.settle()
+        shared = dice.pick(self.twins.of(SharedQueue))
+        depth = min(depth, shared.largest) if depth else None
+        error = errno_of(lambda: self.twins.srq(shared).modify(depth, limit))
+        assert error == self.twins.fabric.resize_shared(shared, depth, limit)
+
+    @precondition(lambda self: self.twins.of(Qp))
+    @rule(dice=DICE)
+    def windows(self, dice: Dice) -> None:
+        self.work(dice)
+        self.work_windows(dice)
 
     @precondition(lambda self: self.twins.of(Queue))
     @rule(dice=DICE, count=st.sampled_from([1, 2, 1000]))
@@ -246,32 +281,49 @@ class Device(Bench):
         try:
             if sys.exc_info()[0] is None:
                 self.twins.finish()
-                statuses.update(expected.status for expected in self.twins.done)
+                done.update(self.twins.done)
+                reached.update(self.twins.fabric.memory.reached)
         finally:
+            self.twins.close()
             destroy_all(engine.open_handles())
 
 
 @pytest.mark.timeout(280)  # a failure is shrunk for some minutes
 def test_device() -> None:
-    statuses.clear()
+    done.clear()
+    reached.clear()
     profile = settings.default
     assert profile is not None
     run_state_machine_as_test(
         Device,
         settings=settings(
-            max_examples=profile.max_examples,
+            max_examples=3 * profile.max_examples,
             stateful_step_count=50,
             phases=[phase for phase in Phase if phase is not Phase.explain],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
         ),
     )
-    # It went to all of these, more often to the first.
-    assert set(statuses) >= {
+    # It went to all of these, to each often.
+    assert {status for _, _, status in done} >= {
         WcStatus.SUCCESS,
         WcStatus.LOC_LEN_ERR,
         WcStatus.LOC_PROT_ERR,
         WcStatus.REM_ACCESS_ERR,
         WcStatus.REM_INV_REQ_ERR,
+        WcStatus.REM_OP_ERR,
         WcStatus.RNR_RETRY_EXC_ERR,
         WcStatus.WR_FLUSH_ERR,
+    }
+    succeeded = {(kind, side) for kind, side, status in done if status is WcStatus.SUCCESS}
+    assert succeeded == {(kind, SEND_SIDE) for kind in SENDERS} | {(kind, RECEIVE_SIDE) for kind in RECEIVERS}
+    # Unreliable send queues that stopped by themselves.
+    assert {(QpType.UC, SEND_SIDE, WcStatus.LOC_PROT_ERR), (QpType.UD, SEND_SIDE, WcStatus.WR_FLUSH_ERR)} <= set(done)
+    assert set(reached) >= {
+        "UC arrived",
+        "UC dropped",
+        "UD arrived",
+        "UD dropped",
+        "shared receive",
+        "bound",
+        "through a window",
     }

@@ -1,0 +1,154 @@
+"""What the software device tells, next to what its model tells: completions, events, states, memory, counts."""
+
+import time
+from collections import Counter
+
+from hypothesis import note
+
+from aioverbs import QpState, QpType, WcFlags, WcStatus
+from aioverbs._core import domains, engine
+from tests.core.model import Channel, Context, Pd, Queue, Region, Td, Way, Window, XrcDomain
+from tests.core.model_queue_pairs import SEND_SIDE, Expected, Qp, SharedQueue
+from tests.core.twins_registry import Registry
+
+PATIENCE_S = 10.0
+
+
+class Watcher(Registry):
+    """Waits for the device where that has an engine, and compares.
+
+    With an engine, work is under way for at most one queue pair, so that its effects have one order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: Qp | None = None
+        self.posted_to: dict[int, SharedQueue] = {}  # receives that complete in a shared queue's own queue
+        # Completions that were polled, and fitted.
+        self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
+
+    # ---- completions and events
+
+    def poll(self, queue: Queue, count: int) -> int:
+        """Take up to so many completions and compare each with the next one that the model expects there."""
+        completions = self.cq(queue).poll(count)
+        note(f"poll for {count}: {completions}")
+        for completion in completions:
+            side = completion.wr_id & 1
+            shared = self.posted_to.get(completion.wr_id)
+            if shared:
+                assert queue is shared.cq
+                expected, kind = shared.polled(), QpType.XRC_RECV
+            else:
+                qp = self.fabric.qps[completion.qp_num]
+                assert queue is (qp.send_cq, qp.recv_cq)[side]
+                expected, kind = qp.polled(side), qp.type
+            assert expected is not None, f"nobody expects {completion}"
+            self._compare(completion, expected)
+            self.done[kind, side, expected.status] += 1
+        return len(completions)
+
+    def _compare(self, completion: engine.WorkCompletion, expected: Expected) -> None:
+        assert (completion.wr_id, completion.status) == (expected.wr_id, expected.status), (completion, expected)
+        if expected.opcode is not None:
+            assert completion.opcode == expected.opcode
+        if expected.byte_len is not None:
+            assert completion.byte_len == expected.byte_len
+        if expected.qp_num:
+            assert completion.qp_num == expected.qp_num
+        if expected.src_qp is not None:
+            assert completion.src_qp == expected.src_qp
+            flags = completion.wc_flags
+            assert (completion.imm_data if flags & WcFlags.WITH_IMM else None) == expected.imm_data
+            assert (completion.invalidated_rkey if flags & WcFlags.WITH_INV else None) == expected.invalidated
+            assert bool(flags & WcFlags.GRH) == expected.with_header
+
+    def request_notify(self, queue: Queue, solicited_only: bool) -> None:
+        self.settle()
+        self.cq(queue).request_notify(solicited_only)
+        queue.arm(solicited_only)
+
+    def take_event(self, channel: Channel) -> None:
+        self.settle()
+        waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel and queue.waiting}
+        handle = self.handle(channel, engine.CompletionChannel)
+        end = time.monotonic() + PATIENCE_S
+        taken = handle.get_event()
+        while waiting and taken is None:
+            assert time.monotonic() < end, "the event does not come"
+            taken = handle.get_event()
+        if waiting:
+            assert taken is not None
+            waiting[taken].waiting -= 1
+            waiting[taken].taken += 1
+        else:
+            assert taken is None
+
+    # ---- comparing
+
+    def settle(self) -> None:
+        """Wait until the device has done what the model has done, and compare all memory and all queues' states."""
+        end = time.monotonic() + PATIENCE_S
+        while lagging := [qp for qp in self.of(Qp) if not self._agrees(qp)]:
+            for qp in lagging:
+                if qp.unnumbered or qp.state in (QpState.SQE, QpState.ERR):  # it shows only there
+                    for queue in qp.queues:
+                        self.poll(queue, 1 << 20)
+            late = lagging[0]
+            assert time.monotonic() < end, (
+                late.number,
+                late.type,
+                late.state,
+                late.next_psn,
+                late.expected,
+                self.qp(late).query(),
+            )
+        for qp in self.of(Qp):
+            if qp.reliable and qp.state in (QpState.RTR, QpState.RTS, QpState.SQD):
+                assert self.qp(qp).query().rq_psn == qp.expected_psn
+        for shared in self.of(SharedQueue):
+            told = self.srq(shared).query()
+            assert (told.max_wr, told.limit) == (shared.depth, shared.limit)
+        for buffer, memory in self.memories:
+            assert memory == buffer.content
+        self.under_way = None
+
+    def _agrees(self, qp: Qp) -> bool:
+        told = self.qp(qp).query()
+        if told.qp_state is not qp.state:
+            broken = qp.state in (QpState.SQE, QpState.ERR)
+            assert broken, f"it is in {told.qp_state.name}, not in {qp.state.name}"
+            return False
+        if qp.state is QpState.ERR:
+            return not any(qp.expected)
+        if qp.state is QpState.SQE:
+            return not qp.expected[SEND_SIDE]
+        if qp.state not in (QpState.RTS, QpState.SQD):
+            return True
+        if qp.unnumbered and qp.context.mode == "engine" and qp.expected[SEND_SIDE]:
+            return False
+        qp.unnumbered = False
+        return told.sq_psn == qp.next_psn
+
+    def compare_counts(self) -> None:
+        for context in self.of(Context):
+            pds = self.of(Pd, context)
+            assert self.handle(context, engine.Context).counts() == {
+                "pds": sum(pd.base is None for pd in pds),
+                "parent_domains": sum(pd.base is not None for pd in pds),
+                "thread_domains": len(self.of(Td, context)),
+                "xrc_domains": len(self.of(XrcDomain, context)),
+                "mrs": len(self.of(Region, context)),
+                "mws": len(self.of(Window, context)),
+                "ahs": len(self.of(Way, context)),
+                "channels": len(self.of(Channel, context)),
+                "cqs": len(self.of(Queue, context)),
+                "srqs": len(self.of(SharedQueue, context)),
+                "qps": len(self.of(Qp, context)),
+                "overlaps": 0,
+            }
+        assert engine.open_handles() == [self.handles[node] for node in self.open]
+        for pd in self.of(Pd):
+            if pd.base is not None:
+                assert self.handle(pd, domains.ParentDomain).held == pd.held
+        assert sum(len(allocator.live) for allocator in self.allocators) == sum(pd.held for pd in self.of(Pd))

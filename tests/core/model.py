@@ -5,7 +5,7 @@ No I/O, no threads, no time: an object is in the state that the device's will be
 
 from dataclasses import dataclass, field
 
-from aioverbs import AccessFlags
+from aioverbs import AccessFlags, EventType
 
 Sge = tuple[int, int, int]
 
@@ -152,6 +152,18 @@ class Window(Node):
         if self.region is None or address < self.address or address + length > self.address + self.length:
             return None
         return self.region.view(address, length)
+
+
+@dataclass(eq=False)
+class Eventful(Node):
+    """What asynchronous events are about: one of each type waits at most."""
+
+    events: set[EventType] = field(default_factory=set)
+    unacknowledged: int = 0
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self.unacknowledged > 0
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ Plain and pure, like the objects that it works on.
 import errno
 from dataclasses import dataclass, field
 
-from aioverbs import AccessFlags, QpState, QpType, SendOpcode, WcOpcode, WcStatus
+from aioverbs import AccessFlags, EventType, QpState, QpType, SendOpcode, WcOpcode, WcStatus
 from tests.core.model_datagrams import PORT_MTU
 from tests.core.model_memory import Memory
 from tests.core.model_queue_pairs import (
@@ -162,6 +162,9 @@ class Fabric:
             broken = peer if failure.breaks_peer else None
             if broken:
                 broken.state = QpState.ERR
+                if not failure.told:
+                    denied = failure.status is WcStatus.REM_ACCESS_ERR
+                    broken.events.add(EventType.QP_ACCESS_ERR if denied else EventType.QP_REQ_ERR)
             self.complete(qp, request, failure.status)
             return broken
         packets = max(1, -(-len(data) // qp.mtu))
@@ -210,6 +213,9 @@ class Fabric:
                 expected = Expected(receive.wr_id, WcStatus.WR_FLUSH_ERR, receive.index)
                 qp.expected[RECEIVE_SIDE].append(expected)
                 tell(qp.recv_cq, expected)
+            if qp.shared and not qp.last_told:
+                qp.last_told = True
+                qp.events.add(EventType.QP_LAST_WQE_REACHED)
         for peer in broken:
             if peer is not qp:
                 self.run(peer)

@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from aioverbs import AccessFlags, QpState, QpType, SendOpcode, WcOpcode, WcStatus
+from aioverbs import AccessFlags, EventType, QpState, QpType, SendOpcode, WcOpcode, WcStatus
 from aioverbs.attributes import QpCapabilities
-from tests.core.model import NOTHING, Context, Node, Pd, Queue, Region, Sge, Way, Window, XrcDomain
+from tests.core.model import NOTHING, Context, Eventful, Pd, Queue, Region, Sge, Way, Window, XrcDomain
 
 SEND_SIDE, RECEIVE_SIDE = 0, 1
 
@@ -80,7 +80,7 @@ class Ring:
 
 
 @dataclass(eq=False)
-class SharedQueue(Node):
+class SharedQueue(Eventful):
     """A shared receive queue: its places are free again when the completion was polled, or went with its queue pair."""
 
     context: Context = field(default_factory=Context)
@@ -101,6 +101,7 @@ class SharedQueue(Node):
         receive = self.receives.popleft()
         if len(self.receives) < self.limit:
             self.limit = 0  # told once
+            self.events.add(EventType.SRQ_LIMIT_REACHED)
         return receive
 
     def polled(self) -> Expected | None:
@@ -111,7 +112,7 @@ class SharedQueue(Node):
 
 
 @dataclass(eq=False)
-class Qp(Node):
+class Qp(Eventful):
     context: Context = field(default_factory=Context)
     type: QpType = QpType.RC
     pd: Pd = field(default_factory=Pd)  # of an XRC target: one that has nothing
@@ -131,6 +132,8 @@ class Qp(Node):
     expected_psn: int = 0
     reads: int = 0
     reads_served: int = 0
+    established: bool = False  # it was told that its peer is there
+    last_told: bool = False  # and that it takes nothing from a shared queue any more
     unnumbered: bool = False  # it did something that has no sequence number
     sends: deque[Send] = field(default_factory=deque)
     receives: deque[Receive] = field(default_factory=deque)

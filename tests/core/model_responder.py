@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from aioverbs import AccessFlags, SendOpcode, WcOpcode, WcStatus
+from aioverbs import AccessFlags, EventType, QpState, SendOpcode, WcOpcode, WcStatus
 from tests.core.model import Pd, Queue
 from tests.core.model_datagrams import header
 from tests.core.model_memory import Memory
@@ -142,6 +142,9 @@ class Responder:
 
     def respond(self, sender: Qp, request: Send, data: bytes, answer: list[memoryview]) -> None:
         """Execute a request. What is to be read goes to `answer`."""
+        if request.way is None and not self.qp.established and self.qp.state is QpState.RTR:
+            self.qp.established = True
+            self.qp.events.add(EventType.COMM_EST)
         immediate = request.opcode is SendOpcode.RDMA_WRITE_WITH_IMM
         # What the queue pair does not allow comes first, however short it is; then receives; then keys.
         if request.opcode in ONE_SIDED and not self.qp.access & ONE_SIDED[request.opcode]:

@@ -52,5 +52,5 @@ def may_resume(qp: Qp) -> int:
 def reset(qp: Qp) -> None:
     qp.access = type(qp.access)(0)
     qp.peer = qp.qkey = qp.reads = qp.reads_served = 0
-    qp.unnumbered = False
+    qp.established = qp.last_told = qp.unnumbered = False
     qp.clear()

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from aioverbs import QpState, QpType, WcStatus
+from aioverbs import EventType, QpState, QpType, WcStatus
 from aioverbs._core import engine
 from tests.core.drawing import Dice, dice
 from tests.core.machine import MESSAGES, ONE_SIDED, PSNS, Bench
@@ -31,6 +31,7 @@ from tests.core.twins import errno_of
 from tests.ledger import destroy_all
 
 done: Counter[tuple[QpType, int, WcStatus]] = Counter()
+told: Counter[EventType] = Counter()
 reached: Counter[str] = Counter()
 DICE = dice()
 
@@ -251,6 +252,15 @@ class Device(Bench):
         self.twins.cq(queue).ack_events(count)
         queue.taken -= count
 
+    @precondition(lambda self: self.twins.of(Context))
+    @rule(dice=DICE)
+    def async_events(self, dice: Dice) -> None:
+        """What is not acknowledged keeps what it is about."""
+        self.work(dice)
+        self.twins.take_async_events(dice.pick(self.twins.of(Context)))
+        while self.twins.async_events and not dice.rarely(3):
+            self.twins.acknowledge_async_event(dice.below(len(self.twins.async_events)))
+
     # ---- going
 
     @precondition(lambda self: self.twins.open)
@@ -282,6 +292,7 @@ class Device(Bench):
             if sys.exc_info()[0] is None:
                 self.twins.finish()
                 done.update(self.twins.done)
+                told.update(self.twins.told)
                 reached.update(self.twins.fabric.memory.reached)
         finally:
             self.twins.close()
@@ -291,6 +302,7 @@ class Device(Bench):
 @pytest.mark.timeout(280)  # a failure is shrunk for some minutes
 def test_device() -> None:
     done.clear()
+    told.clear()
     reached.clear()
     profile = settings.default
     assert profile is not None
@@ -326,4 +338,11 @@ def test_device() -> None:
         "shared receive",
         "bound",
         "through a window",
+    }
+    assert set(told) >= {
+        EventType.COMM_EST,
+        EventType.QP_ACCESS_ERR,
+        EventType.QP_REQ_ERR,
+        EventType.QP_LAST_WQE_REACHED,
+        EventType.SRQ_LIMIT_REACHED,
     }

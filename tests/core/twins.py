@@ -7,7 +7,7 @@ from hypothesis import note
 
 from aioverbs import BusyResourceError, ClosedResourceError, SendFlags, VerbsError
 from aioverbs._core import engine
-from tests.core.model import Channel, Node, Pd, Queue, Region, Window
+from tests.core.model import Channel, Context, Node, Pd, Queue, Region, Window
 from tests.core.model_queue_pairs import Bind, Qp, Receive, Send, SharedQueue
 from tests.core.twins_watching import Watcher
 
@@ -181,6 +181,10 @@ class Twins(Watcher):
         for queue in self.of(Queue):
             self.cq(queue).ack_events(queue.taken)
             queue.taken = 0
+        for context in self.of(Context):
+            self.take_async_events(context)
+        while self.async_events:
+            self.acknowledge_async_event(0)
         # Windows first: what they are bound to may be younger.
         for node in [*self.of(Window), *reversed([node for node in self.open if not isinstance(node, Window)])]:
             assert self.destroy(node)
@@ -190,6 +194,8 @@ class Twins(Watcher):
 
     def close(self) -> None:
         """After `finish`, or after something went wrong."""
+        while self.async_events:
+            self.acknowledge_async_event(0)
         for window in self.of(Window):
             self.handles[window].destroy()
         os.close(self.file)

@@ -5,9 +5,9 @@ from collections import Counter
 
 from hypothesis import note
 
-from aioverbs import QpState, QpType, WcFlags, WcStatus
+from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
 from aioverbs._core import domains, engine
-from tests.core.model import Channel, Context, Pd, Queue, Region, Td, Way, Window, XrcDomain
+from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
 from tests.core.model_queue_pairs import SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
 
@@ -24,8 +24,10 @@ class Watcher(Registry):
         super().__init__()
         self.under_way: Qp | None = None
         self.posted_to: dict[int, SharedQueue] = {}  # receives that complete in a shared queue's own queue
-        # Completions that were polled, and fitted.
+        self.async_events: list[tuple[Eventful, engine.AsyncEvent]] = []  # that are not acknowledged
+        # Completions and events that were taken, and fitted.
         self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
+        self.told: Counter[EventType] = Counter()
 
     # ---- completions and events
 
@@ -83,6 +85,33 @@ class Watcher(Registry):
             waiting[taken].taken += 1
         else:
             assert taken is None
+
+    def take_async_events(self, context: Context) -> None:
+        """Take all that wait. Of different objects they come in any order, which nothing else may depend on."""
+        self.settle()
+        handle = self.handle(context, engine.Context)
+        nodes = [*self.of(Qp, context), *self.of(SharedQueue, context)]
+        waiting = [(node, event_type) for node in nodes for event_type in sorted(node.events)]
+        taken: dict[tuple[Eventful, EventType], engine.AsyncEvent] = {}
+        end = time.monotonic() + PATIENCE_S
+        while len(taken) < len(waiting):
+            event = handle.get_async_event()
+            if event is not None:
+                (node,) = [node for node in nodes if self.handles[node] is event.element]
+                taken[node, event.event_type] = event
+            assert time.monotonic() < end, f"of {waiting} only these come: {taken}"
+        assert handle.get_async_event() is None
+        assert taken.keys() == set(waiting)
+        for node, event_type in waiting:
+            node.events.clear()
+            node.unacknowledged += 1
+            self.async_events.append((node, taken[node, event_type]))
+            self.told[event_type] += 1
+
+    def acknowledge_async_event(self, index: int) -> None:
+        node, event = self.async_events.pop(index)
+        event.ack()
+        node.unacknowledged -= 1
 
     # ---- comparing
 

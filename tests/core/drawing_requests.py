@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioverbs import AccessFlags, QpType, SendOpcode
-from tests.core.drawing import LARGE, MESSAGE, SHORT, Dice, RangeDrawer
+from tests.core.drawing import MESSAGE, SHORT, Dice, RangeDrawer
 from tests.core.model import Pd, Queue, Region, Sge, Way, Window
 from tests.core.model_datagrams import HEADER
 from tests.core.model_execution import BY_DEFAULT_KEY, CAN_SEND
@@ -46,8 +46,7 @@ class RequestDrawer(RangeDrawer):
         """Mostly with room for all that is sent here."""
         count = max_sge + 1 if self.dice.rarely(30) else self.dice.between(min(1, max_sge), max_sge)
         shortest = 0 if self.dice.rarely() else MESSAGE
-        longest = LARGE if self.dice.rarely(40) else MESSAGE + 10
-        lengths = [self.dice.between(shortest, longest) for _ in range(count)]
+        lengths = [self.dice.between(shortest, MESSAGE + 10) for _ in range(count)]
         return Receive(wr_id, [self.sge(pd, True, length) for length in lengths])
 
     # ---- sends
@@ -59,8 +58,8 @@ class RequestDrawer(RangeDrawer):
         if opcode is SendOpcode.SEND and qp.type is not QpType.UD:
             if to_invalidate and dice.rarely(3):
                 invalidate = dice.pick(to_invalidate).key
-            elif self.windows and dice.rarely(60):
-                invalidate = dice.pick(self.windows).told
+            elif self.windows and dice.rarely(20):
+                invalidate = dice.pick(self.windows).key
         if invalidate:
             opcode = SendOpcode.SEND_WITH_INV
         inline = dice.rarely(3) if opcode not in ANSWERED else dice.rarely(40)
@@ -84,6 +83,11 @@ class RequestDrawer(RangeDrawer):
             swap=dice.pick(OPERANDS) if opcode is SendOpcode.ATOMIC_CMP_AND_SWP else 0,
             invalidate=invalidate,
         )
+        self._address(qp, aim, request)
+        return request
+
+    def datagram(self, qp: Qp, aim: Aim, wr_id: int, sge: Sge) -> Send:
+        request = Send(wr_id, SendOpcode.SEND, [sge])
         self._address(qp, aim, request)
         return request
 
@@ -114,23 +118,25 @@ class RequestDrawer(RangeDrawer):
         count = most + 1 if dice.rarely(40) else dice.between(min(1, most), most)
         longest = MESSAGE if dice.rarely(4) else SHORT
         if qp.type is QpType.UD:
-            longest = LARGE if dice.rarely(30) else longest - HEADER * (longest == MESSAGE)
+            longest = min(longest, MESSAGE - HEADER)
         return [self.sge(qp.pd, False, dice.below(longest // max(count, 1) + 1)) for _ in range(count)]
 
     def _target(self, aim: Aim, length: int) -> tuple[int, int]:
         """An address and its key: of a region, or of a window that leads there."""
+        bound = [window for window in self.windows if window.region]
         fitting = [
-            window
-            for window in self.windows
-            if window.region and window.pd.root is aim.pd.root and (not window.second or window.qp is aim.peer)
+            window for window in bound if window.pd.root is aim.pd.root and (not window.second or window.qp is aim.peer)
         ]
-        if not fitting or self.dice.maybe():
+        if bound and self.dice.rarely(6):
+            fitting = bound
+        elif not fitting or self.dice.maybe():
             address, _, key = self.sge(aim.pd, True, length)
             return address, key
         window = self.dice.pick(fitting)
         slack = max(window.length - length, 0)
-        key = next_key(window.key) if self.dice.rarely(40) else window.key
-        return window.address + self.dice.below(slack + 1), key
+        offset = slack + 1 if self.dice.rarely(8) else self.dice.below(slack + 1)
+        key = next_key(window.key) if self.dice.rarely(8) else window.key
+        return window.address + offset, key
 
     # ---- windows
 
@@ -145,7 +151,7 @@ class RequestDrawer(RangeDrawer):
     def window_request(self, qp: Qp, window: Window, wr_id: int) -> Send:
         """Bind a window, or unbind one."""
         mine = self._bound_to(qp)
-        wrong = self.dice.rarely(30)
+        wrong = self.dice.rarely(8)
         if (mine and self.dice.rarely(3)) or (window in mine and not wrong):
             key = window.key if window in mine else self.dice.pick(mine).key
             key = next_key(key) if wrong else key
@@ -172,5 +178,5 @@ class RequestDrawer(RangeDrawer):
         request.region, request.lkey = region, region.key
         request.remote_addr = region.address + offset
         request.length = region.length - offset - dice.below(20) + 30 * dice.rarely(30)
-        request.access = AccessFlags(dice.below(16)) if dice.rarely(8) else REMOTE_ACCESS
+        request.access = AccessFlags(dice.below(16)) if dice.rarely(4) else REMOTE_ACCESS
         return request

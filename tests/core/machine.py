@@ -9,8 +9,9 @@ from tests.core.drawing import Dice
 from tests.core.drawing_requests import Aim, RequestDrawer
 from tests.core.making import TYPES, Maker
 from tests.core.model import Context, Pd, Way, Window, XrcDomain
+from tests.core.model_datagrams import PORT_MTU
 from tests.core.model_execution import CAN_SEND, LISTENING
-from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Qp, SharedQueue
+from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Qp, Receive, SharedQueue
 from tests.core.model_states import COUNTERPART, NEEDS
 from tests.core.transports import QKEY, way_to
 from tests.core.twins import errno_of
@@ -40,7 +41,10 @@ class Bench(Maker):
             self.add_pd(dice.pick(twins.of(Context)))
         if len(twins.of(Qp)) < 2:
             self.add_qp_of_some_type(dice)
-        self.post(dice, ONE_SIDED + MESSAGES)
+        if dice.rarely(4):
+            self.work_windows(dice)
+        else:
+            self.post(dice, ONE_SIDED + MESSAGES)
 
     def add_qp_of_some_type(self, dice: Dice) -> Qp:
         kind = dice.pick(TYPES)
@@ -157,25 +161,27 @@ class Bench(Maker):
 
     def some_way(self, dice: Dice, qp: Qp) -> Way:
         """One of its own domain, or, now and then, of another."""
-        ways = self.twins.of(Way, qp.context)
-        if dice.rarely(30):
-            return dice.pick(ways) if ways else self.add_way(dice, dice.pick(self.twins.of(Pd, qp.context)))
-        fitting = [way for way in ways if way.pd.root is qp.pd.root]
-        return dice.pick(fitting) if fitting else self.add_way(dice, qp.pd)
+        ways, stranger = self.twins.of(Way, qp.context), dice.rarely(20)
+        fitting = [way for way in ways if (way.pd.root is not qp.pd.root) == stranger]
+        if fitting:
+            return dice.pick(fitting)
+        return self.add_way(dice, self.add_pd(qp.context) if stranger else qp.pd)
 
     def some_shared(self, dice: Dice, xrc_domain: XrcDomain) -> SharedQueue:
         """One that targets of a domain reach, in whichever context; or, now and then, one that they do not."""
-        twins = self.twins
-        known = [shared for shared in twins.of(SharedQueue) if shared.xrc_domain]
+        twins, stranger = self.twins, dice.rarely(20)
         fitting = [
-            shared for shared in known if shared.xrc_domain and shared.xrc_domain.identity is xrc_domain.identity
+            shared
+            for shared in twins.of(SharedQueue)
+            if shared.xrc_domain and (shared.xrc_domain.identity is not xrc_domain.identity) == stranger
         ]
-        if known and dice.rarely(40):
-            return dice.pick(known)
         if fitting:
             return dice.pick(fitting)
-        pds = twins.of(Pd, xrc_domain.context) or [self.add_pd(xrc_domain.context)]
-        return self.add_shared(dice, dice.pick(pds), xrc_domain)
+        context = xrc_domain.context
+        pds = twins.of(Pd, context) or [self.add_pd(context)]
+        return self.add_shared(
+            dice, dice.pick(pds), self.add_xrc_domain(context, of_file=False) if stranger else xrc_domain
+        )
 
     # ---- posting
 
@@ -190,11 +196,10 @@ class Bench(Maker):
         twins = self.twins
         aim = self.aim(dice, qp)
         count = dice.between(1, 4)
-        if not dice.rarely() and qp.sends_at_all:
+        if not dice.rarely():
             self.furnish(dice, qp.pd, far=False)
-            if not aim.peer or aim.peer.sends_at_all or aim.shared:
-                self.furnish(dice, aim.pd, far=True)
-        if opcodes is not ONE_SIDED and not dice.rarely():
+            self.furnish(dice, aim.pd, far=True)
+        if opcodes is not ONE_SIDED and not dice.rarely(8):
             self.post_receives(dice, aim.shared or aim.peer, count)
         for queue in dict.fromkeys([qp.send_cq, aim.queue]):
             if queue and queue.channel and dice.rarely(3):
@@ -214,6 +219,22 @@ class Bench(Maker):
             else:
                 receive = drawer.receive(to.pd, to.capabilities.max_recv_sge, twins.new_wr_id(RECEIVE_SIDE))
                 twins.post_recv(to, receive)
+
+    def post_large(self, dice: Dice, qp: Qp) -> None:
+        """A datagram about as large as the port's MTU, to who might have room for more."""
+        twins = self.twins
+        aim, drawer = self.aim(dice, qp), self.drawer(dice)
+        if aim.pd not in twins.open:
+            return
+        near = self.add_region(dice, qp.pd, far=False, large=True)
+        far = self.add_region(dice, aim.pd, far=True, large=True)
+        receive = Receive(twins.new_wr_id(RECEIVE_SIDE), [(far.address, far.length, far.key)])
+        if aim.shared:
+            twins.post_shared(aim.shared, receive)
+        elif aim.peer:
+            twins.post_recv(aim.peer, receive)
+        sge = near.address, PORT_MTU + dice.below(2), near.key
+        twins.post_send(qp, drawer.datagram(qp, aim, twins.new_wr_id(SEND_SIDE), sge))
 
     # ---- windows
 
@@ -241,3 +262,6 @@ class Bench(Maker):
         twins.post_send(opener, drawer.window_request(opener, window, twins.new_wr_id(SEND_SIDE)))
         if not dice.rarely(4):
             self.post_to(dice, qp, ONE_SIDED + MESSAGES)
+        if window.region and dice.rarely(4):
+            assert not twins.destroy(window.region)
+            twins.fabric.memory.reached["kept by a window"] += 1

@@ -70,14 +70,15 @@ class Maker(RuleBasedStateMachine):
 
     # ---- memory
 
-    def add_region(self, dice: Dice, pd: Pd, far: bool) -> None:
+    def add_region(self, dice: Dice, pd: Pd, far: bool, *, large: bool = False) -> Region:
         """Over new memory, or over a part of what is registered already."""
         twins = self.twins
-        known = [pair for pair in twins.memories if pair[0].far == far]
+        size = LARGE if large else dice.pick([MESSAGE + 30, 1000])
+        known = [pair for pair in twins.memories if pair[0].far == far and len(pair[1]) >= size]
         if known and dice.rarely(3):
             buffer, memory = dice.pick(known)
         else:
-            buffer, memory = twins.new_buffer(dice.pick([MESSAGE + 30, 1000, MESSAGE + 30, LARGE]), far)
+            buffer, memory = twins.new_buffer(size, far)
         offset = dice.pick([0, 0, 8, 17])
         length = len(memory) - offset - dice.pick([0, 0, 5])
         access = dice.access()
@@ -91,9 +92,12 @@ class Maker(RuleBasedStateMachine):
         twins.add(region, handle)
         twins.regions.append(region)
         twins.fabric.memory.add(region, region.key)
+        return region
 
     def furnish(self, dice: Dice, pd: Pd, far: bool) -> None:
-        """See that a domain has a region on that side."""
+        """See that a domain has a region on that side; if it is one."""
+        if pd not in self.twins.open:
+            return
         regions = self.twins.of(Region)
         if not any(region.pd.root is pd.root and region.buffer.far == far for region in regions):
             self.add_region(dice, pd, far)
@@ -247,7 +251,8 @@ class Maker(RuleBasedStateMachine):
         shared = None
         if kind is not QpType.XRC_SEND and dice.rarely(3):
             basic = [shared for shared in twins.of(SharedQueue, pd.context) if not shared.xrc_domain]
-            shared = dice.pick(basic) if basic and dice.maybe() else self.add_shared(dice, pd, None)
+            owner = self.add_pd(pd.context) if dice.rarely(4) else pd
+            shared = dice.pick(basic) if basic and dice.maybe() else self.add_shared(dice, owner, None)
         depth = power_of_two(wanted.max_send_wr) + (shared.largest if shared else power_of_two(wanted.max_recv_wr))
         send_cq = self.roomy_queue(dice, pd.context, depth)
         recv_cq = None if kind is QpType.XRC_SEND else self.roomy_queue(dice, pd.context, depth)

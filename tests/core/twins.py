@@ -176,8 +176,7 @@ class Twins(Watcher):
             assert not shared.expected, f"these never came: {shared.expected}"
             assert shared.outstanding == len(shared.receives)
         for channel in self.of(Channel):
-            for _ in range(1 + sum(queue.waiting for queue in self.of(Queue) if queue.channel is channel)):
-                self.take_event(channel)
+            self.take_events(channel)
         for queue in self.of(Queue):
             self.cq(queue).ack_events(queue.taken)
             queue.taken = 0

@@ -8,7 +8,7 @@ from hypothesis import note
 from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
 from aioverbs._core import domains, engine
 from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
-from tests.core.model_queue_pairs import SEND_SIDE, Expected, Qp, SharedQueue
+from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
 
 PATIENCE_S = 10.0
@@ -65,26 +65,31 @@ class Watcher(Registry):
             assert (completion.invalidated_rkey if flags & WcFlags.WITH_INV else None) == expected.invalidated
             assert bool(flags & WcFlags.GRH) == expected.with_header
 
+    def poll_while_it_works(self, queue: Queue) -> None:
+        """Poll before all has come, then the rest."""
+        self.poll(queue, 1 << 20)
+        self.settle()
+        self.poll(queue, 1 << 20)
+
     def request_notify(self, queue: Queue, solicited_only: bool) -> None:
         self.settle()
         self.cq(queue).request_notify(solicited_only)
         queue.arm(solicited_only)
 
-    def take_event(self, channel: Channel) -> None:
+    def take_events(self, channel: Channel) -> None:
+        """Take all that wait. Those of different queues come in any order, which nothing else may depend on."""
         self.settle()
-        waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel and queue.waiting}
         handle = self.handle(channel, engine.CompletionChannel)
+        waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel}
         end = time.monotonic() + PATIENCE_S
-        taken = handle.get_event()
-        while waiting and taken is None:
-            assert time.monotonic() < end, "the event does not come"
+        while any(queue.waiting for queue in waiting.values()):
             taken = handle.get_event()
-        if waiting:
-            assert taken is not None
-            waiting[taken].waiting -= 1
-            waiting[taken].taken += 1
-        else:
-            assert taken is None
+            if taken is not None:
+                waiting[taken].waiting -= 1
+                waiting[taken].taken += 1
+                assert waiting[taken].waiting >= 0
+            assert time.monotonic() < end, "the event does not come"
+        assert handle.get_event() is None
 
     def take_async_events(self, context: Context) -> None:
         """Take all that wait. Of different objects they come in any order, which nothing else may depend on."""
@@ -118,11 +123,12 @@ class Watcher(Registry):
     def settle(self) -> None:
         """Wait until the device has done what the model has done, and compare all memory and all queues' states."""
         end = time.monotonic() + PATIENCE_S
+        polled: dict[Queue, None] = {}
         while lagging := [qp for qp in self.of(Qp) if not self._agrees(qp)]:
             for qp in lagging:
-                if qp.unnumbered or qp.state in (QpState.SQE, QpState.ERR):  # it shows only there
-                    for queue in qp.queues:
-                        self.poll(queue, 1 << 20)
+                for queue in self._shown_in(qp):
+                    polled[queue] = None
+                    self.poll(queue, 1 << 20)
             late = lagging[0]
             assert time.monotonic() < end, (
                 late.number,
@@ -132,6 +138,8 @@ class Watcher(Registry):
                 late.expected,
                 self.qp(late).query(),
             )
+        for queue in polled:  # all that came meanwhile, so that how fast it came makes no difference
+            self.poll(queue, 1 << 20)
         for qp in self.of(Qp):
             if qp.reliable and qp.state in (QpState.RTR, QpState.RTS, QpState.SQD):
                 assert self.qp(qp).query().rq_psn == qp.expected_psn
@@ -141,6 +149,15 @@ class Watcher(Registry):
         for buffer, memory in self.memories:
             assert memory == buffer.content
         self.under_way = None
+
+    def _shown_in(self, qp: Qp) -> list[Queue]:
+        """The queues whose completions alone show what a queue pair has done."""
+        sides = []
+        if qp.unnumbered or qp.state in (QpState.SQE, QpState.ERR):
+            sides.append((qp.send_cq, SEND_SIDE))
+        if qp.state is QpState.ERR:
+            sides.append((qp.recv_cq, RECEIVE_SIDE))
+        return [queue for queue, side in sides if queue and qp.expected[side]]
 
     def _agrees(self, qp: Qp) -> bool:
         told = self.qp(qp).query()

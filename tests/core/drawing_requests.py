@@ -170,7 +170,8 @@ class RequestDrawer(RangeDrawer):
         request.rkey = next_key(window.told)
         if window.second and dice.maybe():
             request.rkey = window.told ^ dice.pick([0x80, 0xFF, 0x100] if wrong else [0x80, 0xFF])
-        candidates = known if wrong else fitting
+        alike = [region for region in known if region.pd.root is qp.pd.root]
+        candidates = (known if dice.maybe() else alike) if wrong else fitting
         if not candidates or (not window.second and dice.rarely(4)):
             return request
         region = dice.pick(candidates)

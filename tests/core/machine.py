@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import note
 
-from aioverbs import EventType, Mtu, QpState, QpType, SendOpcode
+from aioverbs import AccessFlags, EventType, Mtu, QpState, QpType, SendOpcode
 from tests.core.drawing import Dice
 from tests.core.drawing_requests import Aim, RequestDrawer
 from tests.core.making import TYPES, Maker
@@ -249,7 +249,7 @@ class Bench(Maker):
         if not opener.sends_at_all:
             return
         if not dice.rarely():
-            self.furnish(dice, opener.pd, far=True)
+            self.furnish(dice, opener.pd, far=True, access=AccessFlags.MW_BIND)
         windows = twins.of(Window, opener.context)
         fitting = [window for window in windows if window.pd.root is opener.pd.root]
         if windows and dice.rarely(40):

@@ -8,7 +8,7 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context
 from tests.core.drawing import LARGE, MESSAGE, Dice
-from tests.core.model import Channel, Context, Pd, Queue, Region, Td, Way, Window, XrcDomain
+from tests.core.model import NOTHING, Channel, Context, Pd, Queue, Region, Td, Way, Window, XrcDomain
 from tests.core.model_queue_pairs import Qp, SharedQueue
 from tests.core.twins import Twins
 
@@ -82,7 +82,7 @@ class Maker(RuleBasedStateMachine):
         offset = dice.pick([0, 0, 8, 17])
         length = len(memory) - offset - dice.pick([0, 0, 5])
         access = dice.access()
-        if not dice.rarely():
+        if not dice.rarely(4):
             access |= AccessFlags.MW_BIND
         handle = engine.MemoryRegion(
             twins.handle(pd, engine.ProtectionDomain), memoryview(memory)[offset : offset + length], access
@@ -94,11 +94,11 @@ class Maker(RuleBasedStateMachine):
         twins.fabric.memory.add(region, region.key)
         return region
 
-    def furnish(self, dice: Dice, pd: Pd, far: bool) -> None:
+    def furnish(self, dice: Dice, pd: Pd, far: bool, access: AccessFlags = NOTHING) -> None:
         """See that a domain has a region on that side; if it is one."""
         if pd not in self.twins.open:
             return
-        regions = self.twins.of(Region)
+        regions = [region for region in self.twins.of(Region) if region.access & access == access]
         if not any(region.pd.root is pd.root and region.buffer.far == far for region in regions):
             self.add_region(dice, pd, far)
 

@@ -53,7 +53,7 @@ def test_device() -> None:
     run_state_machine_as_test(
         Device,
         settings=settings(
-            max_examples=2 * profile.max_examples,
+            max_examples=3 * profile.max_examples,
             stateful_step_count=50,
             phases=[phase for phase in Phase if phase is not Phase.explain],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -72,8 +72,8 @@ def test_device() -> None:
     }
     succeeded = {(kind, side) for kind, side, status in done if status is WcStatus.SUCCESS}
     assert succeeded == {(kind, SEND_SIDE) for kind in SENDERS} | {(kind, RECEIVE_SIDE) for kind in RECEIVERS}
-    # Unreliable send queues that stopped by themselves.
-    assert {(QpType.UC, SEND_SIDE, WcStatus.LOC_PROT_ERR), (QpType.UD, SEND_SIDE, WcStatus.WR_FLUSH_ERR)} <= set(done)
+    failed = {(kind, side) for kind, side, status in done if status not in (WcStatus.SUCCESS, WcStatus.WR_FLUSH_ERR)}
+    assert failed >= {(kind, SEND_SIDE) for kind in SENDERS}  # those of UC and UD stop by themselves, in SQE
     assert set(reached) >= {
         "UC arrived",
         "UC dropped",
@@ -82,6 +82,9 @@ def test_device() -> None:
         "shared receive",
         "bound",
         "through a window",
+        "kept by a window",
+        "unbound",
+        "invalidated",
     }
     assert set(told) >= {
         EventType.COMM_EST,

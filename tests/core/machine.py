@@ -112,22 +112,22 @@ class Bench(Maker):
         psns = [dice.pick(PSNS) for _ in ends]
         for qp, peer, own, other in zip(ends, reversed(ends), psns, reversed(psns), strict=True):
             own = dice.pick(PSNS) if dice.rarely(20) else own  # out of sequence: nobody answers
-            sends = qp is ends[0] or not dice.rarely(3)
-            for state in (QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS)[: 4 if sends else 3]:
+            ready = qp is ends[0] or not dice.rarely(3)
+            for state in (QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS)[: 4 if ready else 3]:
                 self.to_state(dice, qp, state, peer.number, (other, own))
 
     def join_with_some(self, dice: Dice, near: Qp) -> None:
         """With one that can be its peer; an XRC sender needs another type, which is made where there is none."""
         fitting = [qp for qp in self.twins.of(Qp) if qp.type is COUNTERPART[near.type]]
         if not fitting:
-            sends = near.type is QpType.XRC_SEND
-            fitting = [self.add_target(self.some_xrc_domain(dice)) if sends else self.add_qp(dice, QpType.XRC_SEND)]
+            target = near.type is QpType.XRC_SEND
+            fitting = [self.add_target(self.some_xrc_domain(dice)) if target else self.add_qp(dice, QpType.XRC_SEND)]
         far = dice.pick(fitting)
         self.join(dice, *([near] if near is far else [near, far]))
 
     # ---- who sends to whom
 
-    def hears(self, qp: Qp) -> bool:
+    def is_heard(self, qp: Qp) -> bool:
         """Whether somebody hears what it sends."""
         if qp.type is QpType.UD:
             return True  # itself
@@ -138,7 +138,7 @@ class Bench(Maker):
         qps = self.twins.of(Qp)
         if dice.rarely(12):
             return dice.pick(qps)
-        working = [qp for qp in qps if qp.state is QpState.RTS and qp.sends_at_all and self.hears(qp)]
+        working = [qp for qp in qps if qp.state is QpState.RTS and qp.sends_at_all and self.is_heard(qp)]
         if working and not dice.rarely(6):
             return dice.pick(working)
         near = dice.pick([qp for qp in qps if qp.sends_at_all] or qps)

@@ -81,7 +81,7 @@ class Memory:
             region.windows += 1
             window.region, window.qp = region, qp
             window.address, window.length = request.remote_addr, request.length
-            window.access = request.access & REMOTE_ACCESS
+            window.access = request.access
         return True
 
     def invalidate(self, qp: Qp, pd: Pd, key: int) -> bool:

@@ -40,7 +40,6 @@ def may_change(qp: Qp, state: QpState, attributes: tuple[str, ...]) -> int:
         return errno.EINVAL if qp.state is QpState.RESET else 0
     if qp.state not in _SOURCES.get(state, ()):
         return errno.EINVAL
-    # From INIT to INIT anything of it may change, but nothing else.
     return 0 if set(attributes) == set(NEEDS[qp.type].get(state, ())) else errno.EINVAL
 
 

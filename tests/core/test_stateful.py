@@ -1,8 +1,9 @@
-"""Random legal and illegal verbs against a plain model, over several contexts and both ways of execution.
+"""Random legal and illegal verbs against a plain model: queue pairs of all types, over several contexts and both ways
+of execution.
 
-After every step the device and the model agree on the contents of all memory, on the state of every queue pair, on
-what is alive and what refuses to go; completions come per queue in the order and with the statuses that the model
-says. Every run ends with every object destroyed.
+After every step the device and the model agree on the contents of all memory, on the state of every queue pair and
+every shared receive queue, on what is alive and what refuses to go; completions come per queue in the order and with
+the statuses that the model says, and so do events. Every run ends with every object destroyed.
 """
 
 import sys

@@ -160,17 +160,14 @@ class RequestDrawer(RangeDrawer):
 
     def _bind(self, qp: Qp, window: Window, wr_id: int, wrong: bool) -> Bind:
         dice = self.dice
-        known = [region for region in self.regions if region.open and region.context is qp.context]
-        fitting = [
-            region
-            for region in known
-            if region.pd.root is qp.pd.root and region.buffer.far and region.access & AccessFlags.MW_BIND
-        ]
+        far = [region for region in self.regions if region.open and region.buffer.far]
+        known = [region for region in far if region.context is qp.context]
+        alike = [region for region in known if region.pd.root is qp.pd.root]
+        fitting = [region for region in alike if region.access & AccessFlags.MW_BIND]
         request = Bind(wr_id, SendOpcode.BIND_MW, signaled=self._signaled(qp), window=window)
         request.rkey = next_key(window.told)
         if window.second and dice.maybe():
             request.rkey = window.told ^ dice.pick([0x80, 0xFF, 0x100] if wrong else [0x80, 0xFF])
-        alike = [region for region in known if region.pd.root is qp.pd.root]
         candidates = (known if dice.maybe() else alike) if wrong else fitting
         if not candidates or (not window.second and dice.rarely(4)):
             return request

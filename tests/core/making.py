@@ -158,14 +158,16 @@ class Maker(RuleBasedStateMachine):
         twins = self.twins
         depth, max_sge = dice.pick([4, 8, 7, 1]) if dice.rarely(4) else 8, dice.between(1, 3)
         cq = self.roomy_queue(dice, pd.context, power_of_two(depth)) if xrc_domain else None
+        granted = power_of_two(depth)
+        limit = min(dice.pick([0, 3, 8]), granted)
         handle = engine.SharedReceiveQueue(
             twins.handle(pd, engine.ProtectionDomain),
             depth,
             max_sge,
+            limit,
             xrc_domain=twins.handle(xrc_domain, domains.XrcDomain) if xrc_domain else None,
             cq=twins.cq(cq) if cq else None,
         )
-        granted = power_of_two(depth)
         shared = SharedQueue(
             tuple(parent for parent in (pd, xrc_domain, cq) if parent),
             context=pd.context,
@@ -173,6 +175,7 @@ class Maker(RuleBasedStateMachine):
             depth=granted,
             largest=granted,
             max_sge=max_sge,
+            limit=limit,
             xrc_domain=xrc_domain,
             cq=cq,
             number=handle.number if xrc_domain else 0,

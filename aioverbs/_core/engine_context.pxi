@@ -266,14 +266,11 @@ cdef class Context(Handle):
     @property
     def faults(self):
         """The `FaultPlan` of a context of the software device."""
-        cdef FaultPlan plan
         if not self.software:
             raise ValueError(f"{self!r} is not of the software device: only that one fails as planned")
         self._enter()
         self._leave()
-        plan = FaultPlan.__new__(FaultPlan)
-        plan.context = self
-        return plan
+        return FaultPlan.__new__(FaultPlan, self)
 
     def set_delay(self, delay_ns):
         """Change how long after its posting the software device's engine executes a request, from here on."""

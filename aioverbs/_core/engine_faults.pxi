@@ -30,7 +30,10 @@ cdef class FaultPlan:
 
     verbs = tuple(_verb_numbers)
 
-    def __init__(self):
+    def __cinit__(self, Context context not None):
+        self.context = context
+
+    def __init__(self, *_):
         raise TypeError("the fault plan of a context is its `faults`")
 
     def __repr__(self):
@@ -83,7 +86,8 @@ cdef class FaultPlan:
     ):
         """Requests of a queue pair, or of any, complete with that `WcStatus`, which breaks the queue pair as it does.
 
-        :param receives: receives instead, as messages come for them; their sender sees a remote operational error.
+        :param receives: receives instead, as messages come for them. The sender, where it is told, sees REM_OP_ERR;
+            REM_INV_REQ_ERR where the status is LOC_LEN_ERR.
         """
         cdef v.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error

@@ -45,9 +45,10 @@ cdef class SharedReceiveQueue(Handle):
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
             self._opened("")
         except BaseException:
-            if self.pointer:
-                self._destroy_verb()
-            _leave_all(held)
+            if self.pointer and self._destroy_verb():
+                self._opened("")        # it is there and cannot go yet: an open handle, for who looks for those
+            else:
+                _leave_all(held)
             raise
 
     def _create_basic(self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge):

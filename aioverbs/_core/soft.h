@@ -304,10 +304,32 @@ int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 int soft_dealloc_mw(struct ibv_mw *mw);
 void soft_mw_die(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
 
-/* Local memory. In a grace section. NULL where the key is not of a region of `pd`'s domain, the range leaves the
- * region, or a bit of `access` was not granted. The address stays good until the section ends. */
-uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
-                         uint64_t length, int access);
+/* What follows is asked for every request, and so is inline up to where a window is in it.
+ *
+ * The address, or NULL where the key is not this region's as it is now, `pd` is not of its domain, the range leaves
+ * it, or a bit of `access` was not granted. In a grace section; the address stays good until the section ends. */
+static inline uint8_t *soft_mr_reach(const struct soft_mr *mr, const struct soft_pd *pd, uint32_t key, uint64_t address,
+                                     uint64_t length, int access)
+{
+    uint64_t offset = address - (uintptr_t)mr->mr.addr; /* wraps to something large where the address is below */
+
+    if (mr->mr.lkey != key || mr->pd->domain != pd->domain || (mr->access & access) != access)
+        return NULL;
+    if (offset > mr->mr.length || length > mr->mr.length - offset)
+        return NULL;
+    return (uint8_t *)(uintptr_t)address;
+}
+
+/* Local memory: the same by a key, which must be a region's. */
+static inline uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key,
+                                       uint64_t address, uint64_t length, int access)
+{
+    const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
+
+    if (!found || found->is_window)
+        return NULL;
+    return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);
+}
 
 /* Memory that a peer of `qp` names by a region's or a window's key. In a grace section, under rq_lock. NULL as above;
  * else the address stays good, and a window bound, until soft_remote_close. */
@@ -315,9 +337,28 @@ struct soft_remote {
     struct soft_mw *window; /* locked, or NULL */
 };
 
-uint8_t *soft_remote_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
-                          uint64_t address, uint64_t length, int access);
-void soft_remote_close(struct soft_remote *remote);
+uint8_t *soft_mw_open(struct soft_mw *mw, struct soft_remote *remote, const struct soft_qp *qp,
+                      const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access);
+
+static inline uint8_t *soft_remote_open(struct soft_remote *remote, struct soft_device *device,
+                                        const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                                        uint64_t address, uint64_t length, int access)
+{
+    struct soft_key *found = soft_table_find(&device->keys, key >> 8);
+
+    remote->window = NULL;
+    if (!found)
+        return NULL;
+    if (found->is_window)
+        return soft_mw_open(container_of(found, struct soft_mw, key), remote, qp, pd, key, address, length, access);
+    return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);
+}
+
+static inline void soft_remote_close(struct soft_remote *remote)
+{
+    if (remote->window)
+        soft_lock_give(&remote->window->lock);
+}
 
 struct soft_wqe;
 
@@ -522,6 +563,14 @@ struct soft_wqe {
 _Static_assert(sizeof(struct soft_wqe) == 64, "a work request's head is a cache line");
 _Static_assert(SOFT_MAX_SGE < 256, "num_sge is one byte");
 
+/* One at a time: compilers make of a memcpy with a known limit a string instruction, which costs as much as all the
+ * rest of posting, and nearly all lists have one element. */
+static inline void soft_copy_sges(struct ibv_sge *to, const struct ibv_sge *from, unsigned int count)
+{
+    while (count--)
+        *to++ = *from++;
+}
+
 struct soft_rwqe {
     uint64_t wr_id;
     uint64_t num_sge;
@@ -562,6 +611,7 @@ struct soft_qp {
 	 * consistent: who posts and then reads it, or sets ERR and then reads the ring, sees the other. */
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
+    bool leads_here;         /* as attr: its path ends at this device */
 
     struct soft_lock sq_lock;        /* the sending device half */
     uint32_t next_psn;               /* sq */
@@ -647,11 +697,9 @@ void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, 
 struct soft_request {
     struct soft_qp *from; /* its sq_lock is held */
     const struct soft_wqe *wqe;
-    enum ibv_wr_opcode opcode;
-    bool solicited;
-    uint32_t imm_data, rkey, length, psn, packets;
+    uint32_t psn, packets;
     uint32_t reads; /* of a read or atomic: how many the requester would have in flight, with this one */
-    uint64_t remote_addr, compare_add, swap;
+    uint32_t length;
     const struct soft_segment *local; /* what is sent, or where the answer goes; checked */
     uint32_t local_count;
 };

@@ -137,11 +137,11 @@ static enum ibv_wc_status resolve(struct soft_qp *qp, const struct soft_wqe *wqe
 /* How many packets a message, or a read's answer, takes: sequence numbers count them. */
 static uint32_t packets(const struct soft_qp *qp, uint32_t length)
 {
-    uint32_t mtu = 128u << qp->attr.path_mtu;
+    unsigned int shift = 7 + qp->attr.path_mtu; /* of the MTU */
 
-    if (qp->qp.qp_type == IBV_QPT_UD)
+    if (qp->qp.qp_type == IBV_QPT_UD || !length)
         return 1;
-    return length ? (length + mtu - 1) / mtu : 1;
+    return (length + (1u << shift) - 1) >> shift;
 }
 
 /* The peer did not take it: wait, and try again at `retry_ns`; where it did not even answer, while retries are
@@ -251,14 +251,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
     struct soft_request request = {
         .from = qp,
         .wqe = wqe,
-        .opcode = wqe->opcode,
-        .solicited = wqe->flags & IBV_SEND_SOLICITED,
-        .imm_data = wqe->imm_data,
-        .rkey = wqe->rkey,
         .psn = qp->next_psn,
-        .remote_addr = wqe->remote_addr,
-        .compare_add = wqe->compare_add,
-        .swap = wqe->swap,
     };
     struct soft_reply reply = {.kind = SOFT_SILENT};
     uint32_t vendor_err = 0;

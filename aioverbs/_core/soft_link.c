@@ -36,7 +36,7 @@ static bool accepts_connected(const struct soft_qp *peer, const struct soft_requ
     enum ibv_qp_type from = request->from->qp.qp_type;
 
     return peer->qp.qp_type == (from == IBV_QPT_XRC_SEND ? IBV_QPT_XRC_RECV : from) &&
-           peer->attr.dest_qp_num == request->from->qp.qp_num && soft_gid_is_local(&peer->attr.ah_attr.grh.dgid) &&
+           peer->attr.dest_qp_num == request->from->qp.qp_num && peer->leads_here &&
            (peer->expected_psn == request->psn || from == IBV_QPT_UC);
 }
 
@@ -44,10 +44,9 @@ void soft_link_deliver(const struct soft_request *request, struct soft_reply *re
 {
     struct soft_qp *from = request->from, *peer;
     bool datagram = from->qp.qp_type == IBV_QPT_UD;
-    const union ibv_gid *gid = datagram ? &request->wqe->dgid : &from->attr.ah_attr.grh.dgid;
 
     reply->kind = SOFT_SILENT;
-    if (!soft_gid_is_local(gid) || !is_up(from))
+    if (!(datagram ? soft_gid_is_local(&request->wqe->dgid) : from->leads_here) || !is_up(from))
         return;
     if ((atomic_load_explicit(&from->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
         soft_fault_loses(from))

@@ -103,18 +103,3 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
     free(mr);
     return 0;
 }
-
-uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key, uint64_t address,
-                         uint64_t length, int access)
-{
-    const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
-    const struct soft_mr *mr = found && !found->is_window ? container_of(found, struct soft_mr, key) : NULL;
-    uint64_t offset;
-
-    if (!mr || mr->mr.lkey != key || mr->pd->domain != pd->domain || (mr->access & access) != access)
-        return NULL;
-    offset = address - (uintptr_t)mr->mr.addr; /* wraps to something large where the address is below */
-    if (offset > mr->mr.length || length > mr->mr.length - offset)
-        return NULL;
-    return (uint8_t *)(uintptr_t)address;
-}

@@ -191,14 +191,9 @@ static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const s
     return offset <= mw->length && length <= mw->length - offset;
 }
 
-uint8_t *soft_remote_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
-                          uint64_t address, uint64_t length, int access)
+uint8_t *soft_mw_open(struct soft_mw *mw, struct soft_remote *remote, const struct soft_qp *qp,
+                      const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
 {
-    struct soft_mw *mw = find_window(qp, key);
-
-    remote->window = NULL;
-    if (!mw)
-        return soft_mr_resolve(qp->context->device, pd, key, address, length, access);
     soft_lock_take(&mw->lock);
     if (!leads_to(mw, qp, pd, key, address, length, access)) {
         soft_lock_give(&mw->lock);
@@ -206,10 +201,4 @@ uint8_t *soft_remote_open(struct soft_remote *remote, const struct soft_qp *qp, 
     }
     remote->window = mw;
     return (uint8_t *)(uintptr_t)address;
-}
-
-void soft_remote_close(struct soft_remote *remote)
-{
-    if (remote->window)
-        soft_lock_give(&remote->window->lock);
 }

@@ -41,12 +41,15 @@ static bool is_local(enum ibv_wr_opcode opcode)
     return opcode == IBV_WR_LOCAL_INV || opcode == IBV_WR_BIND_MW;
 }
 
+static bool is_absent(enum ibv_wr_opcode opcode)
+{
+    return opcode == IBV_WR_TSO || opcode == IBV_WR_DRIVER1 || opcode == IBV_WR_ATOMIC_WRITE;
+}
+
 static int check_opcode(const struct soft_qp *qp, const struct ibv_send_wr *wr)
 {
-    if (wr->opcode == IBV_WR_TSO || wr->opcode == IBV_WR_DRIVER1 || wr->opcode == IBV_WR_ATOMIC_WRITE)
-        return EOPNOTSUPP;
     if ((unsigned int)wr->opcode > 31 || !(opcodes_of(qp->qp.qp_type) & 1u << wr->opcode))
-        return EINVAL;
+        return is_absent(wr->opcode) ? EOPNOTSUPP : EINVAL;
     /* An answer needs a place to go to; what is done here carries no bytes at all. */
     if ((needs_answer(wr->opcode) || is_local(wr->opcode)) && (wr->send_flags & IBV_SEND_INLINE))
         return EINVAL;
@@ -156,22 +159,24 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
         wqe->remote_srqn = wr->qp_type.xrc.remote_srqn;
     if (wr->send_flags & IBV_SEND_INLINE)
         return copy_inline(qp, wqe, wr);
-    if (wqe->num_sge)
-        memcpy(wqe + 1, wr->sg_list, (size_t)wqe->num_sge * sizeof(*wr->sg_list));
+    soft_copy_sges((struct ibv_sge *)(wqe + 1), wr->sg_list, wqe->num_sge);
     return 0;
+}
+
+/* UINT64_MAX is never, and nothing is later. */
+static uint64_t later(uint64_t time, uint64_t by)
+{
+    return by > UINT64_MAX - time ? UINT64_MAX : time + by;
 }
 
 /* When a request that is posted now is to be executed at the earliest; 0: at once. */
 static uint64_t due(struct soft_qp *qp)
 {
-    uint64_t now, delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
+    uint64_t delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
 
     if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS)
-        delay += soft_fault_delay(qp);
-    if (!delay)
-        return 0;
-    now = soft_now_ns();
-    return delay > UINT64_MAX - now ? UINT64_MAX : now + delay;
+        delay = later(delay, soft_fault_delay(qp));
+    return delay ? later(soft_now_ns(), delay) : 0;
 }
 
 static int post(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad, enum ibv_mw_type window)
@@ -259,8 +264,7 @@ int soft_post_recv(struct ibv_qp *ibv_qp, struct ibv_recv_wr *wr, struct ibv_rec
             break;
         rwqe->wr_id = wr->wr_id;
         rwqe->num_sge = (uint64_t)wr->num_sge;
-        if (wr->num_sge)
-            memcpy(rwqe + 1, wr->sg_list, (size_t)wr->num_sge * sizeof(*wr->sg_list));
+        soft_copy_sges((struct ibv_sge *)(rwqe + 1), wr->sg_list, (unsigned int)wr->num_sge);
     }
     *bad = wr;
     if (head != first) {

@@ -437,6 +437,8 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     TAKE(IBV_QP_RETRY_CNT, retry_cnt);
     TAKE(IBV_QP_RNR_RETRY, rnr_retry);
 #undef TAKE
+    if (mask & IBV_QP_AV)
+        qp->leads_here = soft_gid_is_local(&attr->ah_attr.grh.dgid);
     if (mask & IBV_QP_RQ_PSN)
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
@@ -455,6 +457,7 @@ static void reset(struct soft_qp *qp)
 
     memset(&qp->attr, 0, sizeof(qp->attr));
     qp->attr.cap = cap;
+    qp->leads_here = false;
     qp->begun = qp->waiting = qp->drain_notify = false;
     qp->established = qp->last_wqe = false;
     qp->next_psn = qp->expected_psn = 0;

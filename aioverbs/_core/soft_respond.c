@@ -6,8 +6,7 @@
 
 /* ---- Moving bytes ---------------------------------------------------------------------------------------- */
 
-/* Both lists hold `length` bytes at least. Buffers of one process may overlap. */
-static void copy(const struct soft_segment *to, const struct soft_segment *from, uint64_t length)
+static void copy_pieces(const struct soft_segment *to, const struct soft_segment *from, uint64_t length)
 {
     uint32_t to_offset = 0, from_offset = 0;
 
@@ -27,6 +26,15 @@ static void copy(const struct soft_segment *to, const struct soft_segment *from,
         if (from_offset == from->length)
             from++, from_offset = 0;
     }
+}
+
+/* Both lists hold `length` bytes at least. Buffers of one process may overlap. Most messages are one piece. */
+static inline void copy(const struct soft_segment *to, const struct soft_segment *from, uint64_t length)
+{
+    if (length && length <= to->length && length <= from->length)
+        memmove(to->address, from->address, length);
+    else
+        copy_pieces(to, from, length);
 }
 
 /* ---- Answers --------------------------------------------------------------------------------------------- */
@@ -156,7 +164,7 @@ static enum ibv_wc_status resolve_receive(const struct responder *at, const stru
 
 static bool carries_imm(const struct soft_request *request)
 {
-    return request->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || request->opcode == IBV_WR_SEND_WITH_IMM;
+    return request->wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || request->wqe->opcode == IBV_WR_SEND_WITH_IMM;
 }
 
 static void complete_receive(const struct responder *at, const struct soft_request *request, const struct taken *taken,
@@ -172,19 +180,20 @@ static void complete_receive(const struct responder *at, const struct soft_reque
         .wqe_index = taken->index,
         .vendor_err = vendor_err,
         .status = (uint8_t)status,
-        .opcode = request->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV,
-        .solicited = request->solicited,
+        .opcode = request->wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV,
+        .solicited = request->wqe->flags & IBV_SEND_SOLICITED,
     };
 
-    if (carries_imm(request) || request->opcode == IBV_WR_SEND_WITH_INV)
-        cqe.imm_data = request->imm_data;
+    if (carries_imm(request) || request->wqe->opcode == IBV_WR_SEND_WITH_INV)
+        cqe.imm_data = request->wqe->imm_data;
     if (carries_imm(request))
         cqe.wc_flags = IBV_WC_WITH_IMM;
-    else if (request->opcode == IBV_WR_SEND_WITH_INV)
+    else if (request->wqe->opcode == IBV_WR_SEND_WITH_INV)
         cqe.wc_flags = IBV_WC_WITH_INV;
     if (at->peer->qp.qp_type == IBV_QPT_UD)
         cqe.wc_flags |= IBV_WC_GRH;
-    if (soft_complete(at->peer->context, at->cq, &cqe))
+    /* By the plan of the completion queue's context, which need not be the XRC target's. */
+    if (soft_complete(to_soft_context(at->cq->ex.context), at->cq, &cqe))
         return;
     refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, true);
     soft_raise(at->peer->context, &at->peer->events, IBV_EVENT_QP_FATAL);
@@ -230,8 +239,8 @@ static void respond_message(const struct responder *at, const struct soft_reques
     }
     if (status == IBV_WC_SUCCESS)
         copy(segments, from, length);
-    if (status == IBV_WC_SUCCESS && request->opcode == IBV_WR_SEND_WITH_INV &&
-        !soft_mw_invalidate(at->peer, at->pd, request->imm_data))
+    if (status == IBV_WC_SUCCESS && request->wqe->opcode == IBV_WR_SEND_WITH_INV &&
+        !soft_mw_invalidate(at->peer, at->pd, request->wqe->imm_data))
         status = IBV_WC_MW_BIND_ERR;
     complete_receive(at, request, &taken, status, vendor_err, length);
     if (status != IBV_WC_SUCCESS)
@@ -299,10 +308,12 @@ static void respond_datagram(const struct responder *at, const struct soft_reque
 {
     struct soft_segment from[1 + SOFT_MAX_SGE];
     uint8_t grh[SOFT_GRH];
+    uint32_t i;
 
     write_grh(grh, request);
     from[0] = (struct soft_segment){grh, SOFT_GRH};
-    memcpy(from + 1, request->local, request->local_count * sizeof(*from));
+    for (i = 0; i < request->local_count; i++)
+        from[1 + i] = request->local[i];
     respond_message(at, request, from, SOFT_GRH + request->length);
 }
 
@@ -330,50 +341,66 @@ static bool has_resources(const struct responder *at, const struct soft_request 
 }
 
 /* The memory that a request names, or NULL: then it is refused. */
-static uint8_t *target(const struct responder *at, const struct soft_request *request, struct soft_remote *remote,
-                       int access)
+static inline uint8_t *target(const struct responder *at, const struct soft_request *request,
+                              struct soft_remote *remote, int access)
 {
-    uint8_t *address =
-        soft_remote_open(remote, at->peer, at->pd, request->rkey, request->remote_addr, request->length, access);
+    uint8_t *address = soft_remote_open(remote, at->peer->context->device, at->peer, at->pd, request->wqe->rkey,
+                                        request->wqe->remote_addr, request->length, access);
 
     if (!address)
         refuse(at->peer, at->reply, IBV_WC_REM_ACCESS_ERR, false);
     return address;
 }
 
+/* Without a byte to write, the key is not looked at. */
 static void respond_write(const struct responder *at, const struct soft_request *request)
 {
-    bool with_imm = request->opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
     struct soft_segment to = {.length = request->length};
-    enum ibv_wc_status status = IBV_WC_SUCCESS;
-    struct soft_remote remote = {NULL};
-    uint32_t vendor_err = 0;
-    struct taken taken;
+    struct soft_remote remote;
 
     if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
         return;
-    if (with_imm && !has_receive(at)) {
+    if (request->length) {
+        to.address = target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
+        if (!to.address)
+            return;
+        copy(&to, request->local, request->length);
+        soft_remote_close(&remote);
+    }
+    at->reply->kind = SOFT_ACK;
+}
+
+/* The receive is taken when nothing speaks against the write any more. */
+static void respond_write_with_imm(const struct responder *at, const struct soft_request *request)
+{
+    struct soft_segment to = {.length = request->length};
+    struct soft_remote remote = {NULL};
+    enum ibv_wc_status status;
+    struct taken taken;
+    uint32_t vendor_err;
+
+    if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
+        return;
+    if (!has_receive(at)) {
         not_ready(at);
         return;
     }
-    if (request->length) { /* without a byte to write, the key is not looked at */
+    if (request->length) {
         to.address = target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
         if (!to.address)
             return;
     }
-    if (with_imm && !take_receive(at, &taken)) {
+    if (!take_receive(at, &taken)) {
         soft_remote_close(&remote);
         not_ready(at);
         return;
     }
-    if (with_imm)
-        status = planned(at, &vendor_err);
+    status = planned(at, &vendor_err);
     if (status == IBV_WC_SUCCESS)
         copy(&to, request->local, request->length);
     soft_remote_close(&remote);
     at->reply->kind = SOFT_ACK;
-    if (with_imm)
-        complete_receive(at, request, &taken, status, vendor_err, request->length);
+    complete_receive(at, request, &taken, status, vendor_err, request->length);
     if (status != IBV_WC_SUCCESS)
         refuse(at->peer, at->reply, requester_sees(status), true);
 }
@@ -403,18 +430,18 @@ static void respond_atomic(const struct responder *at, const struct soft_request
 
     if (!allows(at, IBV_ACCESS_REMOTE_ATOMIC) || !has_resources(at, request))
         return;
-    if (request->remote_addr % 8) {
+    if (request->wqe->remote_addr % 8) {
         refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
     address = (uint64_t *)(void *)target(at, request, &remote, IBV_ACCESS_REMOTE_ATOMIC);
     if (!address)
         return;
-    if (request->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
-        value = __atomic_fetch_add(address, request->compare_add, __ATOMIC_SEQ_CST);
+    if (request->wqe->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
+        value = __atomic_fetch_add(address, request->wqe->compare_add, __ATOMIC_SEQ_CST);
     } else {
-        value = request->compare_add; /* becomes what was found, where that is another value */
-        __atomic_compare_exchange_n(address, &value, request->swap, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+        value = request->wqe->compare_add; /* becomes what was found, where that is another value */
+        __atomic_compare_exchange_n(address, &value, request->wqe->swap, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     }
     soft_remote_close(&remote);
     original.address = (uint8_t *)&value;
@@ -434,6 +461,8 @@ static bool find_shared(struct responder *at, const struct soft_request *request
         refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return false;
     }
+    if (atomic_load_explicit(&srq->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
+        return false; /* where the queue is, nobody answers any more */
     at->srq = srq;
     at->cq = srq->cq;
     at->pd = srq->pd;
@@ -451,10 +480,12 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
         peer->established = true;
         soft_raise(peer->context, &peer->events, IBV_EVENT_COMM_EST);
     }
-    switch (request->opcode) {
+    switch (request->wqe->opcode) {
     case IBV_WR_RDMA_WRITE:
-    case IBV_WR_RDMA_WRITE_WITH_IMM:
         respond_write(&at, request);
+        break;
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+        respond_write_with_imm(&at, request);
         break;
     case IBV_WR_RDMA_READ:
         respond_read(&at, request);

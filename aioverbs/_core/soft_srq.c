@@ -371,8 +371,7 @@ int soft_post_srq_recv(struct ibv_srq *ibv_srq, struct ibv_recv_wr *wr, struct i
             break;
         rwqe->wr_id = wr->wr_id;
         rwqe->num_sge = (uint64_t)wr->num_sge;
-        if (wr->num_sge)
-            memcpy(rwqe + 1, wr->sg_list, (size_t)wr->num_sge * sizeof(*wr->sg_list));
+        soft_copy_sges((struct ibv_sge *)(rwqe + 1), wr->sg_list, (unsigned int)wr->num_sge);
     }
     *bad = wr;
     /* Counted before they can be taken, completed and polled. */
@@ -415,7 +414,7 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive)
     rwqe = entry_of(srq->entries, srq->mask, srq->stride, srq->taken++);
     receive->wr_id = rwqe->wr_id;
     receive->num_sge = (uint32_t)rwqe->num_sge;
-    memcpy(receive->sges, rwqe + 1, receive->num_sge * sizeof(receive->sges[0]));
+    soft_copy_sges(receive->sges, (const struct ibv_sge *)(rwqe + 1), receive->num_sge);
     if (left - 1 < srq->limit) {
         srq->limit = 0;
         reached = true;

@@ -129,9 +129,9 @@ def test_an_event_and_its_element(context: engine.Context, event_type: EventType
     assert event.element is element
     assert event.port_num is None
     assert repr(event) == f"<AsyncEvent {event_type.name} of {element!r}>"
-    assert not event.acknowledged
+    acknowledged = [event.acknowledged]
     event.ack()
-    assert event.acknowledged
+    assert [*acknowledged, event.acknowledged] == [False, True]
     drain(context)
 
 

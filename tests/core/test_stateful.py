@@ -20,6 +20,8 @@ from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE
 from tests.core.rules import Rules
 from tests.ledger import destroy_all
 
+ENOUGH = 150  # examples, to reach all that the test asks for at its end
+
 done: Counter[tuple[QpType, int, WcStatus]] = Counter()
 told: Counter[EventType] = Counter()
 reached: Counter[str] = Counter()
@@ -54,7 +56,7 @@ def test_device() -> None:
     run_state_machine_as_test(
         Device,
         settings=settings(
-            max_examples=3 * profile.max_examples,
+            max_examples=max(profile.max_examples, ENOUGH),
             stateful_step_count=50,
             phases=[phase for phase in Phase if phase is not Phase.explain],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

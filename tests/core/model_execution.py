@@ -89,6 +89,7 @@ class Fabric:
             qp.state = QpState.ERR
         elif qp.state is QpState.RTS:
             qp.state = QpState.SQE  # who is not connected reliably goes on receiving
+            self.memory.reached[f"{qp.type.name} stopped"] += 1
         qp.expected[SEND_SIDE].append(expected)
         tell(qp.send_cq, expected)
 

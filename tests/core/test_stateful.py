@@ -75,13 +75,13 @@ def test_device() -> None:
     }
     succeeded = {(kind, side) for kind, side, status in done if status is WcStatus.SUCCESS}
     assert succeeded == {(kind, SEND_SIDE) for kind in SENDERS} | {(kind, RECEIVE_SIDE) for kind in RECEIVERS}
-    failed = {(kind, side) for kind, side, status in done if status not in (WcStatus.SUCCESS, WcStatus.WR_FLUSH_ERR)}
-    assert failed >= {(kind, SEND_SIDE) for kind in SENDERS}  # those of UC and UD stop by themselves, in SQE
     assert set(reached) >= {
         "UC arrived",
         "UC dropped",
+        "UC stopped",
         "UD arrived",
         "UD dropped",
+        "UD stopped",
         "shared receive",
         "bound",
         "through a window",

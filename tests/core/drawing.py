@@ -82,7 +82,7 @@ class RangeDrawer:
             return 4096, 8, 7
         length = min(length, region.length)
         offset = self.dice.below(region.length - length + 1)
-        match self.dice.below(150):
+        match self.dice.below(100):
             case 99:
                 return region.address + offset, length, region.key ^ 1 << 31
             case 98:

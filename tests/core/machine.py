@@ -161,7 +161,7 @@ class Bench(Maker):
 
     def some_way(self, dice: Dice, qp: Qp) -> Way:
         """One of its own domain, or, now and then, of another."""
-        ways, stranger = self.twins.of(Way, qp.context), dice.rarely(20)
+        ways, stranger = self.twins.of(Way, qp.context), dice.rarely(8)
         fitting = [way for way in ways if (way.pd.root is not qp.pd.root) == stranger]
         if fitting:
             return dice.pick(fitting)

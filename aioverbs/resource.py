@@ -177,7 +177,7 @@ class Life:
             for child in reversed(tuple(self.children.values())):
                 try:
                     await child.close()
-                except (*_interruptions(), ResourceWarning) as raised:
+                except _interruptions(ResourceWarning) as raised:
                     interruption = raised
                 if not child.quiet:
                     try:
@@ -219,8 +219,8 @@ class Life:
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
 
 
-def _interruptions() -> tuple[type[BaseException], ...]:
-    return (anyio.get_cancelled_exc_class(),)
+def _interruptions(*others: type[BaseException]) -> tuple[type[BaseException], ...]:
+    return (anyio.get_cancelled_exc_class(), *others)
 
 
 def _warn_open(life: Life, why: str) -> None:

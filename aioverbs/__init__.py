@@ -6,6 +6,7 @@ The compiled core (`aioverbs._core`, private) is loaded when the first of the na
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
 from .errors import (
     AffinityError,
     BrokenResourceError,
@@ -40,7 +41,7 @@ from .types import (
 
 if TYPE_CHECKING:
     from .affinity import Affinity, ThreadModel
-    from .completion import MessageModel
+    from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .domains import (
         ParentDomain,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         XrcDomain,
     )
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
+    from .queue_pair import QueuePair, QueuePairAddress
     from .resource import Resource, ResourceInfo, State
 
 __all__ = [
@@ -61,8 +63,11 @@ __all__ = [
     "BrokenResourceError",
     "BusyResourceError",
     "ClosedResourceError",
+    "CompletionQueue",
+    "CompletionQueueStatistics",
     "ConcurrentAccessError",
     "Device",
+    "DeviceAttributes",
     "DeviceInfo",
     "DeviceNotFoundError",
     "DeviceStatistics",
@@ -76,12 +81,17 @@ __all__ = [
     "MwType",
     "NodeType",
     "ParentDomain",
+    "PortAttributes",
     "PortInfo",
     "PortState",
     "ProtectionDomain",
     "QpAttrMask",
+    "QpAttributes",
+    "QpCapabilities",
     "QpState",
     "QpType",
+    "QueuePair",
+    "QueuePairAddress",
     "RegionSlice",
     "RemoteRegion",
     "Resource",
@@ -107,6 +117,8 @@ __all__ = [
 # Where the names are that load the compiled core: importing the package is to cost next to nothing.
 _LAZY = {
     "Affinity": "affinity",
+    "CompletionQueue": "completion",
+    "CompletionQueueStatistics": "completion",
     "Device": "device",
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
@@ -115,6 +127,8 @@ _LAZY = {
     "ParentDomain": "domains",
     "PortInfo": "device",
     "ProtectionDomain": "domains",
+    "QueuePair": "queue_pair",
+    "QueuePairAddress": "queue_pair",
     "RegionSlice": "memory",
     "RemoteRegion": "memory",
     "Resource": "resource",

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
-from aioverbs.completion import MessageModel
+from aioverbs.attributes import QpCapabilities
+from aioverbs.completion import CompletionQueue, MessageModel, Placement
 from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.memory import MemoryRegion
+from aioverbs.queue_pair import QueuePair
 from aioverbs.resource import Resource, State
 from aioverbs.types import AccessFlags
 
@@ -161,6 +163,30 @@ class _Base(Resource):
         """The protection domain that protects memory here."""
         raise NotImplementedError
 
+    def _placement(self) -> Placement:
+        """Where its queues are made."""
+        raise NotImplementedError
+
+    def completion_queue(self, depth: int, *, comp_vector: int = 0) -> CompletionQueue:
+        """A completion queue, to be opened: see `CompletionQueue`."""
+        return CompletionQueue(self, self._placement(), depth, comp_vector)
+
+    def queue_pair(
+        self,
+        send_cq: CompletionQueue,
+        recv_cq: CompletionQueue | None = None,
+        capabilities: QpCapabilities | None = None,
+        *,
+        port: int = 1,
+        gid_index: int = 1,
+    ) -> QueuePair:
+        """A queue pair, to be opened: see `QueuePair`.
+
+        :param port: the device's port that it sends from.
+        :param gid_index: which of the port's GIDs it sends from.
+        """
+        return QueuePair(self, self._placement(), send_cq, recv_cq, capabilities, port=port, gid_index=gid_index)
+
     def register(self, memory: "Buffer | int", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> MemoryRegion:
         """A memory region, to be opened: see `MemoryRegion`.
 
@@ -200,6 +226,9 @@ class ProtectionDomain(_Base):
     def base(self) -> "ProtectionDomain":
         """Itself."""
         return self
+
+    def _placement(self) -> Placement:
+        return Placement(self.handle, None, native=False)
 
     def share(self, share_key: int) -> "SharedProtectionDomain":
         """Let other contexts of the device open it: see `SharedProtectionDomain`."""
@@ -320,6 +349,9 @@ class ParentDomain(_Base):
         """Whether the provider made a parent domain; if not, its protection domain stands for it."""
         return self._is_native
 
+    def _placement(self) -> Placement:
+        return Placement(self.handle, self.owner, self._is_native)
+
     @property
     def native_allocators(self) -> bool:
         """Whether the provider was told of the allocator, and may ask it."""
@@ -404,6 +436,9 @@ class ResourceDomain(_Base):
         self._check_open()
         assert self._parent is not None
         return self._parent
+
+    def _placement(self) -> Placement:
+        return self.parent._placement()
 
     @property
     def native(self) -> bool:

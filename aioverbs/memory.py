@@ -1,6 +1,7 @@
 """Memory that devices read and write: regions of this process, and what is known of a peer's."""
 
 import asyncio
+import contextlib
 import mmap
 import struct
 from dataclasses import dataclass
@@ -85,6 +86,41 @@ class RemoteRegion:
         return cls(*_WIRE.unpack(view))
 
 
+class Pins:
+    """What is under way with a region's memory. Any thread adds and discards; one loop at a time waits for the end."""
+
+    def __init__(self) -> None:
+        self._holders: set[object] = set()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, holder: object) -> None:
+        """It is under way."""
+        self._holders.add(holder)
+
+    def discard(self, holder: object) -> None:
+        """It is over."""
+        self._holders.discard(holder)
+        waiter = self._waiter
+        if waiter is not None:
+            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
+                waiter[0].call_soon_threadsafe(waiter[1].set)
+
+    async def wait(self) -> None:
+        """Until nothing is."""
+        event = asyncio.Event()
+        self._waiter = asyncio.get_running_loop(), event
+        try:
+            while self._holders:
+                event.clear()
+                if self._holders:
+                    await event.wait()
+        finally:
+            self._waiter = None
+
+
 class RegionSlice:
     """A part of a memory region, without a copy."""
 
@@ -128,7 +164,8 @@ class RegionSlice:
 class MemoryRegion(Resource):
     """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
-    What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed.
+    What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
+    for work requests that use it: close their queue pair before, to have those flushed.
 
     :param memory: an object with the buffer protocol, contiguous; or how many bytes to allocate, zeroed, in pages that
         a fork does not copy.
@@ -149,12 +186,14 @@ class MemoryRegion(Resource):
         self._access = AccessFlags(access)
         self._handle: engine.MemoryRegion | None = None
         self._constants = (0, 0, 0)
+        self.pins = Pins()
 
     def _open(self) -> None:
         handle = engine.MemoryRegion(self._pd_handle, self._memory, self._access)
         self._life.hold(handle)
         self._handle = handle
         self._constants = (handle.address, handle.lkey, handle.rkey)
+        self._life.drain = self.pins.wait
 
     async def open(self) -> Self:
         """Register it; where it is large, in a thread, so that the loop goes on meanwhile.

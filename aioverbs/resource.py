@@ -213,8 +213,8 @@ class Life:
     # ---- Looking
 
     def info(self) -> ResourceInfo:
-        """It and what was made from it, as they are now."""
-        children = tuple(child.info() for child in tuple(self.children.values()))
+        """It and what was made from it, as they are now; what was made from several is with the first of them."""
+        children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[0] is self)
         owner = repr(self.owner) if self.owner is not None else None
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
 

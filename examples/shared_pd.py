@@ -1,4 +1,4 @@
-"""A protection domain that two contexts of the software device share: what one registers, the other one's queue pairs use."""
+"""A protection domain that two contexts share: what one registers, the queue pairs of the other use."""
 
 import asyncio
 

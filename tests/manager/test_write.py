@@ -224,7 +224,7 @@ async def test_nobody_else_writes(device: Device) -> None:
         await asyncio.to_thread(asyncio.run, wrong())
         assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
         await pair.write(b"still")
-        assert await pair.domain.run(pair.near.query)
+        assert (await pair.domain.run(pair.near.query)).qp_state is QpState.RTS
 
 
 async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> None:

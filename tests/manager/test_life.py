@@ -252,5 +252,5 @@ async def test_the_tree(device: Device) -> None:
         assert "MainThread" in tree.children[1].owner
         text = str(tree)
         assert Path(__file__).name in text
-        assert text.count("\n") == 4
+        assert text.count("\n") == 3
     assert device.resources().children == ()

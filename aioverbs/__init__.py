@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         XrcDomain,
     )
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
-    from .queue_pair import QueuePair, QueuePairAddress
+    from .queue_pair import QueuePair, QueuePairAddress, SharedReceiveQueue
     from .resource import Resource, ResourceInfo, State
 
 __all__ = [
@@ -100,6 +100,7 @@ __all__ = [
     "SendFlags",
     "SendOpcode",
     "SharedProtectionDomain",
+    "SharedReceiveQueue",
     "State",
     "ThreadDomain",
     "ThreadModel",
@@ -135,6 +136,7 @@ _LAZY = {
     "ResourceDomain": "domains",
     "ResourceInfo": "resource",
     "SharedProtectionDomain": "domains",
+    "SharedReceiveQueue": "queue_pair",
     "State": "resource",
     "ThreadDomain": "domains",
     "ThreadModel": "affinity",

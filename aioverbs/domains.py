@@ -12,11 +12,11 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs.attributes import QpCapabilities
 from aioverbs.completion import CompletionQueue, MessageModel, Placement
-from aioverbs.errors import ClosedResourceError, VerbsError
+from aioverbs.errors import BusyResourceError, ClosedResourceError, VerbsError
 from aioverbs.memory import MemoryRegion
-from aioverbs.queue_pair import QueuePair
+from aioverbs.queue_pair import QueuePair, SharedReceiveQueue, XrcParent
 from aioverbs.resource import Resource, State
-from aioverbs.types import AccessFlags
+from aioverbs.types import AccessFlags, QpType
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -177,6 +177,8 @@ class _Base(Resource):
         recv_cq: CompletionQueue | None = None,
         capabilities: QpCapabilities | None = None,
         *,
+        qp_type: QpType = QpType.RC,
+        srq: SharedReceiveQueue | None = None,
         port: int = 1,
         gid_index: int = 1,
     ) -> QueuePair:
@@ -185,7 +187,33 @@ class _Base(Resource):
         :param port: the device's port that it sends from.
         :param gid_index: which of the port's GIDs it sends from.
         """
-        return QueuePair(self, self._placement(), send_cq, recv_cq, capabilities, port=port, gid_index=gid_index)
+        if qp_type is QpType.XRC_RECV:
+            raise ValueError(
+                "a queue pair of type XRC_RECV has no protection domain: make it by XrcDomain.queue_pair()"
+            )
+        return QueuePair(
+            self,
+            self._placement(),
+            send_cq,
+            recv_cq,
+            capabilities,
+            qp_type=qp_type,
+            srq=srq,
+            port=port,
+            gid_index=gid_index,
+        )
+
+    def shared_receive_queue(
+        self,
+        max_wr: int,
+        max_sge: int = 1,
+        limit: int = 0,
+        *,
+        xrc_domain: "XrcDomain | None" = None,
+        cq: CompletionQueue | None = None,
+    ) -> SharedReceiveQueue:
+        """A shared receive queue, to be opened: see `SharedReceiveQueue`."""
+        return SharedReceiveQueue(self, self._placement(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
 
     def register(self, memory: "Buffer | int", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> MemoryRegion:
         """A memory region, to be opened: see `MemoryRegion`.
@@ -455,7 +483,7 @@ class ResourceDomain(_Base):
         return await run_on_owner(self.owner, function, *args, **kwargs)
 
 
-class XrcDomain(Resource):
+class XrcDomain(XrcParent):
     """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it.
 
     Made by `Device.xrc_domain`.
@@ -485,3 +513,23 @@ class XrcDomain(Resource):
         self._check_open()
         assert self._handle is not None
         return self._handle
+
+    def queue_pair(self, *, port: int = 1, gid_index: int = 1) -> QueuePair:
+        """A queue pair of type XRC_RECV, to be opened. It has nothing but the domain: what arrives goes to the shared
+        receive queues that its peers name.
+
+        :param port: the device's port that it answers from.
+        :param gid_index: which of the port's GIDs it answers from.
+        """
+        return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
+
+    async def aclose(self) -> None:
+        """Close it: ``ibv_close_xrcd``.
+
+        :raises BusyResourceError: something is still associated with it, which the verb refuses, too; nothing was done.
+        :raises VerbsError: the verb failed; it is still open, and can be closed again.
+        """
+        if self._life.children:
+            first = next(iter(self._life.children.values()))
+            raise BusyResourceError(f"{self!r} cannot be closed: {first!r} is associated with it; close that first")
+        await super().aclose()

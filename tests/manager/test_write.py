@@ -19,6 +19,7 @@ from aioverbs import (
     Mtu,
     QpCapabilities,
     QpState,
+    QpType,
     QueuePair,
     QueuePairAddress,
     RemoteRegion,
@@ -32,6 +33,7 @@ from aioverbs.completion import CompletionQueue
 from aioverbs.device import Device
 from aioverbs.domains import ParentDomain, ResourceDomain
 from aioverbs.resource import State
+from tests.core.pairs import wait_until
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 every_model = pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
@@ -276,3 +278,35 @@ async def test_states_of_what_is_made(device: Device) -> None:
             await qp.open()
         assert (cq.state, qp.state) == (State.NEW, State.NEW)
         assert isinstance(domain.parent, ParentDomain)
+
+
+@pytest.mark.parametrize("kind", [QpType.UC, QpType.RC], ids=lambda kind: kind.name)
+async def test_types_that_write(device: Device, kind: QpType) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.register(64, REMOTE) as region,
+        domain.completion_queue(16) as cq,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(cq, qp_type=kind, srq=srq) as near,
+        domain.queue_pair(cq, qp_type=kind) as far,
+    ):
+        assert near.handle.srq is srq.handle
+        assert near.owner is srq.owner is domain.owner
+        near.connect(far.address, REMOTE)
+        far.connect(near.address, REMOTE)
+        region.buffer[:2] = b"ok"
+        await near.write(region[:2], region.remote()[8:10])
+        wait_until(lambda: bytes(region.buffer[8:10]) == b"ok")  # of an unreliable one it is only known that it left
+
+
+async def test_datagrams_are_not_connected(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(4) as cq,
+        domain.queue_pair(cq, qp_type=QpType.UD) as qp,
+        domain.register(64) as region,
+    ):
+        with pytest.raises(ValueError, match="of type UD: its datagrams go by address handles"):
+            qp.connect(qp.address)
+        with pytest.raises(ValueError, match="write on one of type RC or UC"):
+            await qp.write(region, region.remote())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from aioverbs import BusyResourceError, QpType, VerbsError
-from aioverbs._core import engine
+from aioverbs import AccessFlags, BusyResourceError, QpType, SendOpcode, VerbsError
 from aioverbs.device import Device, open_device
+from tests.core.pairs import succeed
 
 
 @pytest.fixture
@@ -80,9 +80,43 @@ async def test_errno_indicates_the_failure_reason(device: Device) -> None:
 async def test_closing_fails_while_something_is_associated(device: Device) -> None:
     """ "ibv_close_xrcd() may fail if any other resource is still associated with the XRCD being closed." """
     domain = await device.xrc_domain().open()
-    qp = engine.QueuePair(xrc_domain=domain.handle, qp_type=QpType.XRC_RECV)
-    with pytest.raises(BusyResourceError):
-        await domain.aclose()
-    qp.destroy()
+    async with domain.queue_pair():
+        with pytest.raises(BusyResourceError, match=r"QueuePair .* is associated with it"):
+            await domain.aclose()
+    async with (
+        device.protection_domain() as pd,
+        pd.completion_queue(4) as cq,
+        pd.shared_receive_queue(4, xrc_domain=domain, cq=cq),
+    ):
+        with pytest.raises(BusyResourceError, match=r"SharedReceiveQueue .* is associated with it"):
+            await domain.aclose()
     await domain.aclose()
     assert domain.closed
+
+
+async def test_messages_reach_the_shared_receive_queue_that_they_name(device: Device) -> None:
+    """ "ibv_create_srq_ex(3), ibv_create_qp_ex(3)": what is made with an XRC domain."""
+    async with (
+        device.xrc_domain() as xrc,
+        device.resource_domain() as domain,
+        domain.register(64, AccessFlags.LOCAL_WRITE) as region,
+        domain.completion_queue(4) as cq,
+        domain.completion_queue(4) as received,
+        domain.shared_receive_queue(4, xrc_domain=xrc, cq=received) as srq,
+        domain.queue_pair(cq, qp_type=QpType.XRC_SEND) as sender,
+        xrc.queue_pair() as receiver,
+    ):
+        sender.connect(receiver.address)
+        receiver.connect(sender.address)
+        srq.handle.post_recv([region[32:].sge], wr_id=7)
+        region.buffer[:4] = b"sent"
+        sender.handle.post_send(SendOpcode.SEND, [region[:4].sge], remote_srqn=srq.number)
+        succeed(received.handle)
+        assert bytes(region.buffer[32:36]) == b"sent"
+        assert (srq.query().max_wr, srq.query().limit) == (4, 0)
+        with pytest.raises(ValueError, match="write on one of type RC or UC"):
+            await sender.write(region[:4], region.remote()[:4])
+        with pytest.raises(ValueError, match="takes both xrc_domain and cq"):
+            domain.shared_receive_queue(4, cq=cq)
+        with pytest.raises(ValueError, match=r"make it by XrcDomain.queue_pair\(\)"):
+            domain.queue_pair(cq, qp_type=QpType.XRC_RECV)

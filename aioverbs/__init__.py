@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         ThreadDomain,
         XrcDomain,
     )
+    from .events import DeviceEvent
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .queue_pair import QueuePair, QueuePairAddress, SharedReceiveQueue
     from .resource import Resource, ResourceInfo, State
@@ -68,6 +69,7 @@ __all__ = [
     "ConcurrentAccessError",
     "Device",
     "DeviceAttributes",
+    "DeviceEvent",
     "DeviceInfo",
     "DeviceNotFoundError",
     "DeviceStatistics",
@@ -121,6 +123,7 @@ _LAZY = {
     "CompletionQueue": "completion",
     "CompletionQueueStatistics": "completion",
     "Device": "device",
+    "DeviceEvent": "events",
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
     "MemoryRegion": "memory",

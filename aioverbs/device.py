@@ -16,6 +16,7 @@ from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
 from aioverbs.domains import ProtectionDomain, ResourceDomain, ThreadDomain, ThreadDomainBudget, XrcDomain
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
+from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.providers import hardware, software
 from aioverbs.resource import Resource, ResourceInfo
 from aioverbs.types import LinkLayer, Mtu, PortState
@@ -153,6 +154,11 @@ class Device(Resource):
         self._context = context
         self._life.hold(context)
         self._life.label = name
+        self._pump = EventPump(context, self._life.find)
+        self._life.drain = self._stop_events
+
+    async def _stop_events(self) -> None:
+        self._pump.stop()
 
     @property
     def handle(self) -> engine.Context:
@@ -251,6 +257,16 @@ class Device(Resource):
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
         """An XRC domain: see there."""
         return XrcDomain(self, self.handle, fd, oflag)
+
+    def events(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
+        """Asynchronous events from here on, of the device and of all that was made from it: ``async for``.
+
+        It ends when the device is closed. Events that come while nobody listens wait in the device.
+
+        :param resource: only what happens to this queue pair, completion queue or shared receive queue.
+        """
+        self._check_open()
+        return self._pump.listen(resource)
 
     def resources(self) -> ResourceInfo:
         """It and all that was made from it, as they are now. Rich prints it as a tree."""

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -93,6 +94,7 @@ class Life:
         self.children: dict[int, Life] = {}
         self.drain: Callable[[], Awaitable[None]] | None = None
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
+        self.user: weakref.ref[Resource] | None = None
         self._serial = next(_serials)
         self._process = os.getpid()
         self._handles: list[_Destroyable] = []
@@ -212,6 +214,13 @@ class Life:
 
     # ---- Looking
 
+    def find(self, handle: object) -> "Resource | None":
+        """The user's object that stands for a handle, among it and what was made from it; None if it was forgotten."""
+        for life in self.subtree():
+            if life.user is not None and any(held is handle for held in life._handles):
+                return life.user()
+        return None
+
     def info(self) -> ResourceInfo:
         """It and what was made from it, as they are now; what was made from several is with the first of them."""
         children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[0] is self)
@@ -244,6 +253,7 @@ class Resource(anyio.abc.AsyncResource):
     def __init__(self, *parents: "Resource") -> None:
         self._life = Life(type(self).__name__)
         self._life.created = _creation_site()
+        self._life.user = weakref.ref(self)
         self._parents = parents
 
     def __repr__(self) -> str:

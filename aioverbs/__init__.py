@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     )
     from .events import DeviceEvent
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
-    from .queue_pair import QueuePair, QueuePairAddress, SharedReceiveQueue
-    from .resource import Resource, ResourceInfo, State
+    from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
+    from .resource import Resource, ResourceInfo, ResourceStatistics, State
 
 __all__ = [
     "AccessFlags",
@@ -94,11 +94,13 @@ __all__ = [
     "QpType",
     "QueuePair",
     "QueuePairAddress",
+    "QueuePairStatistics",
     "RegionSlice",
     "RemoteRegion",
     "Resource",
     "ResourceDomain",
     "ResourceInfo",
+    "ResourceStatistics",
     "SendFlags",
     "SendOpcode",
     "SharedProtectionDomain",
@@ -133,11 +135,13 @@ _LAZY = {
     "ProtectionDomain": "domains",
     "QueuePair": "queue_pair",
     "QueuePairAddress": "queue_pair",
+    "QueuePairStatistics": "queue_pair",
     "RegionSlice": "memory",
     "RemoteRegion": "memory",
     "Resource": "resource",
     "ResourceDomain": "domains",
     "ResourceInfo": "resource",
+    "ResourceStatistics": "resource",
     "SharedProtectionDomain": "domains",
     "SharedReceiveQueue": "queue_pair",
     "State": "resource",

@@ -20,7 +20,7 @@ from aioverbs.errors import (
     WorkCompletionError,
 )
 from aioverbs.memory import MemoryRegion
-from aioverbs.resource import Resource
+from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.types import WcStatus
 
 __all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Work"]
@@ -98,7 +98,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class CompletionQueueStatistics:
+class CompletionQueueStatistics(ResourceStatistics):
     """What a completion queue holds and has seen.
 
     :param depth: completions that fit.
@@ -176,7 +176,9 @@ class CompletionQueue(Resource):
 
     def statistics(self) -> CompletionQueueStatistics:
         """What it holds and has seen."""
-        return CompletionQueueStatistics(self._depth, len(self._under_way), self._completions, self._events)
+        return CompletionQueueStatistics(
+            len(self._life.children), self._depth, len(self._under_way), self._completions, self._events
+        )
 
     # ---- Work. Entries of `_under_way` are added by who posts and removed by the loop that takes completions: single
     # operations of a dictionary, whatever the threads.

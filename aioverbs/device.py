@@ -18,7 +18,7 @@ from aioverbs.domains import ProtectionDomain, ResourceDomain, ThreadDomain, Thr
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.providers import hardware, software
-from aioverbs.resource import Resource, ResourceInfo
+from aioverbs.resource import Resource, ResourceInfo, ResourceStatistics
 from aioverbs.types import LinkLayer, Mtu, PortState
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True)
-class DeviceStatistics:
+class DeviceStatistics(ResourceStatistics):
     """How many objects of a device are open, by what the device counts, and how many thread domains are native.
 
     :param overlaps: calls that met another one inside of an object without locks, and were refused.
@@ -278,7 +278,7 @@ class Device(Resource):
         overlaps = counts.pop("overlaps", 0)
         assert isinstance(overlaps, int)
         objects = tuple((kind, count) for kind, count in counts.items() if isinstance(count, int))
-        return DeviceStatistics(self._budget.used, objects, overlaps)
+        return DeviceStatistics(len(self._life.children), self._budget.used, objects, overlaps)
 
 
 def open_device(

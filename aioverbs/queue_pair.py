@@ -13,13 +13,13 @@ from aioverbs.attributes import AddressVector, QpAttributes, QpCapabilities, Srq
 from aioverbs.completion import CompletionQueue, Placement, Work
 from aioverbs.errors import ConcurrentAccessError
 from aioverbs.memory import MemoryRegion, RegionSlice, RemoteRegion
-from aioverbs.resource import Resource
+from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendFlags, SendOpcode
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["QueuePair", "QueuePairAddress", "SharedReceiveQueue", "XrcParent"]
+__all__ = ["QueuePair", "QueuePairAddress", "QueuePairStatistics", "SharedReceiveQueue", "XrcParent"]
 
 _WIRE = struct.Struct(">16sIIB")
 _FLUSH_S = 10.0  # the longest that hardware is given to flush what is under way
@@ -139,6 +139,16 @@ class SharedReceiveQueue(Resource):
         return self.handle.query()
 
 
+@dataclass(frozen=True)
+class QueuePairStatistics(ResourceStatistics):
+    """What a queue pair is at.
+
+    :param under_way: work requests that were posted and are not done.
+    """
+
+    under_way: int
+
+
 class QueuePair(Resource):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the `queue_pair` of a domain.
 
@@ -222,6 +232,11 @@ class QueuePair(Resource):
     def capabilities(self) -> QpCapabilities:
         """The depths that it was given."""
         return self.handle.capabilities
+
+    def statistics(self) -> QueuePairStatistics:
+        """What it has under way."""
+        under_way = len(self._send_cq.under_way(self)) if self._send_cq is not None else 0
+        return QueuePairStatistics(len(self._life.children), under_way)
 
     @property
     def address(self) -> QueuePairAddress:

@@ -23,7 +23,7 @@ from aioverbs.errors import BusyResourceError, ClosedResourceError
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-__all__ = ["Life", "Resource", "ResourceInfo", "State"]
+__all__ = ["Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
 
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
@@ -76,6 +76,16 @@ class ResourceInfo:
         for child in self.children:
             tree.add(child.__rich__())
         return tree
+
+
+@dataclass(frozen=True)
+class ResourceStatistics:
+    """Counts of a resource, at one moment.
+
+    :param children: how many open resources were made from it.
+    """
+
+    children: int
 
 
 class Life:
@@ -286,6 +296,10 @@ class Resource(anyio.abc.AsyncResource):
     def owner(self) -> Affinity | None:
         """The event loop and thread that it belongs to; None where anyone may use it."""
         return self._life.owner
+
+    def statistics(self) -> ResourceStatistics:
+        """Its counts as they are now."""
+        return ResourceStatistics(len(self._life.children))
 
     def _check_open(self) -> None:
         if self._life.state is not State.OPEN:

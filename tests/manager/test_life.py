@@ -46,6 +46,8 @@ async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device],
         assert entered is resource
         states.append(resource.state)
         assert verbs_left(device)
+        assert resource.statistics() == resource.statistics()
+        assert isinstance(hash(resource.statistics()), int)
         assert repr(resource).endswith("(open)>")
     assert [*states, resource.state] == [State.NEW, State.OPEN, State.CLOSED]
     assert not verbs_left(device)

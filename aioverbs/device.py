@@ -22,6 +22,8 @@ from aioverbs.resource import Resource, ResourceInfo, ResourceStatistics
 from aioverbs.types import LinkLayer, Mtu, PortState
 
 if TYPE_CHECKING:
+    from pyverbs.device import Context as PyverbsContext
+
     from aioverbs._core.domains import _Allocator
 
 __all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device"]
@@ -143,17 +145,39 @@ class Device(Resource):
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
         self._context: engine.Context | None = None
+        self._lent: PyverbsContext | None = None  # the user's own pyverbs context
         self._loop_domains: dict[asyncio.AbstractEventLoop, tuple[ResourceDomain, list[None]]] = {}
 
+    @staticmethod
+    def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
+        """A device over a pyverbs context that the user opened, keeps, and closes when this is closed.
+
+        What is made from it is destroyed before, as libibverbs demands and pyverbs does not see.
+
+        :param context: an open `pyverbs.device.Context`.
+        :param max_native_thread_domains: as for `open_device`.
+
+        Opening raises `TypeError` where it is something else, `ValueError` where it is closed, `LibraryNotFoundError`.
+        """
+        device = Device(None, max_native_thread_domains, False, 0)
+        device._lent = context
+        return device
+
     def _open(self) -> None:
+        if self._lent is not None:
+            self._begin(hardware.adopt_context(self._lent))
+            return
         name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
         if name in software.names():
             context = software.open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
         else:
             context = _open_hardware(name)
+        self._begin(context)
+
+    def _begin(self, context: engine.Context) -> None:
         self._context = context
         self._life.hold(context)
-        self._life.label = name
+        self._life.label = context.name
         self._pump = EventPump(context, self._life.find)
         self._life.drain = self._stop_events
 

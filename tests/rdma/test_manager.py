@@ -8,6 +8,7 @@ import pytest
 from aioverbs import (
     AccessFlags,
     AffinityError,
+    Device,
     DeviceNotFoundError,
     RemoteRegion,
     ThreadModel,
@@ -85,6 +86,33 @@ async def test_what_must_be_native_says_so(name: str) -> None:
             else:
                 with pytest.raises(VerbsError, match="EOPNOTSUPP"):
                     await resource.open()
+
+
+async def test_over_a_context_of_the_user(name: str) -> None:
+    import pyverbs.device
+
+    context = pyverbs.device.Context(name=name)
+    async with (
+        Device.from_pyverbs(context) as device,
+        device.resource_domain() as domain,
+        domain.register(64, REMOTE) as region,
+        domain.completion_queue(16) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        assert device.name == name
+        near.connect(far.address, REMOTE)
+        far.connect(near.address, REMOTE)
+        region.buffer[:2] = b"ok"
+        await near.write(region[:2], region.remote()[32:34])
+        assert bytes(region.buffer[32:34]) == b"ok"
+    # It is the user's still.
+    assert context.query_device().phys_port_cnt >= 1
+    context.close()
+    with pytest.raises(ValueError, match="context is closed"):
+        await Device.from_pyverbs(context).open()
+    with pytest.raises(TypeError, match=r"a pyverbs.device.Context is needed, not str"):
+        await Device.from_pyverbs("mlx5_0").open()  # type: ignore[arg-type]
 
 
 async def test_its_protection_domains_are_not_shared(name: str) -> None:

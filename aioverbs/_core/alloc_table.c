@@ -79,7 +79,7 @@ void alloc_table_remove(struct alloc_table *table, struct alloc_entry *entry)
     table->entries[hole] = (struct alloc_entry){0};
     table->used--;
     if (table->room > LEAST_ROOM && table->used < table->room / 8)
-        change_room(table, table->room / 4); /* where memory has run out, it stays as it is */
+        change_room(table, table->room / 2); /* where memory has run out, it stays as it is */
 }
 
 void alloc_table_clear(struct alloc_table *table)

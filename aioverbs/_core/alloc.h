@@ -63,9 +63,9 @@ void alloc_free(void *source, void *address, uint64_t resource_type);
 
 void alloc_count(struct alloc_source *source, struct alloc_counts *counts);
 
-/* The maker of a source is done with it. It goes when its last piece has come back and no source on top of it is
- * left. */
-void alloc_release(struct alloc_source *source);
+/* The maker of a source is done with it. It goes when its last piece has come back and no source on top of it is left:
+ * how many pieces keep it, where nothing else does. */
+size_t alloc_release(struct alloc_source *source);
 
 /* ---- The kinds; NULL and errno where one cannot be made -------------------------------------------------- */
 

@@ -126,15 +126,18 @@ static void destroy(struct alloc_source *source)
     free(source);
 }
 
-void alloc_release(struct alloc_source *source)
+size_t alloc_release(struct alloc_source *source)
 {
+    size_t kept;
     bool last;
 
     pthread_mutex_lock(&source->lock);
-    last = --source->references == 0 && source->pieces == 0;
+    last = --source->references == 0;
+    kept = last ? source->pieces : 0;
     pthread_mutex_unlock(&source->lock);
-    if (last)
+    if (last && !kept)
         destroy(source);
+    return kept;
 }
 
 /* ---- Pieces ---------------------------------------------------------------------------------------------- */

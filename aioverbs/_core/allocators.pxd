@@ -13,7 +13,4 @@ cdef class NativeAllocator:
     cdef alloc_free_function give
 
     cdef int _begin(self, void *source) except -1
-
-
-# Why this thread's last call of an allocator's C functions failed, an exception; None where it did not.
-cdef object native_failure()
+    cdef object _failure(self)          # why this thread's last call failed, an exception; None where it did not

@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Final, Protocol, final
+from typing import Final, Never, Protocol, final
 
 from typing_extensions import disjoint_base
 
@@ -16,7 +16,7 @@ class _Allocator(Protocol):
 
 @disjoint_base
 class NativeAllocator:
-    def __init__(self) -> None: ...
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def native(self) -> bool: ...
     @property

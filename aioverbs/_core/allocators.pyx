@@ -55,7 +55,7 @@ cdef extern from "alloc.h" nogil:
     int alloc_return(alloc_source *source, void *address, uint64_t resource_type)
     void alloc_free(void *source, void *address, uint64_t resource_type) noexcept
     void alloc_count(alloc_source *source, alloc_counts *counts)
-    void alloc_release(alloc_source *source)
+    size_t alloc_release(alloc_source *source)
     alloc_source *alloc_default_create()
     alloc_source *alloc_pages_create(size_t page_bytes, int node, bint strict)
     alloc_source *alloc_arena_create(alloc_source *under, size_t chunk_bytes, size_t unit_bytes)
@@ -120,7 +120,7 @@ def _not_bound(error, node):
     return f"memory cannot be bound to NUMA node {node}: /sys/devices/system/node/online has those that are there"
 
 
-cdef object native_failure():
+cdef object _take_failure():
     cdef alloc_failure failure = alloc_last_failure()[0]
     if failure.step == ALLOC_NOTHING:
         return None
@@ -141,7 +141,7 @@ cdef object native_failure():
 
 
 cdef int _no_source() except -1:
-    raise native_failure() or MemoryError()
+    raise _take_failure() or MemoryError()
 
 
 # -------------------------------------------------------------------------------------------------------- common
@@ -168,13 +168,11 @@ cdef class NativeAllocator:
         raise TypeError("NativeAllocator is what SharedPageAllocator, ArenaAllocator and others have in common")
 
     def __dealloc__(self):
-        cdef alloc_counts counts
-        if not self.source:
-            return
-        alloc_count(<alloc_source *>self.source, &counts)
-        alloc_release(<alloc_source *>self.source)
-        if counts.pieces:
-            _warn(counts.pieces)
+        cdef size_t kept
+        if self.source:
+            kept = alloc_release(<alloc_source *>self.source)
+            if kept:
+                _warn(kept)
 
     cdef int _begin(self, void *source) except -1:
         # Each constructor ends here; one that ran twice would lose what it has given out.
@@ -187,6 +185,9 @@ cdef class NativeAllocator:
         self.alloc = alloc_piece
         self.give = alloc_free
         return 0
+
+    cdef object _failure(self):
+        return _take_failure()
 
     @property
     def native(self):

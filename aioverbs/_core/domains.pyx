@@ -12,7 +12,7 @@ from libc.errno cimport EINVAL, ENOMEM, errno
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memset
 
-from aioverbs._core.allocators cimport NativeAllocator, alloc_free_function, alloc_function, native_failure
+from aioverbs._core.allocators cimport NativeAllocator, alloc_free_function, alloc_function
 from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain
 cimport aioverbs._core.verbs as v
 
@@ -180,7 +180,7 @@ cdef class ParentDomain(ProtectionDomain):
 
     cdef object _take_cause(self):
         if domain_memory_take_failure(&self._native):
-            return native_failure()
+            return (<NativeAllocator>self.allocator)._failure()
         return self._causes.pop(threading.get_ident(), None)
 
     @property

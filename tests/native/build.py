@@ -1,4 +1,4 @@
-"""Builds the Python-free C programs: each test_*.c or bench_*.c of this folder with the allocators and the software device.
+"""Builds the Python-free C programs: each test_*.c or bench_*.c of this folder, with all of the core that is C.
 
     python tests/native/build.py {plain,asan,tsan,coverage,bench} OUT_DIR
 

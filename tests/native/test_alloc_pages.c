@@ -3,6 +3,8 @@
 #include "support_alloc.h"
 #include "support_fork.h"
 
+#include "alloc_source.h"
+
 #include <unistd.h>
 
 static size_t page_bytes(void)
@@ -235,7 +237,9 @@ static void a_piece_outlives_its_maker(void)
     char *one = sound_piece(source, 8, 8), *two = sound_piece(source, 8, 8);
 
     REQUIRE(one && two);
-    alloc_release(source);
+    alloc_source_hold(source); /* as one on top of it does */
+    CHECK_EQ(alloc_release(source), 0);
+    CHECK_EQ(alloc_release(source), 2);
     one[0] = 1;
     CHECK_EQ(alloc_return(source, one, TYPE_QP), 0);
     two[0] = 1;

@@ -18,6 +18,10 @@
 #define POLICY_PREFERRED 1
 #define POLICY_BIND 2
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 struct pages {
     struct alloc_source source;
     struct alloc_table table; /* size: of the mapping; value: whether it is bound to the node */
@@ -75,6 +79,12 @@ static enum alloc_step prepare(const struct pages *pages, void *address, size_t 
     *bound = false;
     if (madvise(address, length, MADV_DONTFORK))
         return ALLOC_DONT_FORK;
+    /* A control group's limit on huge pages may be met only when they are touched, which ends the process: they are
+     * touched here, where it can be told. EINVAL: a kernel before 5.14, which cannot tell. */
+    if (pages->huge_flags && madvise(address, length, MADV_POPULATE_WRITE) && errno != EINVAL) {
+        errno = ENOMEM;
+        return ALLOC_MAP_HUGE;
+    }
     if (pages->node == ALLOC_ANY_NODE)
         return ALLOC_NOTHING;
     errno = bind_to_node(address, length, pages->node, pages->strict ? POLICY_BIND : POLICY_PREFERRED);

@@ -153,8 +153,10 @@ cdef alloc_source *_source_of(NativeAllocator allocator) except NULL:
 
 
 cdef void _warn(size_t pieces) noexcept:
-    # Where warnings are errors, this one ends in sys.unraisablehook.
-    warnings.warn(f"an allocator was forgotten with {pieces} pieces out: their memory stays", ResourceWarning)
+    # Where warnings are errors, this one ends in sys.unraisablehook. As the interpreter ends, globals become None.
+    if warnings is not None:
+        count = f"{pieces} pieces" if pieces > 1 else "a piece"
+        warnings.warn(f"an allocator was forgotten with {count} out: their memory stays", ResourceWarning)
 
 
 cdef class NativeAllocator:

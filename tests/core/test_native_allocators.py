@@ -457,7 +457,7 @@ def test_memory_outlives_a_forgotten_allocator() -> None:
     arena = ArenaAllocator()
     address = arena.allocate(100, 64)
     assert isinstance(address, int)
-    with pytest.warns(ResourceWarning, match="an allocator was forgotten with 1 pieces out: their memory stays"):
+    with pytest.warns(ResourceWarning, match="an allocator was forgotten with a piece out: their memory stays"):
         del arena
     ctypes.memset(address, 1, 100)
     assert contents(address, 100) == b"\1" * 100

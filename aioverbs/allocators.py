@@ -20,6 +20,7 @@ from ._core.allocators import (
     NumaAllocator,
     RecordingAllocator,
     SharedPageAllocator,
+    UseDefault,
 )
 from .attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
 
@@ -36,6 +37,7 @@ __all__ = [
     "RecordingAllocator",
     "ResourceKind",
     "SharedPageAllocator",
+    "UseDefault",
 ]
 
 
@@ -47,7 +49,7 @@ class Allocator(Protocol):
     same domain is refused where the domain takes no locks.
     """
 
-    def allocate(self, size: int, alignment: int, resource_type: int, /) -> object:
+    def allocate(self, size: int, alignment: int, resource_type: int, /) -> int | UseDefault | None:
         """Return the address of a piece; `USE_DEFAULT` to let the provider use its own memory; None for none.
 
         What it raises becomes the cause of the verb's error. Anything else that it returns makes the verb fail.

@@ -72,7 +72,7 @@ cdef enum:
     TWO_MIB = 1 << 21
 
 
-class _UseDefault:
+class UseDefault:
     """The type of `USE_DEFAULT`."""
 
     __slots__ = ()
@@ -81,7 +81,7 @@ class _UseDefault:
         return "USE_DEFAULT"
 
 
-USE_DEFAULT = _UseDefault()
+USE_DEFAULT = UseDefault()
 
 
 # ------------------------------------------------------------------------------------------------------ failures

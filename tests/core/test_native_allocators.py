@@ -2,16 +2,17 @@
 
 import ctypes
 import errno
+import functools
 import gc
 import os
 import re
 import shlex
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 from hypothesis import given
@@ -21,13 +22,16 @@ from aioverbs.allocators import (
     USE_DEFAULT,
     Allocator,
     AllocatorStatistics,
+    AllocatorUsage,
     ArenaAllocator,
     DefaultAllocator,
     HugePageAllocator,
     NativeAllocator,
     NumaAllocator,
     RecordingAllocator,
+    ResourceKind,
     SharedPageAllocator,
+    UseDefault,
 )
 from tests.core.children import in_child
 
@@ -87,6 +91,19 @@ class Holder:
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 20_000), st.integers(1, 3 * MIB))
 ALIGNMENTS = st.integers(0, 21).map(lambda power: 1 << power)
+
+
+@functools.cache
+def one_of(make: Callable[[], NativeAllocator]) -> NativeAllocator:
+    """The same for all examples: a huge page takes long to clear."""
+    return make()
+
+
+def kept(allocator: NativeAllocator) -> int:
+    """How many chunks may stay mapped without pieces: one of each size of pages."""
+    return 3 if isinstance(allocator, HugePageAllocator) else 1
+
+
 # A request, or which of the pieces that are out goes.
 STEPS = st.lists(st.one_of(st.tuples(SIZES, ALIGNMENTS), st.integers(0, 1000)), max_size=25)
 
@@ -94,17 +111,19 @@ STEPS = st.lists(st.one_of(st.tuples(SIZES, ALIGNMENTS), st.integers(0, 1000)), 
 @all_kinds
 @given(steps=STEPS)
 def test_any_sequence(make: Callable[[], NativeAllocator], steps: list[tuple[int, int] | int]) -> None:
-    holder = Holder(make())
-    for step in steps:
-        if isinstance(step, tuple):
-            holder.take(*step)
-        elif holder.pieces:
-            holder.give(list(holder.pieces)[step % len(holder.pieces)])
-        assert holder.allocator.statistics().pieces == len(holder.pieces)
-    holder.give_all()
+    holder = Holder(one_of(make))
+    try:
+        for step in steps:
+            if isinstance(step, tuple):
+                holder.take(*step)
+            elif holder.pieces:
+                holder.give(list(holder.pieces)[step % len(holder.pieces)])
+            assert holder.allocator.statistics().pieces == len(holder.pieces)
+    finally:
+        holder.give_all()
     statistics = holder.allocator.statistics()
     assert statistics.pieces == 0
-    assert statistics.mappings <= 1  # a chunk is kept
+    assert statistics.mappings <= kept(holder.allocator)
 
 
 def power_of_two(number: int) -> int:
@@ -346,7 +365,7 @@ def test_a_fork_copies_nothing(make: Callable[[], NativeAllocator]) -> None:
 
     pieces, mappings = in_child(child)
     assert pieces == 0
-    assert mappings <= 1
+    assert mappings <= kept(allocator)
     assert allocator.statistics().pieces == 2
     holder.give_all()
 
@@ -471,3 +490,34 @@ def test_what_is_on_top_keeps_what_is_under() -> None:
     holder.take(MIB, 8)
     assert arena.inner.statistics().pieces == 2
     holder.give_all()
+
+
+def test_types() -> None:
+    allocator = RecordingAllocator(ArenaAllocator())
+    address = assert_type(allocator.allocate(8, 8), int | UseDefault)
+    assert isinstance(address, int)
+    assert isinstance(allocator.inner, ArenaAllocator)
+    assert isinstance(assert_type(allocator.native, bool), bool)
+    assert isinstance(assert_type(allocator.statistics(), AllocatorStatistics), AllocatorStatistics)
+    ((kind, usage),) = assert_type(allocator.usage(), Mapping[ResourceKind, AllocatorUsage]).items()
+    assert (str(kind), usage.size_bytes) == ("aioverbs buffer", 8)
+    allocator.free(address)
+    assert isinstance(assert_type(HugePageAllocator().page_bytes, int), int)
+    assert isinstance(assert_type(ArenaAllocator().inner, NativeAllocator), SharedPageAllocator)
+
+    class Own:
+        def allocate(self, size: int, alignment: int, resource_type: int, /) -> int | UseDefault | None:
+            return USE_DEFAULT if size > 8 else None
+
+        def free(self, address: int, resource_type: int, /) -> None:
+            pass
+
+    own: Allocator = Own()
+    assert RecordingAllocator(own).allocate(16, 8) is USE_DEFAULT
+    assert allocator_of_buffers(own) is own
+
+
+def allocator_of_buffers(allocator: Allocator) -> Allocator:
+    """What is typed so takes one of aioverbs' own as well."""
+    taken: list[Allocator] = [SharedPageAllocator(), HugePageAllocator(), NumaAllocator(0), allocator]
+    return taken[-1]

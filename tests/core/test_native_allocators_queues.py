@@ -38,7 +38,7 @@ def td(request: pytest.FixtureRequest, context: engine.Context) -> domains.Threa
 
 
 def domain_of(
-    context: engine.Context, allocator: Allocator, td: domains.ThreadDomain | None = None
+    context: engine.Context, allocator: Allocator | Recording, td: domains.ThreadDomain | None = None
 ) -> domains.ParentDomain:
     return domains.ParentDomain(engine.ProtectionDomain(context), td, allocator)
 
@@ -230,7 +230,7 @@ def in_a_foreign_thread(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, Recording, lambda: RecordingAllocator(Recording())])
-def test_a_foreign_thread(context: engine.Context, make: Callable[[], Allocator]) -> None:
+def test_a_foreign_thread(context: engine.Context, make: Callable[[], Allocator | Recording]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
     ends = []

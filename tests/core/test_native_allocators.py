@@ -1,16 +1,9 @@
 """Allocators that work in C, by themselves: what they promise, whatever is asked of them."""
 
-import ctypes
 import errno
 import functools
-import gc
-import os
 import re
-import shlex
-import subprocess
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -33,61 +26,7 @@ from aioverbs.allocators import (
     SharedPageAllocator,
     UseDefault,
 )
-from tests.core.children import in_child
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-PAGE = os.sysconf("SC_PAGESIZE")
-
-KINDS: dict[str, Callable[[], NativeAllocator]] = {
-    "pages": SharedPageAllocator,
-    "node": lambda: NumaAllocator(0),
-    "arena": ArenaAllocator,
-    "arena of a node": lambda: ArenaAllocator(NumaAllocator(0), chunk_bytes=64 * KIB),
-    "2 MiB": HugePageAllocator,
-    "1 GiB": lambda: HugePageAllocator(GIB),
-    "recording": lambda: RecordingAllocator(ArenaAllocator()),
-}
-all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-
-
-def huge_pages_free(page_bytes: int) -> int:
-    """How many huge pages of that size could be had now; mostly none are configured."""
-    path = Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB/free_hugepages")
-    return int(path.read_text()) if path.exists() else 0
-
-
-def contents(address: int, size: int) -> bytes:
-    return ctypes.string_at(address, size)
-
-
-@dataclass
-class Holder:
-    """Takes pieces and checks each: aligned, zeroed, in nobody's way, as it was left when it goes."""
-
-    allocator: NativeAllocator
-    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, and what was written all over it
-
-    def take(self, size: int, alignment: int) -> int:
-        address = self.allocator.allocate(size, alignment)
-        assert isinstance(address, int)
-        assert address % alignment == 0
-        assert not any(contents(address, size))
-        for other, (length, _) in self.pieces.items():
-            assert other + length <= address or address + size <= other
-        mark = 1 + len(self.pieces) % 255
-        ctypes.memset(address, mark, size)
-        self.pieces[address] = size, mark
-        return address
-
-    def give(self, address: int) -> None:
-        size, mark = self.pieces.pop(address)
-        assert contents(address, size) == bytes([mark]) * size
-        self.allocator.free(address)
-
-    def give_all(self) -> None:
-        for address in list(self.pieces):
-            self.give(address)
-
+from tests.core.pieces import GIB, KIB, MIB, PAGE, Holder, all_kinds, huge_pages_free, kept
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 20_000), st.integers(1, 3 * MIB))
 ALIGNMENTS = st.integers(0, 21).map(lambda power: 1 << power)
@@ -97,11 +36,6 @@ ALIGNMENTS = st.integers(0, 21).map(lambda power: 1 << power)
 def one_of(make: Callable[[], NativeAllocator]) -> NativeAllocator:
     """The same for all examples: a huge page takes long to clear."""
     return make()
-
-
-def kept(allocator: NativeAllocator) -> int:
-    """How many chunks may stay mapped without pieces: one of each size of pages."""
-    return 3 if isinstance(allocator, HugePageAllocator) else 1
 
 
 # A request, or which of the pieces that are out goes.
@@ -326,169 +260,6 @@ def test_nodes(node: int) -> None:
             strict.allocate(8, 8)
         assert caught.value.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM)
     assert node != 1000 or not bound
-    holder.give_all()
-
-
-# ------------------------------------------------------------------------------------------------ threads and forks
-
-
-def flags_of(address: int) -> set[str]:
-    """What the kernel knows of the mapping at an address: see VmFlags in proc_pid_smaps(5)."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if bounds:
-            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return set(line.split()[1:])
-    return set()
-
-
-@all_kinds
-def test_a_fork_copies_nothing(make: Callable[[], NativeAllocator]) -> None:
-    allocator = make()
-    holder = Holder(allocator)
-    small, large = holder.take(8, 8), holder.take(MIB, 4096)
-    for address in (small, large):
-        assert {"sh", "dc"} <= flags_of(address)  # shared, and not for children
-
-    def child() -> tuple[int, int]:
-        assert flags_of(small) == flags_of(large) == set()
-        assert allocator.statistics().pieces == allocator.statistics().mappings == 0
-        with pytest.raises(ValueError, match="is no piece of"):
-            allocator.free(small)
-        own = Holder(allocator)
-        own.take(8, 8)
-        own.take(MIB, 4096)
-        own.give_all()
-        return allocator.statistics().pieces, allocator.statistics().mappings
-
-    pieces, mappings = in_child(child)
-    assert pieces == 0
-    assert mappings <= kept(allocator)
-    assert allocator.statistics().pieces == 2
-    holder.give_all()
-
-
-def test_forks_beside_threads() -> None:
-    """Whoever is inside at that moment, the child can use the allocator."""
-    arena = ArenaAllocator()
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            address = arena.allocate(300_000, 64)
-            assert isinstance(address, int)
-            arena.free(address)
-
-    def child() -> None:
-        own = Holder(arena)
-        for size in (8, 100_000, 300_000):
-            own.take(size, 64)
-        own.give_all()
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(20):
-            in_child(child)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-def test_threads() -> None:
-    arena = ArenaAllocator()
-
-    def work() -> None:
-        holder = Holder(arena)
-        for number in range(300):
-            holder.take(8 << number % 16, 8 << number % 8)
-            if number % 3:
-                holder.give(next(iter(holder.pieces)))
-        holder.give_all()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert arena.statistics().pieces == 0
-    assert arena.statistics().mappings <= 1
-
-
-BESIDE = """
-#include <pthread.h>
-#include <stdint.h>
-#include <stdlib.h>
-
-struct allocator {
-    void *(*alloc)(void *self, size_t size, size_t alignment, uint64_t resource_type);
-    void (*free)(void *self, void *address, uint64_t resource_type);
-    void *self;
-    int sound;
-};
-
-static void *use(void *argument)
-{
-    struct allocator *allocator = argument;
-    int i;
-
-    for (i = 0; i < 1000; i++) {
-        char *piece = allocator->alloc(allocator->self, 100, 64, 1);
-
-        if (!piece || (uintptr_t)piece % 64 || piece[99]++)
-            return NULL;
-        allocator->free(allocator->self, piece, 1);
-    }
-    allocator->sound = 1;
-    return NULL;
-}
-
-int beside(void *alloc, void *free, void *self)
-{
-    struct allocator allocator = {alloc, free, self, 0};
-    pthread_t thread;
-
-    return pthread_create(&thread, NULL, use, &allocator) == 0 && pthread_join(thread, NULL) == 0 && allocator.sound;
-}
-"""
-
-
-@pytest.mark.toolchain
-@all_kinds
-def test_no_interpreter_is_needed(make: Callable[[], NativeAllocator], tmp_path: Path) -> None:
-    """A thread that Python knows nothing of asks, while this one waits for it and keeps the GIL."""
-    source, library = tmp_path / "beside.c", tmp_path / "beside.so"
-    source.write_text(BESIDE)
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    subprocess.run([*compiler, "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True)
-    beside = ctypes.PyDLL(str(library)).beside
-    beside.argtypes = [ctypes.c_void_p] * 3
-    allocator = make()
-    assert beside(*allocator.c_functions) == 1
-    assert allocator.statistics().pieces == 0
-
-
-def test_memory_outlives_a_forgotten_allocator() -> None:
-    arena = ArenaAllocator()
-    address = arena.allocate(100, 64)
-    assert isinstance(address, int)
-    with pytest.warns(ResourceWarning, match="an allocator was forgotten with a piece out: their memory stays"):
-        del arena
-    ctypes.memset(address, 1, 100)
-    assert contents(address, 100) == b"\1" * 100
-
-
-def test_what_is_on_top_keeps_what_is_under() -> None:
-    arena = ArenaAllocator(RecordingAllocator(SharedPageAllocator()))
-    holder = Holder(arena)
-    gc.collect()
-    holder.take(8, 8)
-    holder.take(MIB, 8)
-    assert arena.inner.statistics().pieces == 2
     holder.give_all()
 
 

@@ -24,12 +24,10 @@ from aioverbs.allocators import (
 from tests.core.allocators import CQ, QP, RECORD, Recording
 from tests.core.children import in_child
 from tests.core.pairs import PATIENCE_S, connect, make_end, succeed
-from tests.core.test_native_allocators import KINDS, huge_pages_free
+from tests.core.pieces import all_kinds, huge_pages_free
 
 SRQ = 1 << 32 | 4
 TYPES = {CQ: "completion queue", RECORD: "doorbell record", QP: "queue pair", SRQ: "shared receive queue"}
-
-all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
 @pytest.fixture(params=["no thread domain", "thread domain"])

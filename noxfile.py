@@ -17,7 +17,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-COMPILED = ["aioverbs._core.engine", "aioverbs._core.domains", "aioverbs._core.pyverbs_bridge"]
+COMPILED = [f"aioverbs._core.{name}" for name in ("engine", "allocators", "domains", "pyverbs_bridge")]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 LIMITED = ["timeout", "900"]  # for what has no time limit of its own
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
@@ -160,13 +160,13 @@ def free_threaded(session: nox.Session) -> None:
     off = "import sys; sys.exit('the GIL is on' if getattr(sys, '_is_gil_enabled', lambda: True)() else 0)"
     session.run(python, "-c", off, external=True)
     install_project(session, *group("test"), python=python)
-    session.run(python, "-P", "-W", "error", "-c", f"import {', '.join(COMPILED[:2])}; {off}", external=True)
+    session.run(python, "-P", "-W", "error", "-c", f"import {', '.join(COMPILED[:3])}; {off}", external=True)
     session.run(python, "-P", "-m", "pytest", *arguments, env={"PYTHON_GIL": "0"}, external=True)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Measure what pytest and the C programs reach, in Python and in the software device."""
+    """Measure what pytest and the C programs reach, in Python, in the allocators and in the software device."""
     shutil.rmtree(folder(session, "."))  # counts of before, and of sources that are gone
     flags = "--coverage -fprofile-update=atomic -O0 -g"
     objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage")
@@ -177,7 +177,7 @@ def coverage(session: nox.Session) -> None:
     session.run("coverage", "run", f"{session.bin}/pytest", *session.posargs, env=env)
     session.run("coverage", "combine", "-q", env=env)
     session.run("coverage", "report", env=env)
-    native = ["--filter", "aioverbs/_core/(soft_|verbs_table).*", "--merge-mode-functions=separate"]
+    native = ["--filter", "aioverbs/_core/(alloc_|soft_|verbs_table).*", "--merge-mode-functions=separate"]
     session.run("gcovr", "--root", ".", *native, str(objects), str(folder(session, "native-coverage")))
 
 

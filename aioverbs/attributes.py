@@ -1,4 +1,4 @@
-"""What devices, ports and queue pairs tell of themselves, as immutable values.
+"""What devices, ports, queue pairs and allocators tell of themselves, as immutable values.
 
 Fields are named as in the verbs' structures; sizes are bytes, GIDs and GUIDs `bytes` in network order.
 """
@@ -10,13 +10,32 @@ from .types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, W
 
 __all__ = [
     "AddressVector",
+    "AllocatorStatistics",
+    "AllocatorUsage",
     "DeviceAttributes",
     "FaultRecord",
     "PortAttributes",
     "QpAttributes",
     "QpCapabilities",
+    "ResourceKind",
     "SrqAttributes",
 ]
+
+# By number: enum rdma_driver_id of the kernel's <rdma/ib_user_ioctl_verbs.h>.
+_DRIVERS = (
+    *("unknown", "mlx5", "mlx4", "cxgb3", "cxgb4", "mthca", "bnxt_re", "ocrdma", "nes", "irdma", "vmw_pvrdma"),
+    *("qedr", "hns", "usnic", "rxe", "hfi1", "qib", "efa", "siw", "erdma", "mana", "ionic"),
+)
+_KINDS = {
+    "mlx5": {
+        1: "queue pair",
+        2: "receive work queue",
+        3: "doorbell record",
+        4: "shared receive queue",
+        5: "completion queue",
+    },
+    "ionic": {1: "completion queue", 2: "send queue", 3: "receive queue"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +163,68 @@ class SrqAttributes:
     max_wr: int
     max_sge: int
     limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceKind:
+    """What an allocator is asked memory for: the ``resource_type`` of ``ibv_alloc_parent_domain``, decoded.
+
+    `provider` is the driver that asks, `kind` what it asks for: ``"doorbell record"``, or ``"resource 7"`` where that
+    is not known. soft0 asks as mlx5 does. Buffers, which no provider asks for, have the resource type 0.
+    """
+
+    provider: str
+    kind: str
+    resource_type: int
+
+    @classmethod
+    def decode(cls, resource_type: int) -> "ResourceKind":
+        """Decode a resource type.
+
+        :param resource_type: the driver's number in the upper 32 bits, its own code in the lower.
+        """
+        if not resource_type:
+            return cls("aioverbs", "buffer", 0)
+        driver, code = resource_type >> 32, resource_type & 0xFFFFFFFF
+        provider = _DRIVERS[driver] if driver < len(_DRIVERS) else f"driver {driver}"
+        return cls(provider, _KINDS.get(provider, {}).get(code, f"resource {code}"), resource_type)
+
+    def __str__(self) -> str:
+        return f"{self.provider} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorUsage:
+    """What an allocator was asked for under one resource type. Bytes count as they were asked for.
+
+    `pieces` and `size_bytes` are out now, `peak_pieces` and `peak_bytes` were at most; of all answers so far,
+    `allocations` were memory, `defaults` were `USE_DEFAULT`, `failures` were none.
+    """
+
+    pieces: int
+    size_bytes: int
+    peak_pieces: int
+    peak_bytes: int
+    allocations: int
+    defaults: int
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorStatistics:
+    """What a native allocator has out, and what that takes.
+
+    `pieces` are out. `mappings` of `mapped_bytes` are where they and what is kept for more come from, including those
+    of an allocator under this one, whoever uses them; of these bytes, `huge_bytes` are in huge pages and `bound_bytes`
+    bound to the NUMA node that was asked for. `bookkeeping_bytes` stand beside them.
+    """
+
+    pieces: int
+    mappings: int
+    mapped_bytes: int
+    huge_bytes: int
+    bound_bytes: int
+    bookkeeping_bytes: int
 
 
 class FaultRecord(NamedTuple):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import ThreadModel
+from aioverbs.allocators import Allocator
 from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
 from aioverbs.domains import ProtectionDomain, ResourceDomain, ThreadDomain, ThreadDomainBudget, XrcDomain
@@ -24,7 +25,6 @@ from aioverbs.types import LinkLayer, Mtu, PortState
 if TYPE_CHECKING:
     from pyverbs.device import Context as PyverbsContext
 
-    from aioverbs._core.domains import _Allocator
 
 __all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device"]
 
@@ -243,7 +243,7 @@ class Device(Resource):
         *,
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,
-        allocator: "_Allocator | None" = None,
+        allocator: Allocator | None = None,
         require_native: bool = False,
     ) -> ResourceDomain:
         """A resource domain: see there."""

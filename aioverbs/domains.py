@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
+from aioverbs.allocators import Allocator
 from aioverbs.attributes import QpCapabilities
 from aioverbs.completion import CompletionQueue, MessageModel, Placement
 from aioverbs.errors import BusyResourceError, ClosedResourceError, VerbsError
@@ -21,7 +22,6 @@ from aioverbs.types import AccessFlags, QpType
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from aioverbs._core.domains import _Allocator
 
 __all__ = [
     "ParentDomain",
@@ -215,13 +215,19 @@ class _Base(Resource):
         """A shared receive queue, to be opened: see `SharedReceiveQueue`."""
         return SharedReceiveQueue(self, self._placement(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
 
-    def register(self, memory: "Buffer | int", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> MemoryRegion:
+    def register(
+        self,
+        memory: "Buffer | int",
+        access: AccessFlags = AccessFlags.LOCAL_WRITE,
+        allocator: Allocator | None = None,
+    ) -> MemoryRegion:
         """A memory region, to be opened: see `MemoryRegion`.
 
         :param memory: an object with the buffer protocol, or how many bytes to allocate.
         :param access: what may be done to it; peers that may write imply ``LOCAL_WRITE``, which is to be given, too.
+        :param allocator: where to allocate those bytes.
         """
-        return MemoryRegion(self.base, self.base.handle, memory, access)
+        return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
 
 
 class ProtectionDomain(_Base):
@@ -265,7 +271,7 @@ class ProtectionDomain(_Base):
     def parent_domain(
         self,
         td: ThreadDomain | None = None,
-        allocator: "_Allocator | None" = None,
+        allocator: Allocator | None = None,
         context: object = None,
         *,
         require_native: bool = False,
@@ -324,7 +330,7 @@ class ParentDomain(_Base):
         self,
         pd: ProtectionDomain,
         td: ThreadDomain | None = None,
-        allocator: "_Allocator | None" = None,
+        allocator: Allocator | None = None,
         context: object = None,
         *,
         require_native: bool = False,
@@ -410,7 +416,7 @@ class ResourceDomain(_Base):
         *,
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,
-        allocator: "_Allocator | None" = None,
+        allocator: Allocator | None = None,
         require_native: bool = False,
     ) -> None:
         super().__init__(pd if pd is not None else device)

@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import ctypes
 import mmap
 import struct
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import anyio
 
 from aioverbs._core import engine
-from aioverbs.errors import ClosedResourceError
+from aioverbs.allocators import USE_DEFAULT, Allocator
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags
 
@@ -161,6 +163,22 @@ class RegionSlice:
         return RemoteRegion(self.address, self.length, self.region.rkey)
 
 
+class _Piece:
+    """Memory of an allocator that a region has: it goes back when the region's handle is gone."""
+
+    def __init__(self, region: "MemoryRegion", allocator: Allocator, address: int) -> None:
+        self._region = weakref.ref(region)  # which may be forgotten before its memory
+        self._allocator = allocator
+        self._address = address
+
+    def destroy(self) -> None:
+        """Give it back. Who kept a view of it has one of memory that is somebody else's now."""
+        region = self._region()
+        if region is not None:
+            region._memory = None
+        self._allocator.free(self._address, 0)
+
+
 class MemoryRegion(Resource):
     """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
@@ -170,30 +188,52 @@ class MemoryRegion(Resource):
     :param memory: an object with the buffer protocol, contiguous; or how many bytes to allocate, zeroed, in pages that
         a fork does not copy.
     :param access: what may be done to it, by local work requests and by peers.
+    :param allocator: where to allocate those bytes, whole pages; they are given back when it is closed.
     """
 
     def __init__(
-        self, pd: Resource, handle: engine.ProtectionDomain, memory: "Buffer | int", access: AccessFlags
+        self,
+        pd: Resource,
+        handle: engine.ProtectionDomain,
+        memory: "Buffer | int",
+        access: AccessFlags,
+        allocator: Allocator | None = None,
     ) -> None:
+        if isinstance(memory, int) and memory < 1:
+            raise ValueError(f"a memory region has 1 byte at least, not {memory}")
+        if allocator is not None and not isinstance(memory, int):
+            raise ValueError("an allocator goes with a number of bytes: memory that is there already needs none")
         super().__init__(pd)
         self._pd_handle = handle
-        if isinstance(memory, int):
-            if memory < 1:
-                raise ValueError(f"a memory region has 1 byte at least, not {memory}")
-            memory = mmap.mmap(-1, memory)
-            memory.madvise(mmap.MADV_DONTFORK)
-        self._memory: Buffer = memory
+        self._length = memory if isinstance(memory, int) else memoryview(memory).nbytes
+        self._memory: Buffer | None = None if isinstance(memory, int) else memory
+        self._allocator = allocator
         self._access = AccessFlags(access)
         self._handle: engine.MemoryRegion | None = None
         self._constants = (0, 0, 0)
         self.pins = Pins()
 
     def _open(self) -> None:
+        if self._memory is None:
+            self._memory = self._allocate()
         handle = engine.MemoryRegion(self._pd_handle, self._memory, self._access)
         self._life.hold(handle)
         self._handle = handle
         self._constants = (handle.address, handle.lkey, handle.rkey)
         self._life.drain = self.pins.wait
+
+    def _allocate(self) -> "Buffer":
+        address: object = USE_DEFAULT
+        if self._allocator is not None:
+            address = self._allocator.allocate(self._length, mmap.PAGESIZE, 0)
+        if address is None:
+            raise MemoryError(f"{self._allocator!r} has no {self._length} bytes")
+        if self._allocator is None or not isinstance(address, int):
+            pages = mmap.mmap(-1, self._length)
+            pages.madvise(mmap.MADV_DONTFORK)
+            return pages
+        self._life.hold(_Piece(self, self._allocator, address))
+        return (ctypes.c_char * self._length).from_address(address)
 
     async def open(self) -> Self:
         """Register it; where it is large, in a thread, so that the loop goes on meanwhile.
@@ -203,7 +243,7 @@ class MemoryRegion(Resource):
         :raises BufferError: the memory is not contiguous, or is read-only and to be written.
         :raises VerbsError: the device cannot.
         """
-        if memoryview(self._memory).nbytes < _OFF_LOOP_BYTES:
+        if self._length < _OFF_LOOP_BYTES:
             return await super().open()
         opening = asyncio.get_running_loop().run_in_executor(None, self._open_now)
         try:
@@ -218,7 +258,7 @@ class MemoryRegion(Resource):
         return self
 
     def __len__(self) -> int:
-        return memoryview(self._memory).nbytes
+        return self._length
 
     def __getitem__(self, key: slice) -> RegionSlice:
         """A part of it, without a copy.
@@ -263,8 +303,8 @@ class MemoryRegion(Resource):
     @property
     def buffer(self) -> memoryview:
         """Its bytes, flat."""
-        if self.closed:
-            raise ClosedResourceError(f"{self!r} is not open")
+        self._check_open()
+        assert self._memory is not None
         return memoryview(self._memory).cast("B")
 
     def remote(self) -> RemoteRegion:

@@ -1,18 +1,9 @@
-from typing import Final, Protocol, final
-
 from typing_extensions import disjoint_base
 
+from aioverbs._core.allocators import USE_DEFAULT as USE_DEFAULT
+from aioverbs._core.allocators import _Allocator
 from aioverbs._core.engine import Affinity, Context, Handle, ProtectionDomain
 from aioverbs._core.engine import XrcDomain as XrcDomain
-
-@final
-class _UseDefault: ...
-
-USE_DEFAULT: Final[_UseDefault]
-
-class _Allocator(Protocol):
-    def allocate(self, size: int, alignment: int, resource_type: int, /) -> object: ...
-    def free(self, address: int, resource_type: int, /) -> object: ...
 
 @disjoint_base
 class ThreadDomain(Handle):

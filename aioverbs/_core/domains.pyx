@@ -3,6 +3,7 @@
 
 import threading
 
+from aioverbs._core.allocators import USE_DEFAULT
 from aioverbs._core.engine import XrcDomain  # no-cython-lint
 from aioverbs.errors import VerbsError
 
@@ -11,20 +12,20 @@ from libc.errno cimport EINVAL, ENOMEM, errno
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memset
 
+from aioverbs._core.allocators cimport NativeAllocator, alloc_free_function, alloc_function
 from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain
 cimport aioverbs._core.verbs as v
 
+cdef extern from "domain_memory.h" nogil:
+    struct domain_memory:
+        alloc_function alloc
+        alloc_free_function free
+        void *self
 
-class _UseDefault:
-    """The type of `USE_DEFAULT`."""
-
-    __slots__ = ()
-
-    def __repr__(self):
-        return "USE_DEFAULT"
-
-
-USE_DEFAULT = _UseDefault()
+    void *domain_memory_alloc(v.ibv_pd *, void *, size_t, size_t, uint64_t) noexcept
+    void domain_memory_free(v.ibv_pd *, void *, void *, uint64_t) noexcept
+    bint domain_memory_take_failure(const domain_memory *)
+    size_t domain_memory_held(const domain_memory *)
 
 
 cdef class ThreadDomain(Handle):
@@ -87,6 +88,7 @@ cdef class ParentDomain(ProtectionDomain):
         once, with the same type. `resource_type` is the provider's number in the upper 32 bits and its own code for a
         queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
         of the verb's error. They are called in the thread that calls the verb, and may call verbs themselves.
+        A `NativeAllocator` is asked in C, without the GIL.
     :raises ValueError: `pd` is a parent domain, or `td` is of another context.
     :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
     """
@@ -96,6 +98,7 @@ cdef class ParentDomain(ProtectionDomain):
     cdef readonly object allocator
     cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
     cdef dict _sizes                    # address -> size of what the provider holds
+    cdef domain_memory _native          # in place of these two, where the allocator works in C
 
     def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None, *, Affinity affinity=None):
         self._begin()
@@ -134,9 +137,7 @@ cdef class ParentDomain(ProtectionDomain):
                     attr.comp_mask = (
                         v.IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | v.IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
                     )
-                    attr.alloc = _allocate
-                    attr.free = _free
-                    attr.pd_context = <void *>self      # the ledger keeps it until the provider has let go of it
+                    self._set_callbacks(&attr)
                 with nogil:
                     self.pointer = v.verbs_alloc_parent_domain(pd.context.pointer, &attr)
                     error = errno
@@ -154,6 +155,23 @@ cdef class ParentDomain(ProtectionDomain):
             raise
         return 0
 
+    # The ledger keeps the domain, and the domain its allocator, until the provider has let go of both.
+    cdef int _set_callbacks(self, v.ibv_parent_domain_init_attr *attr) except -1:
+        cdef NativeAllocator native
+        if isinstance(self.allocator, NativeAllocator) and (<NativeAllocator>self.allocator).alloc:
+            native = self.allocator
+            self._native.alloc = native.alloc
+            self._native.free = native.give
+            self._native.self = native.source
+            attr.alloc = domain_memory_alloc
+            attr.free = domain_memory_free
+            attr.pd_context = &self._native
+        else:
+            attr.alloc = _allocate
+            attr.free = _free
+            attr.pd_context = <void *>self
+        return 0
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:
@@ -166,12 +184,14 @@ cdef class ParentDomain(ProtectionDomain):
         self.base._leave()
 
     cdef object _take_cause(self):
+        if domain_memory_take_failure(&self._native):
+            return (<NativeAllocator>self.allocator)._failure()
         return self._causes.pop(threading.get_ident(), None)
 
     @property
     def held(self):
         """How many pieces of the allocator's memory the provider holds."""
-        return len(self._sizes)
+        return len(self._sizes) + domain_memory_held(&self._native)
 
     def _allocate(self, size, alignment, resource_type):
         address = self.allocator.allocate(size, alignment, resource_type)

@@ -5,6 +5,7 @@ import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from aioverbs._core import domains
 
@@ -45,7 +46,7 @@ class Recording:
         self.pieces.append(piece)
         return piece
 
-    def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+    def allocate(self, size: int, alignment: int, resource_type: int) -> Any:
         if self.answer is None:
             return self.piece(size, alignment, resource_type).address
         # Whatever it is: some tests answer with what an allocator must not.

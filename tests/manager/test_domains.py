@@ -6,6 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
@@ -158,7 +159,7 @@ async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(Recording):
-        def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+        def allocate(self, size: int, alignment: int, resource_type: int) -> Any:
             entered.set()
             assert leave.wait(30)
             return super().allocate(size, alignment, resource_type)

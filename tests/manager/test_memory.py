@@ -11,8 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioverbs import AccessFlags, ClosedResourceError, RemoteRegion, VerbsError
+from aioverbs import (
+    USE_DEFAULT,
+    AccessFlags,
+    Allocator,
+    ArenaAllocator,
+    ClosedResourceError,
+    HugePageAllocator,
+    RecordingAllocator,
+    RemoteRegion,
+    SharedPageAllocator,
+    VerbsError,
+)
 from aioverbs.device import Device
+from tests.core.allocators import Recording
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -204,3 +216,36 @@ async def test_shared_protection_domains(device: Device) -> None:
             pd.share(1 << 64)
         with pytest.raises(ValueError, match="share_key has 64 bits"):
             other.shared_protection_domain(1, 1 << 64)
+
+
+@pytest.mark.parametrize(
+    "make", [SharedPageAllocator, HugePageAllocator, ArenaAllocator], ids=lambda make: make.__name__
+)
+async def test_memory_of_an_allocator(device: Device, make: Callable[[], Allocator]) -> None:
+    allocator = RecordingAllocator(make())
+    async with device.protection_domain() as pd:
+        async with pd.register(5000, REMOTE, allocator) as region:
+            assert (len(region), bytes(region.buffer)) == (5000, bytes(5000))
+            assert region.address % mmap.PAGESIZE == 0
+            assert allocator.statistics().pieces == 1
+            region.buffer[:3] = b"dirt"[:3]
+        assert allocator.statistics().pieces == 0
+        with pytest.raises(ClosedResourceError):
+            region.buffer  # noqa: B018
+        async with pd.register(5000, REMOTE, allocator) as region:
+            assert bytes(region.buffer) == bytes(5000)
+
+
+async def test_allocators_that_have_nothing(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        with pytest.raises(MemoryError, match="has no 64 bytes"):
+            await pd.register(64, REMOTE, Recording(lambda *_: None)).open()
+        async with pd.register(64, REMOTE, Recording(lambda *_: USE_DEFAULT)) as region:
+            assert bytes(region.buffer) == bytes(64)
+        with pytest.raises(ValueError, match="an allocator goes with a number of bytes"):
+            pd.register(bytearray(8), REMOTE, Recording())
+        recording = Recording()
+        device.handle.faults.fail("reg_mr", 12)
+        with pytest.raises(VerbsError, match="ENOMEM"):
+            await pd.register(64, REMOTE, recording).open()
+        assert not recording.live

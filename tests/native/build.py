@@ -1,4 +1,4 @@
-"""Builds the Python-free C programs: each test_*.c or bench_*.c of this folder with all of the software device.
+"""Builds the Python-free C programs: each test_*.c or bench_*.c of this folder, with all of the core that is C.
 
     python tests/native/build.py {plain,asan,tsan,coverage,bench} OUT_DIR
 
@@ -52,9 +52,9 @@ def build(kind: str, out_dir: Path) -> list[Path]:
         subprocess.run([*compiler, *objects, *link_flags, "-o", str(target)], check=True)
         return target
 
-    device = [CORE / "verbs_table.c", *sorted(CORE.glob("soft_*.c")), *sorted(HERE.glob("support_*.c"))]
+    core = [CORE / "verbs_table.c", *sorted(CORE.glob("alloc_*.c")), *sorted(CORE.glob("soft_*.c"))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        shared = list(pool.map(compiled, device))
+        shared = list(pool.map(compiled, [*core, *sorted(HERE.glob("support_*.c"))]))
         list(pool.map(compiled, programs(kind)))
         return list(pool.map(linked, programs(kind)))
 

@@ -1,0 +1,58 @@
+# Part of allocators.pyx: why there is no memory, and what to do about it.
+
+def _in_words(size):
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} bytes"
+
+
+def _huge_page_sizes():
+    names = glob.glob("/sys/kernel/mm/hugepages/hugepages-*kB")
+    return sorted(int(name.rpartition("-")[2].removesuffix("kB")) << 10 for name in names)
+
+
+def _no_huge_pages(error, size, page_size):
+    if error == EINVAL:
+        sizes = ", ".join(map(_in_words, _huge_page_sizes())) or "none"
+        return f"this kernel has no huge pages of {_in_words(page_size)}; it has: {sizes}"
+    count = size // page_size
+    where = "/proc/sys/vm/nr_hugepages"
+    if page_size != TWO_MIB:
+        where = f"/sys/kernel/mm/hugepages/hugepages-{page_size >> 10}kB/nr_hugepages"
+    return (
+        f"{count} huge page{'s' if count > 1 else ''} of {_in_words(page_size)} cannot be had: root configures them by "
+        f"`echo NUMBER > {where}`, or as the kernel boots by `hugepagesz={page_size >> 20}M hugepages=NUMBER`"
+    )
+
+
+def _not_bound(error, node):
+    if error in (ENOSYS, EOPNOTSUPP):
+        return "this kernel cannot bind memory to a NUMA node"
+    if error == EPERM:
+        return "this process may not bind memory to a NUMA node: a sandbox forbids mbind()"
+    return f"memory cannot be bound to NUMA node {node}: /sys/devices/system/node/online has those that are there"
+
+
+cdef object _take_failure():
+    cdef alloc_failure failure = alloc_last_failure()[0]
+    if failure.step == ALLOC_NOTHING:
+        return None
+    alloc_clear_failure()
+    if failure.step == ALLOC_BOOKKEEPING:
+        return MemoryError("of the process, for an allocator's own use")
+    if failure.step == ALLOC_MAP_HUGE:
+        text = _no_huge_pages(failure.error, failure.size, failure.page_bytes)
+    elif failure.step == ALLOC_BIND:
+        text = _not_bound(failure.error, failure.node)
+    elif failure.step == ALLOC_DONT_FORK:
+        text = "pages cannot be kept from the children of forks: madvise(MADV_DONTFORK) failed"
+    elif failure.step == ALLOC_MAP:
+        text = f"{failure.size} bytes of shared memory cannot be mapped: {os.strerror(failure.error)}"
+    else:
+        text = f"{failure.size} is no size or alignment that memory can have"
+    return OSError(failure.error, text)
+
+
+cdef int _no_source() except -1:
+    raise _take_failure() or MemoryError()

@@ -1,0 +1,294 @@
+"""Allocators that work in C, by themselves: what they promise, whatever is asked of them."""
+
+import errno
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, assert_type
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs.allocators import (
+    USE_DEFAULT,
+    Allocator,
+    AllocatorStatistics,
+    AllocatorUsage,
+    ArenaAllocator,
+    DefaultAllocator,
+    HugePageAllocator,
+    NativeAllocator,
+    NumaAllocator,
+    RecordingAllocator,
+    ResourceKind,
+    SharedPageAllocator,
+    UseDefault,
+)
+from tests.core.pieces import GIB, KIB, MIB, PAGE, Holder, all_kinds, huge_pages_free, kept
+
+SIZES = st.one_of(st.integers(1, 100), st.integers(1, 20_000), st.integers(1, 3 * MIB))
+ALIGNMENTS = st.integers(0, 21).map(lambda power: 1 << power)
+
+
+@functools.cache
+def one_of(make: Callable[[], NativeAllocator]) -> NativeAllocator:
+    """The same for all examples: a huge page takes long to clear."""
+    return make()
+
+
+# A request, or which of the pieces that are out goes.
+STEPS = st.lists(st.one_of(st.tuples(SIZES, ALIGNMENTS), st.integers(0, 1000)), max_size=25)
+
+
+@all_kinds
+@given(steps=STEPS)
+def test_any_sequence(make: Callable[[], NativeAllocator], steps: list[tuple[int, int] | int]) -> None:
+    holder = Holder(one_of(make))
+    try:
+        for step in steps:
+            if isinstance(step, tuple):
+                holder.take(*step)
+            elif holder.pieces:
+                holder.give(list(holder.pieces)[step % len(holder.pieces)])
+            assert holder.allocator.statistics().pieces == len(holder.pieces)
+    finally:
+        holder.give_all()
+    statistics = holder.allocator.statistics()
+    assert statistics.pieces == 0
+    assert statistics.mappings <= kept(holder.allocator)
+
+
+def power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@given(requests=st.lists(st.tuples(st.integers(1, 300_000), st.integers(0, 16).map(lambda n: 1 << n)), max_size=60))
+def test_the_footprint_of_an_arena(requests: list[tuple[int, int]]) -> None:
+    """What it maps is bounded by what it was asked for: less than twice, and chunks that are partly used."""
+    arena = ArenaAllocator(chunk_bytes=256 * KIB)
+    holder = Holder(arena)
+    blocks = large = 0
+    for size, alignment in requests:
+        holder.take(size, alignment)
+        least = max(size, alignment, 64)
+        if least > arena.chunk_bytes // 2:
+            large += -(-size // PAGE) * PAGE
+        else:
+            blocks += power_of_two(least)
+    statistics = arena.statistics()
+    assert statistics.mapped_bytes >= large + blocks
+    # A new chunk comes only when no other has room for a block of half of it, or less.
+    assert statistics.mapped_bytes - large <= 2 * blocks + arena.chunk_bytes
+    assert statistics.bookkeeping_bytes <= 8 * KIB + statistics.mapped_bytes // 16 + 100 * len(requests)
+    holder.give_all()
+    assert arena.statistics().mapped_bytes <= arena.chunk_bytes
+
+
+def test_ten_thousand_doorbell_records_in_a_mebibyte() -> None:
+    arena = ArenaAllocator()
+    records = [arena.allocate(8, 8, 1 << 32 | 3) for _ in range(10_000)]
+    assert all(isinstance(record, int) and record % 64 == 0 for record in records)  # a cache line each
+    statistics = arena.statistics()
+    assert statistics.mapped_bytes + statistics.bookkeeping_bytes <= MIB
+    assert len(set(records)) == statistics.pieces == 10_000
+    for record in records:
+        assert isinstance(record, int)
+        arena.free(record)
+    assert arena.statistics().mapped_bytes == arena.chunk_bytes
+
+
+def test_pages_are_a_mapping_each() -> None:
+    pages = SharedPageAllocator()
+    holder = Holder(pages)
+    holder.take(8, 8)
+    holder.take(PAGE + 1, MIB)
+    assert (pages.statistics().mappings, pages.statistics().mapped_bytes) == (2, 3 * PAGE)
+    holder.give_all()
+    assert pages.statistics().mappings == 0
+
+
+@all_kinds
+def test_nonsense(make: Callable[[], NativeAllocator]) -> None:
+    allocator = make()
+    for size, alignment in ((0, 8), (-1, 8), (8, 0), (8, -8), (8, 24)):
+        with pytest.raises(ValueError, match=r"a piece has 1 byte at least|an alignment is a power of two"):
+            allocator.allocate(size, alignment)
+    with pytest.raises(OSError, match=r"cannot be mapped: Cannot allocate memory|cannot be had") as caught:
+        allocator.allocate(1 << 50, 8)
+    assert caught.value.errno == errno.ENOMEM
+    with pytest.raises(OSError, match=f"{1 << 62} is no size or alignment that memory can have"):
+        allocator.allocate(1 << 62, 8)
+    address = allocator.allocate(4096, 64)
+    assert isinstance(address, int)
+    for wrong in (0, 1, address + 1, address + 64, address + (1 << 40)):
+        with pytest.raises(
+            ValueError, match=rf"{wrong:#x} is no piece of <aioverbs.*: it never was, or was given back"
+        ):
+            allocator.free(wrong)
+    allocator.free(address)
+    with pytest.raises(ValueError, match="is no piece of"):
+        allocator.free(address)
+
+
+@all_kinds
+def test_what_they_are(make: Callable[[], NativeAllocator]) -> None:
+    allocator = make()
+    assert isinstance(allocator, Allocator)
+    assert allocator.native
+    assert allocator.statistics().pieces == 0
+    assert isinstance(allocator.statistics(), AllocatorStatistics)
+    with pytest.raises(TypeError, match="not an acceptable base type"):
+        type("Derived", (type(allocator),), {})
+    # A second time it would forget what is out.
+    initialise: Any = type(allocator).__init__
+    arguments: dict[type, list[object]] = {NumaAllocator: [0], RecordingAllocator: [SharedPageAllocator()]}
+    with pytest.raises(RuntimeError, match="was made before"):
+        initialise(allocator, *arguments.get(type(allocator), []))
+
+
+def test_what_all_have_in_common_is_no_allocator() -> None:
+    with pytest.raises(TypeError, match="is what SharedPageAllocator"):
+        NativeAllocator()
+
+    class Derived(NativeAllocator):
+        def __init__(self) -> None:
+            pass
+
+    derived = Derived()
+    assert not derived.native
+    for call in (
+        lambda: derived.allocate(8, 8),
+        lambda: derived.free(8),
+        derived.statistics,
+        lambda: derived.c_functions,
+        lambda: ArenaAllocator(derived),
+    ):
+        with pytest.raises(TypeError, match=r"was not made by one of aioverbs' own|is an allocator in Python"):
+            call()
+
+
+def test_wrong_arguments() -> None:
+    for chunk_bytes in (0, 2048, 100_000, 2 * GIB):
+        with pytest.raises(ValueError, match=f"from 4 KiB to 1 GiB of bytes, not {chunk_bytes}"):
+            ArenaAllocator(chunk_bytes=chunk_bytes)
+    for page_bytes in (0, 4096, 3 * MIB, 1 << 40):
+        with pytest.raises(ValueError, match=f"or another power of two of bytes, not {page_bytes}"):
+            HugePageAllocator(page_bytes)
+    for node in (-1, 1024):
+        with pytest.raises(ValueError, match=f"a number from 0 to 1023, not {node}"):
+            NumaAllocator(node)
+
+
+def test_the_provider_s_own() -> None:
+    allocator = DefaultAllocator()
+    assert allocator.allocate(8, 8) is USE_DEFAULT
+    assert ArenaAllocator(allocator).allocate(8, 8) is USE_DEFAULT
+    assert repr(USE_DEFAULT) == "USE_DEFAULT"
+    with pytest.raises(ValueError, match="is no piece of"):
+        allocator.free(4096)
+
+
+# --------------------------------------------------------------------------------------------------- what falls back
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "name", "where"),
+    [
+        (2 * MIB, "2 MiB", "/proc/sys/vm/nr_hugepages"),
+        (GIB, "1 GiB", "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"),
+    ],
+)
+def test_huge_pages(page_bytes: int, name: str, where: str) -> None:
+    strict, willing = HugePageAllocator(page_bytes, strict=True), HugePageAllocator(page_bytes)
+    assert (strict.page_bytes, strict.strict, willing.strict) == (page_bytes, True, False)
+    if huge_pages_free(page_bytes):
+        holder = Holder(strict)
+        for size in (8, 8, 100_000, MIB):
+            holder.take(size, 64)
+        assert strict.statistics().huge_bytes == strict.statistics().mapped_bytes == page_bytes
+        holder.give_all()
+    else:
+        with pytest.raises(OSError, match=f"huge pages? of {name} cannot be had|has no huge pages of {name}") as caught:
+            strict.allocate(8, 8)
+        if caught.value.errno == errno.ENOMEM:
+            assert f"`echo NUMBER > {where}`" in str(caught.value)
+        assert strict.statistics().mapped_bytes == 0
+    holder = Holder(willing)
+    holder.take(8, 8)
+    if not huge_pages_free(page_bytes) and not huge_pages_free(2 * MIB):
+        assert willing.statistics().huge_bytes == 0
+    assert willing.statistics().mapped_bytes in (256 * KIB, 2 * MIB, page_bytes)
+    holder.give_all()
+
+
+def test_huge_pages_that_no_machine_has() -> None:
+    with pytest.raises(OSError, match=r"this kernel has no huge pages of 1 MiB; it has: ") as caught:
+        HugePageAllocator(MIB, strict=True).allocate(8, 8)
+    assert caught.value.errno == errno.EINVAL
+    holder = Holder(HugePageAllocator(MIB))
+    holder.take(8, 8)
+    holder.give_all()
+
+
+def nodes() -> set[int]:
+    """The NUMA nodes that are online; none where the kernel knows of none."""
+    path = Path("/sys/devices/system/node/online")
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", path.read_text() if path.exists() else "")
+    return {node for first, last in ranges for node in range(int(first), int(last or first) + 1)}
+
+
+@pytest.mark.parametrize("node", [0, 1000])
+def test_nodes(node: int) -> None:
+    strict, willing = NumaAllocator(node, strict=True), NumaAllocator(node)
+    assert (strict.node, strict.strict, willing.strict) == (node, True, False)
+    holder = Holder(willing)
+    holder.take(10_000, 8)
+    bound = willing.statistics().bound_bytes
+    assert bound in (0, willing.statistics().mapped_bytes)
+    if bound:
+        assert node in nodes()
+        holders = Holder(strict), Holder(ArenaAllocator(strict))
+        for each in holders:
+            each.take(10_000, 8)
+        assert strict.statistics().bound_bytes == strict.statistics().mapped_bytes
+        for each in holders:
+            each.give_all()
+    else:
+        with pytest.raises(OSError, match=r"NUMA node") as caught:
+            strict.allocate(8, 8)
+        assert caught.value.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM)
+    assert node != 1000 or not bound
+    holder.give_all()
+
+
+def test_types() -> None:
+    allocator = RecordingAllocator(ArenaAllocator())
+    address = assert_type(allocator.allocate(8, 8), int | UseDefault)
+    assert isinstance(address, int)
+    assert isinstance(allocator.inner, ArenaAllocator)
+    assert isinstance(assert_type(allocator.native, bool), bool)
+    assert isinstance(assert_type(allocator.statistics(), AllocatorStatistics), AllocatorStatistics)
+    ((kind, usage),) = assert_type(allocator.usage(), Mapping[ResourceKind, AllocatorUsage]).items()
+    assert (str(kind), usage.size_bytes) == ("aioverbs buffer", 8)
+    allocator.free(address)
+    assert isinstance(assert_type(HugePageAllocator().page_bytes, int), int)
+    assert isinstance(assert_type(ArenaAllocator().inner, NativeAllocator), SharedPageAllocator)
+
+    class Own:
+        def allocate(self, size: int, alignment: int, resource_type: int, /) -> int | UseDefault | None:
+            return USE_DEFAULT if size > 8 else None
+
+        def free(self, address: int, resource_type: int, /) -> None:
+            pass
+
+    own: Allocator = Own()
+    assert RecordingAllocator(own).allocate(16, 8) is USE_DEFAULT
+    assert allocator_of_buffers(own) is own
+
+
+def allocator_of_buffers(allocator: Allocator) -> Allocator:
+    """What is typed so takes one of aioverbs' own as well."""
+    taken: list[Allocator] = [SharedPageAllocator(), HugePageAllocator(), NumaAllocator(0), allocator]
+    return taken[-1]

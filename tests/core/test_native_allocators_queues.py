@@ -1,0 +1,369 @@
+"""Queues whose memory comes from a native allocator: the provider's callbacks run in C."""
+
+import ctypes
+import errno
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
+from aioverbs._core import domains, engine
+from aioverbs.allocators import (
+    USE_DEFAULT,
+    Allocator,
+    ArenaAllocator,
+    DefaultAllocator,
+    HugePageAllocator,
+    NativeAllocator,
+    NumaAllocator,
+    RecordingAllocator,
+    ResourceKind,
+    SharedPageAllocator,
+)
+from tests.core.allocators import CQ, QP, RECORD, Recording
+from tests.core.children import in_child
+from tests.core.pairs import PATIENCE_S, connect, make_end, succeed
+from tests.core.pieces import all_kinds, huge_pages_free
+
+SRQ = 1 << 32 | 4
+TYPES = {CQ: "completion queue", RECORD: "doorbell record", QP: "queue pair", SRQ: "shared receive queue"}
+
+
+@pytest.fixture(params=["no thread domain", "thread domain"])
+def td(request: pytest.FixtureRequest, context: engine.Context) -> domains.ThreadDomain | None:
+    return domains.ThreadDomain(context) if request.param == "thread domain" else None
+
+
+def domain_of(
+    context: engine.Context, allocator: Allocator | Recording, td: domains.ThreadDomain | None = None
+) -> domains.ParentDomain:
+    return domains.ParentDomain(engine.ProtectionDomain(context), td, allocator)
+
+
+def pieces(allocator: RecordingAllocator) -> dict[str, int]:
+    """How many are out, by kind; without those of which none is."""
+    return {kind.kind: usage.pieces for kind, usage in allocator.usage().items() if usage.pieces}
+
+
+@all_kinds
+def test_queues(context: engine.Context, td: domains.ThreadDomain | None, make: Callable[[], NativeAllocator]) -> None:
+    allocator = RecordingAllocator(make())
+    domain = domain_of(context, allocator, td)
+    assert domain.allocator is allocator
+    near, far = make_end(domain), make_end(domain)
+    srq = engine.SharedReceiveQueue(domain, 16, 2)
+    connect(near.qp, far.qp)
+    assert pieces(allocator) == {
+        "completion queue": 2,
+        "doorbell record": 5,
+        "queue pair": 2,
+        "shared receive queue": 1,
+    }
+    assert domain.held == allocator.statistics().pieces == 10
+    assert [kind.provider for kind in allocator.usage()] == ["mlx5"] * 4
+    assert {kind.resource_type: kind.kind for kind in allocator.usage()} == TYPES
+
+    near.memory[:5] = b"moved"
+    near.qp.post_send(
+        SendOpcode.RDMA_WRITE,
+        [near.sge(0, 5)],
+        flags=SendFlags.SIGNALED,
+        remote_addr=far.region.address,
+        rkey=far.region.rkey,
+    )
+    succeed(near.cq)
+    assert far.memory[:5] == b"moved"
+    with pytest.raises(BusyResourceError):
+        domain.destroy()
+
+    near.cq.resize(2000)
+    srq.modify(max_wr=200)
+    assert domain.held == allocator.statistics().pieces == 10
+    assert allocator.usage()[ResourceKind.decode(CQ)].allocations == 3
+    for end in (near, far):
+        end.qp.destroy()
+        end.cq.destroy()
+    srq.destroy()
+    assert domain.held == allocator.statistics().pieces == 0
+    assert pieces(allocator) == {}
+
+
+@all_kinds
+def test_many_loops_worth_of_queues(inline: engine.Context, make: Callable[[], NativeAllocator]) -> None:
+    """Made and destroyed again and again: nothing is left, and nothing grows."""
+    allocator = make()
+    domain = domain_of(inline, allocator)
+    mapped = []
+    for _ in range(30):
+        made = [make_end(domain) for _ in range(3)]
+        for end in made:
+            end.qp.destroy()
+            end.cq.destroy()
+            end.region.destroy()
+        mapped.append(allocator.statistics().mapped_bytes)
+    assert domain.held == allocator.statistics().pieces == 0
+    assert set(mapped[1:]) == {mapped[0]}
+
+
+def test_the_default(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    allocator = RecordingAllocator(DefaultAllocator())
+    domain = domain_of(context, allocator, td)
+    near, far = make_end(domain), make_end(domain)
+    connect(near.qp, far.qp)
+    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    succeed(near.cq)
+    assert domain.held == 0
+    usage = allocator.usage()
+    assert [usage[ResourceKind.decode(kind)].defaults for kind in (CQ, RECORD, QP)] == [2, 4, 2]
+    assert not any(each.allocations or each.failures for each in usage.values())
+
+
+def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
+    """Allocators that have nothing here, and what they say."""
+    found: dict[str, tuple[NativeAllocator, str]] = {"node": (NumaAllocator(1000, strict=True), "NUMA node")}
+    if not huge_pages_free(2 << 20):
+        found["huge pages"] = HugePageAllocator(strict=True), "/proc/sys/vm/nr_hugepages|has no huge pages"
+    return found
+
+
+def test_exhaustion(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    """The verb fails with the allocator's errno, and its reason is the cause."""
+    for allocator, text in without_memory().values():
+        recording = RecordingAllocator(allocator)
+        for each in (allocator, recording):
+            domain = domain_of(context, each, td)
+            for _ in range(2):
+                with pytest.raises(VerbsError, match="ibv_create_cq_ex failed") as caught:
+                    engine.CompletionQueue(context, 16, parent_domain=domain)
+                cause = caught.value.__cause__
+                assert isinstance(cause, OSError)
+                assert cause.errno == caught.value.errno
+                cause_text = str(cause)
+                assert any(part in cause_text for part in text.split("|"))
+            cq = engine.CompletionQueue(context, 16)
+            with pytest.raises(VerbsError, match="ibv_create_qp failed") as caught:
+                engine.QueuePair(domain, cq, cq)
+            assert isinstance(caught.value.__cause__, OSError)
+            cq.destroy()
+            assert domain.held == allocator.statistics().pieces == 0
+            domain.destroy()
+        assert recording.usage()[ResourceKind.decode(CQ)].failures == 2
+
+
+def test_a_cause_is_told_once(inline: engine.Context) -> None:
+    """What fails for another reason has no cause of an allocator's."""
+    domain = domain_of(inline, NumaAllocator(1000, strict=True))
+    with pytest.raises(VerbsError) as caught:
+        engine.CompletionQueue(inline, 16, parent_domain=domain)
+    assert caught.value.__cause__ is not None
+    for cqe in (1 << 30, 1 << 30):
+        with pytest.raises(VerbsError) as caught:
+            engine.CompletionQueue(inline, cqe, parent_domain=domain)
+        assert caught.value.errno == errno.EINVAL
+        assert caught.value.__cause__ is None
+
+
+def test_one_allocator_for_many_domains_and_buffers(context: engine.Context) -> None:
+    allocator = RecordingAllocator(ArenaAllocator())
+    first, second = domain_of(context, allocator), domain_of(context, allocator)
+    address = allocator.allocate(10_000, 4096)
+    assert isinstance(address, int)
+    memory = (ctypes.c_char * 10_000).from_address(address)
+    region = engine.MemoryRegion(first, memory)
+    ends = make_end(first), make_end(second)
+    connect(ends[0].qp, ends[1].qp)
+    assert (first.held, second.held) == (4, 4)
+    buffer = ResourceKind("aioverbs", "buffer", 0)
+    assert allocator.usage()[buffer].size_bytes == 10_000
+    region.destroy()
+    allocator.free(address)
+    assert allocator.usage()[buffer].pieces == 0
+    assert allocator.usage()[buffer].peak_bytes == 10_000
+
+
+def test_the_domain_keeps_its_allocator(context: engine.Context) -> None:
+    """Nobody else remembers it, and pieces are out."""
+    end = make_end(domain_of(context, ArenaAllocator()))
+    end.qp.destroy()
+    end.cq.destroy()
+
+
+def test_a_fork(context: engine.Context) -> None:
+    """The child has neither the domain nor its memory, and opens its own with the same allocator."""
+    allocator = RecordingAllocator(ArenaAllocator())
+    domain = domain_of(context, allocator)
+    end = make_end(domain)
+
+    def child() -> int:
+        end.qp.destroy()
+        end.cq.destroy()
+        domain.destroy()
+        assert allocator.usage() == {}
+        own = engine.Context.open_software()
+        made = make_end(domain_of(own, allocator))
+        return sum(usage.pieces for usage in allocator.usage().values()) + bool(made.qp.closed)
+
+    assert in_child(child) == 4
+    assert domain.held == allocator.statistics().pieces == 4
+
+
+def in_a_foreign_thread(function: Callable[[], None]) -> None:
+    """Call a function in a thread that Python did not start and knows nothing of."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed: list[BaseException] = []
+
+    def start(_: int | None) -> None:
+        try:
+            function()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = ctypes.c_ulong()
+    routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(start)
+    assert libc.pthread_create(ctypes.byref(thread), None, routine, None) == 0
+    assert libc.pthread_join(thread, None) == 0
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("make", [ArenaAllocator, Recording, lambda: RecordingAllocator(Recording())])
+def test_a_foreign_thread(context: engine.Context, make: Callable[[], Allocator | Recording]) -> None:
+    allocator = make()
+    domain = domain_of(context, allocator)
+    ends = []
+    in_a_foreign_thread(lambda: ends.append(make_end(domain)))
+    assert domain.held == 4
+    end = ends.pop()
+    in_a_foreign_thread(end.qp.destroy)
+    end.cq.destroy()
+    assert domain.held == 0
+
+
+@pytest.mark.parametrize("make", [ArenaAllocator, SharedPageAllocator, lambda: RecordingAllocator(ArenaAllocator())])
+def test_many_threads(context: engine.Context, make: Callable[[], NativeAllocator]) -> None:
+    allocator = make()
+    domain = domain_of(context, allocator)
+
+    def work() -> None:
+        for number in range(20):
+            cq = engine.CompletionQueue(context, 4, parent_domain=domain)
+            qp = engine.QueuePair(domain, cq, cq)
+            cq.resize(4 << number % 10)
+            qp.destroy()
+            cq.destroy()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert domain.held == allocator.statistics().pieces == 0
+
+
+# ------------------------------------------------------------------------------------------ recording one in Python
+
+
+def test_recording_an_allocator_in_python(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+    inner = Recording()
+    allocator = RecordingAllocator(inner)
+    assert allocator.inner is inner
+    assert not allocator.native
+    with pytest.raises(TypeError, match="is an allocator in Python"):
+        _ = allocator.c_functions
+    with pytest.raises(TypeError, match="is an allocator in Python"):
+        ArenaAllocator(allocator)
+    domain = domain_of(context, RecordingAllocator(allocator), td)
+    end = make_end(domain)
+    assert inner.asked == [CQ, RECORD, QP, RECORD]
+    assert pieces(allocator) == {"completion queue": 1, "doorbell record": 2, "queue pair": 1}
+    assert allocator.statistics().pieces == domain.held == len(inner.live) == 4
+    assert allocator.statistics().mapped_bytes == 0  # it does not know
+    end.qp.destroy()
+    end.cq.destroy()
+    assert pieces(allocator) == {}
+    assert allocator.statistics().pieces == domain.held == len(inner.live) == 0
+    assert allocator.usage()[ResourceKind.decode(RECORD)].peak_bytes == 16
+
+
+class Oops(Exception):
+    pass
+
+
+def test_what_an_allocator_in_python_answers() -> None:
+    answers: list[object] = [USE_DEFAULT, None, "nonsense", Oops("no more"), 0, 4096, 4096]
+
+    class Answering:
+        def __init__(self) -> None:
+            self.freed: list[int] = []
+
+        def allocate(self, size: int, alignment: int, resource_type: int, /) -> object:
+            answer = answers.pop(0)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        def free(self, address: int, resource_type: int, /) -> None:
+            self.freed.append(address)
+
+    inner = Answering()
+    allocator = RecordingAllocator(inner)
+    assert allocator.allocate(8, 8, RECORD) is USE_DEFAULT
+    assert allocator.allocate(8, 8, RECORD) is None
+    nonsense: object = allocator.allocate(8, 8, RECORD)
+    assert nonsense == "nonsense"
+    with pytest.raises(Oops, match="no more"):
+        allocator.allocate(8, 8, RECORD)
+    assert allocator.allocate(8, 8, RECORD) == 0
+    assert allocator.allocate(8, 8, RECORD) == 4096
+    with pytest.raises(ValueError, match="0x1000, which is in use"):
+        allocator.allocate(8, 8, RECORD)
+    usage = allocator.usage()[ResourceKind.decode(RECORD)]
+    assert (usage.pieces, usage.allocations, usage.defaults, usage.failures) == (1, 1, 1, 4)
+    with pytest.raises(ValueError, match="0x2000 is no piece of"):
+        allocator.free(8192, RECORD)
+    assert inner.freed == []
+    allocator.free(4096, RECORD)
+    assert inner.freed == [4096]
+
+
+@pytest.mark.parametrize(
+    ("resource_type", "text"),
+    [
+        (1 << 32 | 1, "mlx5 queue pair"),
+        (1 << 32 | 2, "mlx5 receive work queue"),
+        (1 << 32 | 3, "mlx5 doorbell record"),
+        (1 << 32 | 4, "mlx5 shared receive queue"),
+        (1 << 32 | 5, "mlx5 completion queue"),
+        (1 << 32 | 6, "mlx5 resource 6"),
+        (21 << 32 | 1, "ionic completion queue"),
+        (21 << 32 | 2, "ionic send queue"),
+        (21 << 32 | 3, "ionic receive queue"),
+        (14 << 32 | 1, "rxe resource 1"),
+        (20 << 32 | 9, "mana resource 9"),
+        (22 << 32 | 1, "driver 22 resource 1"),
+        (3, "unknown resource 3"),
+        (0, "aioverbs buffer"),
+    ],
+)
+def test_resource_types(resource_type: int, text: str) -> None:
+    kind = ResourceKind.decode(resource_type)
+    assert str(kind) == text
+    assert kind.resource_type == resource_type
+    with pytest.raises(AttributeError):
+        kind.kind = "another"  # type: ignore[misc]
+
+
+def test_usage_does_not_change() -> None:
+    allocator = RecordingAllocator(SharedPageAllocator())
+    before = allocator.usage()
+    address = allocator.allocate(8, 8, CQ)
+    assert before == {}
+    (after,) = allocator.usage().values()
+    assert after.pieces == 1
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        allocator.usage()[ResourceKind.decode(CQ)] = after  # type: ignore[index]
+    assert isinstance(address, int)
+    allocator.free(address, CQ)
+    assert after.pieces == 1

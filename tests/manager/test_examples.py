@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import ROOT
 
 SAYS = {
+    "custom_allocator": ["one of our own:", "bytes at 0x", "asked: True", "recorded:"],
     "domains_by_hand": ["wrote 512 bytes, thread domain native", "arrived: True"],
     "first_transfer": ["everything was given back: 0 handles open"],
     "first_write": [

@@ -1,0 +1,53 @@
+"""Where the memory of queues and doorbell records comes from: an allocator of one's own, and a built-in one."""
+
+import asyncio
+import ctypes
+import mmap
+
+import aioverbs
+
+
+class Mappings:
+    """An allocator in Python: a mapping for each piece. Shared memory, so that no fork copies it."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, mmap.mmap] = {}
+
+    def allocate(self, size: int, alignment: int, resource_type: int) -> int | aioverbs.UseDefault | None:
+        """Zeroed memory at an address that is a multiple of `alignment`; what is asked for tells `resource_type`."""
+        if alignment > mmap.PAGESIZE:
+            return aioverbs.USE_DEFAULT  # let the provider do it
+        mapping = mmap.mmap(-1, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._pieces[address] = mapping
+        print(f"  {size} bytes at {address:#x} for {aioverbs.ResourceKind.decode(resource_type)}")
+        return address
+
+    def free(self, address: int, resource_type: int) -> None:
+        """Take a piece back."""
+        del self._pieces[address]
+
+
+async def use(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
+    """Make some queues whose memory comes from an allocator."""
+    async with (
+        device.resource_domain(allocator=allocator) as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq),
+    ):
+        print(f"asked: {domain.parent.native_allocators}")
+
+
+async def main() -> None:
+    async with aioverbs.open_device("soft0") as device:
+        print("one of our own:")
+        await use(device, Mappings())
+        print("an arena, which packs small pieces, recorded:")
+        allocator = aioverbs.RecordingAllocator(aioverbs.ArenaAllocator())
+        await use(device, allocator)
+        for kind, usage in allocator.usage().items():
+            print(f"  {kind}: {usage}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,11 +1,12 @@
-"""RDMA for asyncio.
+"""RDMA for asyncio: devices, and the domains that keep what is made on them to one event loop and its thread.
 
-The ground floor stands: the compiled verbs seam and the software device (`aioverbs._core`, private), and here what
-they raise and name. Devices, domains and awaitable verbs come on top of it.
+The compiled core (`aioverbs._core`, private) is loaded when the first of the names that need it is used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
 from .errors import (
     AffinityError,
     BrokenResourceError,
@@ -38,43 +39,132 @@ from .types import (
     WcStatus,
 )
 
+if TYPE_CHECKING:
+    from .affinity import Affinity, ThreadModel
+    from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
+    from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
+    from .domains import (
+        ParentDomain,
+        ProtectionDomain,
+        ResourceDomain,
+        SharedProtectionDomain,
+        ThreadDomain,
+        XrcDomain,
+    )
+    from .events import DeviceEvent
+    from .memory import MemoryRegion, RegionSlice, RemoteRegion
+    from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
+    from .resource import Resource, ResourceInfo, ResourceStatistics, State
+
 __all__ = [
     "AccessFlags",
+    "Affinity",
     "AffinityError",
     "AtomicCap",
     "BrokenResourceError",
     "BusyResourceError",
     "ClosedResourceError",
+    "CompletionQueue",
+    "CompletionQueueStatistics",
     "ConcurrentAccessError",
+    "Device",
+    "DeviceAttributes",
+    "DeviceEvent",
+    "DeviceInfo",
     "DeviceNotFoundError",
+    "DeviceStatistics",
     "EventType",
     "ForkedProcessError",
     "LibraryNotFoundError",
     "LinkLayer",
+    "MemoryRegion",
+    "MessageModel",
     "Mtu",
     "MwType",
     "NodeType",
+    "ParentDomain",
+    "PortAttributes",
+    "PortInfo",
     "PortState",
+    "ProtectionDomain",
     "QpAttrMask",
+    "QpAttributes",
+    "QpCapabilities",
     "QpState",
     "QpType",
+    "QueuePair",
+    "QueuePairAddress",
+    "QueuePairStatistics",
+    "RegionSlice",
+    "RemoteRegion",
+    "Resource",
+    "ResourceDomain",
+    "ResourceInfo",
+    "ResourceStatistics",
     "SendFlags",
     "SendOpcode",
+    "SharedProtectionDomain",
+    "SharedReceiveQueue",
+    "State",
+    "ThreadDomain",
+    "ThreadModel",
     "TransportType",
     "VerbsError",
     "WcFlags",
     "WcOpcode",
     "WcStatus",
     "WorkCompletionError",
+    "XrcDomain",
+    "devices",
+    "open_device",
 ]
+
+# Where the names are that load the compiled core: importing the package is to cost next to nothing.
+_LAZY = {
+    "Affinity": "affinity",
+    "CompletionQueue": "completion",
+    "CompletionQueueStatistics": "completion",
+    "Device": "device",
+    "DeviceEvent": "events",
+    "DeviceInfo": "device",
+    "DeviceStatistics": "device",
+    "MemoryRegion": "memory",
+    "MessageModel": "completion",
+    "ParentDomain": "domains",
+    "PortInfo": "device",
+    "ProtectionDomain": "domains",
+    "QueuePair": "queue_pair",
+    "QueuePairAddress": "queue_pair",
+    "QueuePairStatistics": "queue_pair",
+    "RegionSlice": "memory",
+    "RemoteRegion": "memory",
+    "Resource": "resource",
+    "ResourceDomain": "domains",
+    "ResourceInfo": "resource",
+    "ResourceStatistics": "resource",
+    "SharedProtectionDomain": "domains",
+    "SharedReceiveQueue": "queue_pair",
+    "State": "resource",
+    "ThreadDomain": "domains",
+    "ThreadModel": "affinity",
+    "XrcDomain": "domains",
+    "devices": "device",
+    "open_device": "device",
+}
 
 __version__: str
 
-if not TYPE_CHECKING:  # or every misspelt name would pass for a string
+if not TYPE_CHECKING:  # or every misspelt name would pass for anything
 
-    def __getattr__(name: str) -> str:
+    def __getattr__(name: str) -> object:
         if name == "__version__":
             from importlib.metadata import version  # here, because it costs more than the package itself
 
             return version("aioverbs")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})

@@ -83,9 +83,14 @@ cdef class ParentDomain(ProtectionDomain):
     :param pd: the protection domain; not a parent domain itself.
     :param td: the thread domain of everything that is made on the parent domain.
     :param allocator: gives the provider memory for queues and doorbell records. Its
-        ``allocate(size, alignment, resource_type)`` returns an address of zeroed, aligned memory that a fork does not
-        copy, or `USE_DEFAULT`, or None where it has none; ``free(address, resource_type)`` takes it back. What
-        ``allocate`` raises becomes the cause of the verb's error. A `NativeAllocator` is asked in C, without the GIL.
+        ``allocate(size, alignment, resource_type)``, both in bytes, returns an address of zeroed, aligned memory that a
+        fork does not copy, or `USE_DEFAULT`, or None where it has none; ``free(address, resource_type)`` takes it back,
+        once, with the same type. `resource_type` is the provider's number in the upper 32 bits and its own code for a
+        queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
+        of the verb's error. They are called in the thread that calls the verb, and may call verbs themselves.
+        A `NativeAllocator` is asked in C, without the GIL.
+    :raises ValueError: `pd` is a parent domain, or `td` is of another context.
+    :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
     """
 
     cdef readonly ProtectionDomain base

@@ -6,6 +6,11 @@ here sleeps, and no policy lives here. What it does guarantee is the lifetime of
 parent with open children is refused before the verb, a buffer stays where it is as long as it is registered, and a
 handle that was made before a fork is closed in the child. Addresses given as numbers are the caller's to keep good.
 
+Every method of a handle, and every constructor for what it is given, raises `ClosedResourceError` where the handle is
+closed and `ForkedProcessError` in the child of a fork. Where a verb is called, `VerbsError` has its name and errno (EIO
+for nearly all of them once the software device is lost), and `ConcurrentAccessError` tells of another call inside of
+an object that takes no locks. In each of these cases nothing was done. Docstrings say what is particular.
+
 An open handle is in the ledger, which keeps it alive: forgetting one leaks it, visibly (`open_handles`), and never
 destroys an object that the hardware still works with.
 """
@@ -235,7 +240,10 @@ cdef class Handle:
     def destroy(self):
         """Destroy the object. Nothing happens where that was done already, or where it belongs to another process.
 
-        :raises BusyResourceError: something made from it is open, or a call is under way; nothing was done.
+        It never waits for an acknowledgement: an event that was taken and not acknowledged is a user of the object.
+
+        :raises BusyResourceError: something made from it is open, a call is under way, or an event of it was not
+            acknowledged; nothing was done.
         :raises VerbsError: the verb failed; the object is still open.
         :raises AffinityError: it belongs to another thread or event loop; nothing was done.
         """

@@ -3,7 +3,9 @@
 cdef class AddressHandle(Handle):
     """An address handle, the way that datagrams take: ``ibv_create_ah``.
 
-    :param av: an `AddressVector`.
+    :param av: an `AddressVector`; over RoCE it has a `dgid`.
+    :raises ValueError: its `dgid` has other than 16 bytes.
+    :raises VerbsError: with EINVAL where it leads nowhere from this device: another port or GID index, no `dgid`.
     """
 
     def __init__(self, ProtectionDomain pd not None, av):

@@ -1,7 +1,10 @@
 # Part of engine.pyx: completion channels and completion queues.
 
 cdef class CompletionChannel(Handle):
-    """A completion channel: ``ibv_create_comp_channel``. Its descriptor is non-blocking."""
+    """A completion channel: ``ibv_create_comp_channel``. Its descriptor is non-blocking.
+
+    :raises VerbsError: with EMFILE or ENOMEM.
+    """
 
     def __init__(self, Context context not None, *, Affinity affinity=None):
         self._begin()
@@ -83,7 +86,8 @@ cdef class WorkCompletion:
     """A completion: ``struct ibv_wc``. On an error only `wr_id`, `status`, `vendor_err` and `qp_num` mean anything.
 
     `imm_data` comes with ``WcFlags.WITH_IMM``, `invalidated_rkey` with ``WcFlags.WITH_INV``, both in host order; 0
-    without. `completion_timestamp`, in the device's own ticks, is None where the queue was not made with timestamps.
+    without. `completion_timestamp`, in the device's own ticks (of the software device: ``time.monotonic_ns``), is None
+    where the queue was not made with timestamps. `byte_len` counts the 40 bytes before a datagram, too.
     """
 
     def __init__(self):
@@ -99,14 +103,19 @@ cdef object _statuses = {int(status): status for status in WcStatus}
 cdef class CompletionQueue(Handle):
     """A completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` where `extended` or a keyword after it is given.
 
-    A completion that finds no room breaks the queue: it raises ``EventType.CQ_ERR``.
+    A completion that finds no room is lost and breaks the queue for good: that raises ``EventType.CQ_ERR``, and
+    ``EventType.QP_FATAL`` of the queue pair whose completion it was.
 
     :param cqe: how many completions it holds at least; `cqe` tells how many it does.
     :param channel: where its events arrive.
+    :param comp_vector: which of the context's `num_comp_vectors` raises them.
     :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
     :param parent_domain: takes locks and memory from there.
     :param single_threaded: takes no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
     :param timestamps: completions carry the device's time; this needs, and implies, `extended`.
+    :raises ValueError: `cqe` is less than 1, or a part is of another context.
+    :raises VerbsError: with EINVAL where the device has no queue of that size or no such vector, with what a parent
+        domain's allocator led to (what it raised is the cause), with EOPNOTSUPP where the provider lacks something.
     """
 
     def __init__(
@@ -232,9 +241,11 @@ cdef class CompletionQueue(Handle):
             self._leave()
 
     def resize(self, int cqe):
-        """Change how many completions it holds at least: ``ibv_resize_cq``.
+        """Change how many completions it holds at least: ``ibv_resize_cq``. Those that are in it stay.
 
-        :raises VerbsError: there are more completions in it than that, or the device cannot; the queue is as it was.
+        :raises ValueError: `cqe` is less than 1.
+        :raises VerbsError: with EINVAL where there are more completions in it than that, or more than the device can
+            have; with what a parent domain's allocator led to (what it raised is the cause). The queue is as it was.
         """
         cdef int error
         if cqe < 1:
@@ -257,6 +268,11 @@ cdef class CompletionQueue(Handle):
         """Moderate its events: ``ibv_modify_cq``.
 
         An event comes after so many completions, or so long after the first of them. 0 for either ends it.
+
+        :param moderate_count: completions, up to 65535.
+        :param moderate_period_us: microseconds, up to 65535.
+        :raises OverflowError: one of them is larger, or negative.
+        :raises VerbsError: with EOPNOTSUPP where the provider cannot.
         """
         cdef v.ibv_modify_cq_attr attr
         cdef int error
@@ -273,7 +289,11 @@ cdef class CompletionQueue(Handle):
         self._check("ibv_modify_cq", error)
 
     def request_notify(self, bint solicited_only=False):
-        """Ask for one event, at the next completion that is added: ``ibv_req_notify_cq``."""
+        """Ask for one event, at the next completion that is added: ``ibv_req_notify_cq``.
+
+        :param solicited_only: at the next one that its sender marked by ``SendFlags.SOLICITED``, or that is an error.
+        :raises VerbsError: with EINVAL where the queue has no channel.
+        """
         self._use("ibv_req_notify_cq")
         try:
             self._check("ibv_req_notify_cq", v.verbs_req_notify_cq(self.pointer, solicited_only))
@@ -281,7 +301,11 @@ cdef class CompletionQueue(Handle):
             self._unuse()
 
     def ack_events(self, int count=1):
-        """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``."""
+        """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``.
+
+        :param count: how many of them.
+        :raises ValueError: so many were not taken, or were acknowledged before.
+        """
         self._use("ibv_ack_cq_events")
         try:
             if count < 0 or not v.gate_leave_many(&self._unacknowledged, count):
@@ -292,7 +316,11 @@ cdef class CompletionQueue(Handle):
             self._unuse()
 
     def poll(self, int count=16):
-        """Take up to `count` completions: ``ibv_poll_cq``, or ``ibv_start_poll`` and on."""
+        """Take up to `count` completions, a list of `WorkCompletion`: ``ibv_poll_cq``, or ``ibv_start_poll`` and on.
+
+        :raises ValueError: `count` is less than 1.
+        :raises VerbsError: with EIO where the queue is broken and all that it still had was taken.
+        """
         self._use("ibv_poll_cq")
         try:
             if count < 1:

@@ -33,6 +33,8 @@ cdef class Context(Handle):
 
         :param engine: execute requests in a C thread, as hardware does, instead of in the call that posts them.
         :param delay_ns: with `engine`, how long after its posting a request is executed at the earliest.
+        :raises ValueError: `delay_ns` is negative, or given without `engine`.
+        :raises VerbsError: with EMFILE or ENOMEM.
         """
         cdef v.soft_options options
         cdef int error
@@ -229,7 +231,9 @@ cdef class Context(Handle):
     def get_async_event(self):
         """Take an asynchronous event, or None where none waits; this never blocks: ``ibv_get_async_event``.
 
-        `async_fd` is readable while one waits. From the first call on that descriptor is non-blocking.
+        `async_fd` is readable while one waits. From the first call on that descriptor is non-blocking. Each event is an
+        `AsyncEvent`, and to be acknowledged before what it is about, or this context, can be destroyed. The software
+        device does not tell twice of one that nobody took yet.
         """
         self._enter()
         try:
@@ -266,14 +270,11 @@ cdef class Context(Handle):
     @property
     def faults(self):
         """The `FaultPlan` of a context of the software device."""
-        cdef FaultPlan plan
         if not self.software:
             raise ValueError(f"{self!r} is not of the software device: only that one fails as planned")
         self._enter()
         self._leave()
-        plan = FaultPlan.__new__(FaultPlan)
-        plan.context = self
-        return plan
+        return FaultPlan.__new__(FaultPlan, self)
 
     def set_delay(self, delay_ns):
         """Change how long after its posting the software device's engine executes a request, from here on."""

@@ -31,13 +31,14 @@ cdef object _port_events = frozenset(
 
 
 cdef class AsyncEvent:
-    """An asynchronous event that was taken: ``struct ibv_async_event``.
+    """An asynchronous event that was taken: ``struct ibv_async_event``, from ``ibv_get_async_event``.
 
     It keeps what it is about from being destroyed until it is acknowledged. One that is forgotten acknowledges itself,
     with a ResourceWarning.
 
-    `element` is the queue pair, completion queue or shared receive queue, `port_num` the port; the other is None, and
-    so are both where the event is about the device, or about an object that was not made here.
+    `event_type` is an `EventType`. `element` is the queue pair, completion queue or shared receive queue, `port_num`
+    the port; the other is None, and so are both where the event is about the device, or about an object that was not
+    made here.
     """
 
     def __init__(self):
@@ -53,7 +54,11 @@ cdef class AsyncEvent:
         return not self._unacknowledged
 
     def ack(self):
-        """Acknowledge it, once: ``ibv_ack_async_event``."""
+        """Acknowledge it, once and from any thread: ``ibv_ack_async_event``.
+
+        :raises ValueError: it was acknowledged before.
+        :raises ForkedProcessError: in the child of a fork; it is the parent's to acknowledge.
+        """
         if self._held is not None and self._held._forks != v.soft_fork_count():
             raise ForkedProcessError(repr(self._held))
         if not v.gate_leave_many(&self._unacknowledged, 1):

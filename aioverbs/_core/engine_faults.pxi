@@ -25,12 +25,19 @@ cdef class FaultPlan:
     of the rule: the `first` one, from there on each `every`-th, `times` in all (0: without end). Where several rules
     strike at once the oldest one counts.
 
+    Each method raises ValueError for a number out of its range, a verb that is none or an object of another context,
+    and VerbsError with ENOMEM where there is no memory for a rule; then the plan is as it was. Error numbers are those
+    of `errno`, chances are of 1,000,000, times are in nanoseconds.
+
     `verbs` has the names of the verbs, as ``"create_qp"``.
     """
 
     verbs = tuple(_verb_numbers)
 
-    def __init__(self):
+    def __cinit__(self, Context context not None):
+        self.context = context
+
+    def __init__(self, *_):
         raise TypeError("the fault plan of a context is its `faults`")
 
     def __repr__(self):
@@ -83,7 +90,8 @@ cdef class FaultPlan:
     ):
         """Requests of a queue pair, or of any, complete with that `WcStatus`, which breaks the queue pair as it does.
 
-        :param receives: receives instead, as messages come for them; their sender sees a remote operational error.
+        :param receives: receives instead, as messages come for them. The sender, where it is told, sees REM_OP_ERR;
+            REM_INV_REQ_ERR where the status is LOC_LEN_ERR.
         """
         cdef v.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error
@@ -123,7 +131,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_loss_at_random", error)
 
     def jitter(self, max_ns):
-        """Each request waits up to that much longer before it is executed; 0 ends it. For contexts with an engine."""
+        """Each request waits up to that much longer before it is executed; 0 ends it. For contexts with an engine.
+
+        :raises VerbsError: with EINVAL where the context has none.
+        """
         cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
         cdef int error
         self.context._enter()

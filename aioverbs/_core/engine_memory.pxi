@@ -1,7 +1,10 @@
 # Part of engine.pyx: protection domains and memory regions.
 
 cdef class ProtectionDomain(Handle):
-    """A protection domain: ``ibv_alloc_pd``. A parent domain is one, too."""
+    """A protection domain: ``ibv_alloc_pd``. A parent domain is one, too.
+
+    :raises VerbsError: with ENOMEM.
+    """
 
     def __init__(self, Context context not None):
         cdef int error = 0
@@ -37,10 +40,11 @@ cdef class ProtectionDomain(Handle):
     def open_shared(Context context not None, uint32_t share, uint64_t share_key):
         """Open a further instance of a protection domain that was shared: ``ibv_share_pd``.
 
-        Any context of the device will do. What is made with an instance is the instance's; regions of one may be used
-        by queue pairs of another. The domain goes with its last instance.
+        Any context of the device will do. What is made with an instance is the instance's, and is destroyed before it;
+        regions of one may be used by queue pairs of another. The domain goes with its last instance.
 
         :param share: what `share` returned.
+        :param share_key: the 64 bits that `share` was given.
         :raises VerbsError: with ENOENT where nothing is shared by that number, with EACCES where the key is another,
             with EOPNOTSUPP on other devices than the software device.
         """
@@ -68,8 +72,9 @@ cdef class ProtectionDomain(Handle):
     def share(self, uint64_t share_key):
         """Let other contexts of the device open this protection domain: ``ibv_alloc_shpd``.
 
-        :param share_key: a secret that they need, too.
+        :param share_key: a secret of 64 bits that they need, too.
         :return: the number that `open_shared` takes.
+        :raises OverflowError: the key has more than 64 bits.
         :raises VerbsError: with EEXIST where it is shared already, with EINVAL where it is a parent domain, with
             EOPNOTSUPP on other devices than the software device.
         """
@@ -96,7 +101,12 @@ cdef class MemoryRegion(Handle):
     :param pd: the protection domain; with a parent domain, the region belongs to its base just the same.
     :param memory: an object with the buffer protocol, which stays exported until `destroy`, or ``(address, length)``
         of memory that the caller keeps.
-    :param access: what may be done to it. Writing from afar implies ``LOCAL_WRITE``, as the verbs demand it.
+    :param access: what may be done to it. Writing from afar implies ``LOCAL_WRITE``, as the verbs demand it; with
+        ``MW_BIND``, memory windows may be bound to it, and keep it from being destroyed.
+    :raises TypeError: `memory` is neither.
+    :raises ValueError: there is nothing to register, or ``LOCAL_WRITE`` is missing.
+    :raises VerbsError: with EFAULT where there is no such memory or it may not be written, with EOPNOTSUPP for access
+        that the device does not have (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
     """
 
     def __init__(self, ProtectionDomain pd not None, memory, access=AccessFlags.LOCAL_WRITE):

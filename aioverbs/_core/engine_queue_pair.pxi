@@ -12,6 +12,9 @@ cdef class QueuePair(Handle):
     :param sq_sig_all: every send work request completes visibly.
     :param srq: where it takes its receives from, instead of having a receive queue of its own.
     :param xrc_domain: for XRC_RECV, which has nothing else.
+    :raises ValueError: a part is missing, is none of this type's, or is of another context.
+    :raises VerbsError: with EINVAL where the device has no queues of those depths, with EOPNOTSUPP where it has no such
+        type, with what a parent domain's allocator led to (what it raised is the cause).
     """
 
     def __init__(
@@ -157,12 +160,28 @@ cdef class QueuePair(Handle):
     ):
         """Change its state or attributes; what is given makes up the mask: ``ibv_modify_qp``.
 
-        :param av: an `AddressVector`.
-        :param timeout: how long to wait for an answer, 4.096 us * 2**timeout; 0 for ever.
+        Which ones a change of state must and may have depends on the type.
+
+        :param qp_state: a `QpState`; without it, it stays in its state.
+        :param path_mtu: the largest packet, an `Mtu`.
+        :param rq_psn: the sequence number of the first packet that is received, 24 bits.
+        :param sq_psn: the sequence number of the first packet that is sent, 24 bits.
+        :param dest_qp_num: the number of the peer.
+        :param qp_access_flags: which one-sided requests the peer may make at all, `AccessFlags`.
+        :param av: the way to the peer, an `AddressVector`.
+        :param pkey_index: a place in the port's partition table.
+        :param port_num: the port, from 1 on.
+        :param max_rd_atomic: how many reads and atomics may be under way from here.
+        :param max_dest_rd_atomic: how many of the peer's may be.
         :param min_rnr_timer: the code, 0 to 31, of how long a peer waits when no receive is posted here.
+        :param timeout: how long to wait for an answer, 4.096 us * 2**timeout; 0 for ever.
+        :param retry_cnt: how often to send again what was not answered, 0 to 7.
+        :param rnr_retry: how often to send again where no receive was posted, 0 to 6; 7 without end.
         :param qkey: what datagrams to it must carry.
         :param cur_qp_state: the state that it is in; where it is in another one, the verb fails.
         :param en_sqd_async_notify: raise ``EventType.SQ_DRAINED`` when all that was begun before SQD has ended.
+        :raises VerbsError: with EINVAL where that change is not to be had from this state, an attribute is missing, is
+            none of it, or has a value that cannot be; nothing was changed.
         """
         cdef v.ibv_qp_attr attr
         cdef int mask = 0, error
@@ -301,13 +320,23 @@ cdef class QueuePair(Handle):
         """Post a send work request: ``ibv_post_send``.
 
         :param opcode: a `SendOpcode`.
-        :param sges: local memory as ``(address, length, lkey)``, in order.
+        :param sges: local memory as ``(address, length, lkey)`` with the length in bytes, in order.
+        :param wr_id: what its completion will bear.
         :param flags: `SendFlags`.
+        :param remote_addr: of one-sided requests: where, in the peer's memory.
+        :param rkey: of one-sided requests: the peer's key, of a region or a window.
         :param imm_data: 32 bits for the ``WITH_IMM`` forms, in host order.
+        :param compare_add: of atomics on 8 bytes: what to compare with, or to add.
+        :param swap: of a compare and swap: what to put there.
         :param invalidate_rkey: the peer's key for ``SEND_WITH_INV``, one of this side for ``LOCAL_INV``.
         :param ah: the way of a datagram, on a queue pair of type UD, to the number `remote_qpn` there, which must have
             `remote_qkey`.
         :param remote_srqn: on one of type XRC_SEND, the number of the shared receive queue.
+        :raises ValueError: `ah` or `remote_srqn` does not go with the type, or there are more entries than any device
+            takes.
+        :raises VerbsError: with EINVAL where its state or its type does not send this, or there are more entries or
+            inline bytes than were granted; with ENOMEM where the send queue is full; with EOPNOTSUPP for opcodes that
+            the device does not have. What fails later is told by a completion.
         """
         cdef v.ibv_send_wr wr
         cdef v.ibv_send_wr *bad = NULL
@@ -389,8 +418,12 @@ cdef class QueuePair(Handle):
         :param address: where the window begins.
         :param length: its size in bytes; 0 unbinds a window of type 1.
         :param access: what may be done through it, `AccessFlags`.
+        :param wr_id: what its completion will bear.
         :param flags: `SendFlags`.
         :param rkey: the new key of a window of type 2: the old one, but for the low byte. Without it, the next one.
+        :raises ValueError: a part is of another context, a region is missing, or a window of type 1 was given a key.
+        :raises VerbsError: as by `post_send`; then the window has its old key. A binding that the region does not allow
+            is told by a completion.
         """
         cdef v.ibv_mw_bind bind
         cdef unsigned int rights = access
@@ -448,7 +481,12 @@ cdef class QueuePair(Handle):
     def post_recv(self, sges=(), *, uint64_t wr_id=0):
         """Post a receive: ``ibv_post_recv``.
 
-        :param sges: where a message goes, as ``(address, length, lkey)``, in order.
+        :param sges: where a message goes, as ``(address, length, lkey)`` with the length in bytes, in order; a datagram
+            begins with 40 bytes of its route.
+        :param wr_id: what its completion will bear.
+        :raises ValueError: there are more entries than any device takes.
+        :raises VerbsError: with ENOMEM where the receive queue is full; with EINVAL where it has none of its own, in
+            RESET, or where there are more entries than were granted.
         """
         cdef v.ibv_recv_wr wr
         cdef v.ibv_recv_wr *bad = NULL

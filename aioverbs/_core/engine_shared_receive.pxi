@@ -9,6 +9,9 @@ cdef class SharedReceiveQueue(Handle):
     :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
     :param xrc_domain: the XRC domain whose queue pairs fill it; with it goes `cq`.
     :param cq: where its receives complete. Those of other queues complete where their queue pair says.
+    :raises ValueError: of `xrc_domain` and `cq` one is missing, or a part is of another context.
+    :raises VerbsError: with EINVAL where the device has no queue of that size, or `limit` is more than it holds; with
+        what a parent domain's allocator led to (what it raised is the cause).
     """
 
     def __init__(
@@ -55,9 +58,10 @@ cdef class SharedReceiveQueue(Handle):
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
             self._opened("")
         except BaseException:
-            if self.pointer:
-                self._destroy_verb()
-            _leave_all(held)
+            if self.pointer and self._destroy_verb():
+                self._opened("")        # it is there and cannot go yet: an open handle, for who looks for those
+            else:
+                _leave_all(held)
             raise
 
     def _create_basic(self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge):
@@ -110,7 +114,10 @@ cdef class SharedReceiveQueue(Handle):
 
     @property
     def number(self):
-        """Its number, which XRC peers need: ``ibv_get_srq_num``."""
+        """Its number, which XRC peers need: ``ibv_get_srq_num``.
+
+        :raises VerbsError: with EINVAL where it is not for XRC.
+        """
         cdef uint32_t number = 0
         cdef int error
         self._use("ibv_get_srq_num")
@@ -124,8 +131,11 @@ cdef class SharedReceiveQueue(Handle):
     def modify(self, max_wr=None, limit=None):
         """Change its size, or arm its limit; what is given makes up the mask: ``ibv_modify_srq``.
 
-        :param max_wr: how many receives it holds at least from here on.
+        :param max_wr: how many receives it holds at least from here on. Those that are in it stay.
         :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
+        :raises VerbsError: with EINVAL where more receives are in it, or completed and not polled, than `max_wr`, or
+            `limit` is more than it holds; with what a parent domain's allocator led to (what it raised is the cause).
+            The queue is as it was.
         """
         cdef int mask = 0
         if max_wr is not None:
@@ -169,7 +179,11 @@ cdef class SharedReceiveQueue(Handle):
     def post_recv(self, sges=(), *, uint64_t wr_id=0):
         """Post a receive: ``ibv_post_srq_recv``.
 
-        :param sges: where a message goes, as ``(address, length, lkey)``, in order.
+        :param sges: where a message goes, as ``(address, length, lkey)`` with the length in bytes, in order.
+        :param wr_id: what its completion will bear.
+        :raises ValueError: there are more entries than any device takes.
+        :raises VerbsError: with ENOMEM where it is full of receives whose completions were not polled, with EINVAL
+            where there are more entries than its `max_sge`.
         """
         cdef v.ibv_recv_wr wr
         cdef v.ibv_recv_wr *bad = NULL

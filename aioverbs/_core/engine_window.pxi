@@ -4,7 +4,10 @@ cdef class MemoryWindow(Handle):
     """A memory window: ``ibv_alloc_mw``. `QueuePair.bind_window` binds it.
 
     :param mw_type: a `MwType`. A window of type 1 is bound and unbound by a verb of its own. One of type 2 is bound by
-        a work request, used through that queue pair alone, and unbound by invalidating its key.
+        a work request, used through that queue pair alone, and unbound by invalidating its key (``LOCAL_INV`` here,
+        ``SEND_WITH_INV`` from the peer). Destroying a window of either type unbinds it, too: ``ibv_dealloc_mw``.
+    :raises ValueError: there is no such type.
+    :raises VerbsError: with ENOMEM, or with EOPNOTSUPP where the provider has none.
     """
 
     def __init__(self, ProtectionDomain pd not None, mw_type):

@@ -170,6 +170,8 @@ void soft_entry_fill(struct verbs_context *verbs);
 
 /* soft_absent.c: what the device does not have. */
 void soft_absent_fill(struct verbs_context *verbs);
+int soft_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid);
+int soft_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid);
 
 static inline bool soft_stale(const struct soft_context *context)
 {
@@ -612,6 +614,7 @@ struct soft_qp {
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
     bool leads_here;         /* as attr: its path ends at this device */
+    bool leaving;            /* as attr: it is being destroyed, and stays in RESET */
 
     struct soft_lock sq_lock;        /* the sending device half */
     uint32_t next_psn;               /* sq */

@@ -1,6 +1,6 @@
 /* What this device does not have: on-demand paging and its null region, counters, device memory, flow steering, rate
- * limits, tag matching, receive work queues, queue pairs shared by number. Such an op answers EOPNOTSUPP, as with
- * libibverbs' providers, and is never NULL: who wants to know calls it. */
+ * limits, tag matching, receive work queues, queue pairs shared by number, multicast. Such an op answers EOPNOTSUPP, as
+ * with libibverbs' providers, and is never NULL: who wants to know calls it. */
 #include "soft.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter" /* their types are all that these functions have of them */
@@ -53,6 +53,17 @@ ABSENT_OBJECT(ibv_qp, open_qp, struct ibv_context *context, struct ibv_qp_open_a
 static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *wr, struct ibv_ops_wr **bad)
 {
     *bad = wr;
+    return EOPNOTSUPP;
+}
+
+/* These two are of the other table: libibverbs exports them. */
+int soft_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
+{
+    return EOPNOTSUPP;
+}
+
+int soft_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
+{
     return EOPNOTSUPP;
 }
 

@@ -242,12 +242,9 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
     }
     /* No queue pair refers to it; an execution that still pushed into it is waited for, and the engine, which came
 	 * for its timer. */
-    if (cq->timed)
-        soft_engine_cancel(context, &cq->timer, true);
+    soft_engine_cancel(context, &cq->timer, true);
     grace_wait();
-    soft_half_leave(&cq->half); /* who took an event may poll before he acknowledges it */
-    if (cq->timed)
-        soft_engine_unreserve(context);
+    soft_half_leave(&cq->half); /* who took an event may poll, and moderate, before he acknowledges it */
     soft_events_finish(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
     if (cq->channel) {
         uint32_t taken = soft_channel_forget(cq->channel, cq);
@@ -258,6 +255,8 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
         pthread_mutex_unlock(&cq->ex.mutex);
         atomic_fetch_sub(&cq->channel->references, 1);
     }
+    if (cq->timed)
+        soft_engine_unreserve(context);
     soft_memory_put(&cq->record);
     soft_memory_put(&cq->buffer);
     if (cq->parent_domain)

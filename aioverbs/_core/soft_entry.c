@@ -161,4 +161,6 @@ const struct verbs_table soft_verbs = {
     .destroy_qp = enter_destroy_qp,
     .create_ah = enter_create_ah,
     .destroy_ah = enter_destroy_ah,
+    .attach_mcast = soft_attach_mcast,
+    .detach_mcast = soft_detach_mcast,
 };

@@ -36,7 +36,7 @@ static void fail_sender(struct soft_qp *qp)
 }
 
 /* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
- * breaks the queue; so does a completion that found no room. */
+ * breaks the queue; so does a completion that found no room, and then an event tells what it would have told. */
 static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
                      uint32_t byte_len)
 {
@@ -61,7 +61,8 @@ static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc
     };
     if (soft_complete(qp->context, qp->send_cq, &cqe))
         return;
-    if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR)
+    /* What is flushed in ERR tells its user nothing new. */
+    if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
         soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
 }
 

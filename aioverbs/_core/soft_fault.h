@@ -97,8 +97,9 @@ int soft_fault_verb(struct ibv_context *context, enum soft_verb verb, struct sof
 int soft_fault_verbs_at_random(struct ibv_context *context, uint32_t per_million, int error);
 
 /* Requests of a queue pair (0: of all, counted together) complete with `status` and do nothing else but break the
- * queue pair, as that status does. `receives`: receives, counted as messages come for them; their sender sees a
- * remote operational error. */
+ * queue pair, as that status does. `receives`: receives, counted as messages come for them, which break their queue
+ * pair. The sender sees what such a receive makes of its request: a remote operational error; where the status is
+ * IBV_WC_LOC_LEN_ERR, that the request is invalid; nothing at all where its queue pair is unreliable. */
 int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receives, struct soft_strike strike,
                        enum ibv_wc_status status, uint32_t vendor_err);
 
@@ -111,7 +112,8 @@ int soft_fault_loss_at_random(struct ibv_context *context, uint32_t per_million)
 int soft_fault_jitter(struct ibv_context *context, uint64_t max_ns);
 
 /* Completions of a queue pair (0: of all) are held back from here on, until they are released: `count` of them
- * (0: all that are held). In the order in which they came, or, `shuffled`, drawn across queue pairs, where those of
+ * (0: all that are held). It is the context of the completion queue that holds them, also where an XRC target of
+ * another one received. In the order in which they came, or, `shuffled`, drawn across queue pairs, where those of
  * one queue keep their order. What is held stays held for later releases, and new ones are held, too, until
  * soft_fault_unhold, which releases all. */
 int soft_fault_hold(struct ibv_context *context, uint32_t qp_num);

@@ -163,17 +163,20 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
     return 0;
 }
 
+/* UINT64_MAX is never, and nothing is later. */
+static uint64_t later(uint64_t time, uint64_t by)
+{
+    return by > UINT64_MAX - time ? UINT64_MAX : time + by;
+}
+
 /* When a request that is posted now is to be executed at the earliest; 0: at once. */
 static uint64_t due(struct soft_qp *qp)
 {
-    uint64_t now, delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
+    uint64_t delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
 
     if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS)
-        delay += soft_fault_delay(qp);
-    if (!delay)
-        return 0;
-    now = soft_now_ns();
-    return delay > UINT64_MAX - now ? UINT64_MAX : now + delay;
+        delay = later(delay, soft_fault_delay(qp));
+    return delay ? later(soft_now_ns(), delay) : 0;
 }
 
 static int post(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad, enum ibv_mw_type window)

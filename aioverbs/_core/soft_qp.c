@@ -302,6 +302,18 @@ static void purge_cqs(struct soft_qp *qp)
         soft_cq_purge(qp->recv_cq, qp, NULL);
 }
 
+/* Who took an event of it may use it until he acknowledges: all that he posts or changes is refused, for it would
+ * complete to nobody. */
+static void retire(struct soft_qp *qp)
+{
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    qp->leaving = true;
+    atomic_store(&qp->state, IBV_QPS_RESET);
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+}
+
 int soft_destroy_qp(struct ibv_qp *ibv_qp)
 {
     struct soft_qp *qp = to_soft_qp(ibv_qp);
@@ -320,6 +332,7 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
     }
     /* First no one finds it any more; then those who had found it are gone, and with them the last who could
 	 * ring the engine for it; then the engine forgets it, and is waited for in its turn. */
+    retire(qp);
     soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
     grace_wait();
     soft_engine_forget(qp);
@@ -478,7 +491,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
     soft_lock_take(&qp->rq_lock);
     from = (enum ibv_qp_state)atomic_load(&qp->state);
     to = mask & IBV_QP_STATE ? attr->qp_state : from;
-    error = soft_state_check(qp->qp.qp_type, from, to, mask);
+    error = qp->leaving ? EINVAL : soft_state_check(qp->qp.qp_type, from, to, mask);
     if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
         error = EINVAL;
     if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->waiting)
@@ -537,7 +550,7 @@ void soft_qp_break(struct soft_qp *qp)
     bool broken;
 
     soft_lock_take(&qp->sq_lock); /* soft_modify_qp stays out */
-    broken = atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
+    broken = qp->leaving || atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
     soft_lock_give(&qp->sq_lock);
     if (broken)
         return;

@@ -192,7 +192,8 @@ static void complete_receive(const struct responder *at, const struct soft_reque
         cqe.wc_flags = IBV_WC_WITH_INV;
     if (at->peer->qp.qp_type == IBV_QPT_UD)
         cqe.wc_flags |= IBV_WC_GRH;
-    if (soft_complete(at->peer->context, at->cq, &cqe))
+    /* By the plan of the completion queue's context, which need not be the XRC target's. */
+    if (soft_complete(to_soft_context(at->cq->ex.context), at->cq, &cqe))
         return;
     refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, true);
     soft_raise(at->peer->context, &at->peer->events, IBV_EVENT_QP_FATAL);
@@ -460,6 +461,8 @@ static bool find_shared(struct responder *at, const struct soft_request *request
         refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return false;
     }
+    if (atomic_load_explicit(&srq->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
+        return false; /* where the queue is, nobody answers any more */
     at->srq = srq;
     at->cq = srq->cq;
     at->pd = srq->pd;

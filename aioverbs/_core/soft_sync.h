@@ -8,8 +8,12 @@
  *
  * Lock order, outermost first; a thread takes a later one while holding an earlier one, never the reverse:
  *
- *   driver half (CQ, then QP)  >  grace section  >  qp->sq_lock  >  peer qp->rq_lock  >  cq->lock
- *                              >  channel->lock, engine->lock
+ *   device->lock  >  driver half (CQ, then QP or SRQ)  >  grace section
+ *                 >  qp->sq_lock  >  peer qp->rq_lock  >  mw->lock  >  srq->lock
+ *                 >  the fault plan's lock  >  cq->lock  >  channel->lock | engine->lock | events.lock
+ *
+ * Of the last three a thread holds one at a time. pd->lock comes after device->lock, and only mw->lock after it. The
+ * fault plan's is a mutex: it is held while completions are released, so that none overtakes another.
  *
  * A thread holds at most one sq_lock: what an execution does to the peer's send queue is done after its own is
  * given back (soft_execute.c). A thread that waits for a grace period holds driver halves at most, and is in no

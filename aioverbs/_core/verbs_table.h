@@ -44,7 +44,9 @@
     X(int, modify_qp, (struct ibv_qp *, struct ibv_qp_attr *, int mask))                             \
     X(int, destroy_qp, (struct ibv_qp *))                                                            \
     X(struct ibv_ah *, create_ah, (struct ibv_pd *, struct ibv_ah_attr *))                           \
-    X(int, destroy_ah, (struct ibv_ah *))
+    X(int, destroy_ah, (struct ibv_ah *))                                                            \
+    X(int, attach_mcast, (struct ibv_qp *, const union ibv_gid *, uint16_t lid))                     \
+    X(int, detach_mcast, (struct ibv_qp *, const union ibv_gid *, uint16_t lid))
 
 struct verbs_table {
 #define X(result, name, parameters) result(*name) parameters;

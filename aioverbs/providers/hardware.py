@@ -1,11 +1,15 @@
 """RDMA devices of this machine: pyverbs lists and opens them, every other verb goes through the core's own table."""
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from aioverbs._core import engine
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError
 
-__all__ = ["names", "open_context"]
+if TYPE_CHECKING:
+    from pyverbs.device import Context as PyverbsContext
+
+__all__ = ["adopt_context", "names", "open_context"]
 
 
 def _pyverbs_device() -> ModuleType:
@@ -40,3 +44,26 @@ def open_context(name: str) -> engine.Context:
 
     context = _pyverbs_device().Context(name=name)
     return engine.Context.adopt(pyverbs_bridge.context_capsule(context), context)
+
+
+class _Lent:
+    """A pyverbs context that its user closes: here it is only kept."""
+
+    def __init__(self, context: object) -> None:
+        self.context = context
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def adopt_context(context: "PyverbsContext") -> engine.Context:
+    """Use an open `pyverbs.device.Context`, which its user keeps and closes afterwards.
+
+    :raises TypeError: it is something else.
+    :raises ValueError: it is closed.
+    :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
+    """
+    _pyverbs_device()
+    from aioverbs._core import pyverbs_bridge
+
+    return engine.Context.adopt(pyverbs_bridge.context_capsule(context), _Lent(context))

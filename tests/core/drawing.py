@@ -1,4 +1,4 @@
-"""Draws for the stateful test: sizes, ranges, requests; mostly right, sometimes wrong on purpose."""
+"""Draws for the stateful test: choices, sizes, and ranges of memory; mostly right, sometimes wrong on purpose."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -6,16 +6,14 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from aioverbs import AccessFlags, SendOpcode
-from tests.core.model import Pd, Qp, Receive, Region, Send, Sge
-from tests.core.model_execution import ANSWERED, ATOMIC
+from aioverbs import AccessFlags
+from tests.core.model import Pd, Region, Sge
 from tests.core.pairs import ALL_ACCESS
 
 T = TypeVar("T")
 
 MESSAGE, SHORT = 600, 30  # bytes: the longest takes three packets of the shortest MTU; every region has room for it
-IMMEDIATES = [0, 0x01020304, 0xFFFFFFFF]
-OPERANDS = [0, 1, 0x0102030405060708, (1 << 64) - 1]
+LARGE = 6000  # bytes: more than one packet of any MTU
 
 
 @cache
@@ -62,8 +60,8 @@ def dice(draw: st.DrawFn) -> Dice:
     return Dice(draw)
 
 
-class Drawer:
-    """Draws requests over the memory that there is."""
+class RangeDrawer:
+    """Draws parts of the memory that there is."""
 
     def __init__(self, dice: Dice, regions: Sequence[Region]) -> None:
         self.dice = dice
@@ -84,7 +82,7 @@ class Drawer:
             return 4096, 8, 7
         length = min(length, region.length)
         offset = self.dice.below(region.length - length + 1)
-        match self.dice.below(200):
+        match self.dice.below(100):
             case 99:
                 return region.address + offset, length, region.key ^ 1 << 31
             case 98:
@@ -93,46 +91,7 @@ class Drawer:
                 return region.address - 1, length, region.key
         return region.address + offset, length, region.key
 
-    def receive(self, qp: Qp, wr_id: int) -> Receive:
-        """Mostly with room for all that is sent here."""
-        most = qp.capabilities.max_recv_sge
-        count = most + 1 if self.dice.rarely(30) else self.dice.between(min(1, most), most)
-        shortest = 0 if self.dice.rarely() else MESSAGE
-        lengths = [self.dice.between(shortest, MESSAGE + 10) for _ in range(count)]
-        return Receive(wr_id, [self.sge(qp.pd, True, length) for length in lengths])
-
-    def send(self, qp: Qp, peer: Qp | None, wr_id: int, opcodes: Sequence[SendOpcode]) -> Send:
-        dice, opcode = self.dice, self.dice.pick(opcodes)
-        inline = dice.rarely(3) if opcode not in ANSWERED else dice.rarely(40)
-        sges = self._sges(qp, opcode)
-        if inline:
-            sges = [self._inside(sge) for sge in sges if self._inside(sge)[1]]
-        address, _, key = self.sge((peer or qp).pd, True, sum(sge[1] for sge in sges))
-        if opcode in ATOMIC and not dice.rarely(20):
-            address -= address % 8
-        return Send(
-            wr_id=wr_id,
-            opcode=opcode,
-            sges=sges,
-            signaled=dice.maybe(),
-            solicited=dice.rarely(4),
-            inline=b"" if inline else None,
-            remote_addr=address,
-            rkey=key,
-            imm_data=dice.pick(IMMEDIATES),
-            compare_add=dice.pick(OPERANDS),
-            swap=dice.pick(OPERANDS) if opcode is SendOpcode.ATOMIC_CMP_AND_SWP else 0,
-        )
-
-    def _sges(self, qp: Qp, opcode: SendOpcode) -> list[Sge]:
-        most = qp.capabilities.max_send_sge
-        if opcode in ATOMIC:
-            return [self.sge(qp.pd, False, 4 if self.dice.rarely(30) else 8)][:most]
-        count = most + 1 if self.dice.rarely(40) else self.dice.between(min(1, most), most)
-        longest = MESSAGE if self.dice.rarely(4) else SHORT
-        return [self.sge(qp.pd, False, self.dice.below(longest // max(count, 1) + 1)) for _ in range(count)]
-
-    def _inside(self, sge: Sge) -> Sge:
+    def readable(self, sge: Sge) -> Sge:
         """Inline data is read by the caller: where nothing is, nothing can be read."""
         for region in self.regions:
             if region.key == sge[2] and region.view(sge[0], sge[1]) is not None:

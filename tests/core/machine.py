@@ -1,17 +1,20 @@
 """The steps that the stateful test is made of: each does one thing to the twins."""
 
-from hypothesis import note
-from hypothesis.stateful import RuleBasedStateMachine
+from typing import Any
 
-from aioverbs import Mtu, QpState, SendOpcode, VerbsError
-from aioverbs._core import domains, engine
-from aioverbs.attributes import QpCapabilities
-from tests.core.allocators import Recording
-from tests.core.contexts import open_context
-from tests.core.drawing import MESSAGE, Dice, Drawer
-from tests.core.model import RECEIVE_SIDE, SEND_SIDE, Channel, Context, Pd, Qp, Queue, Region, Td
-from tests.core.pairs import to_init, to_rtr
-from tests.core.twins import Twins
+from hypothesis import note
+
+from aioverbs import AccessFlags, EventType, Mtu, QpState, QpType, SendOpcode
+from tests.core.drawing import Dice
+from tests.core.drawing_requests import Aim, RequestDrawer
+from tests.core.making import TYPES, Maker
+from tests.core.model import Context, Pd, Way, Window, XrcDomain
+from tests.core.model_datagrams import PORT_MTU
+from tests.core.model_execution import CAN_SEND, LISTENING
+from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Qp, Receive, SharedQueue
+from tests.core.model_states import COUNTERPART, NEEDS
+from tests.core.transports import QKEY, way_to
+from tests.core.twins import errno_of
 
 ONE_SIDED = [
     SendOpcode.RDMA_WRITE,
@@ -24,18 +27,8 @@ PSNS = [0, 0xFFFFFE, 0x123456]
 MTUS = [Mtu.MTU_256, Mtu.MTU_512, Mtu.MTU_4096]
 
 
-def power_of_two(at_least: int) -> int:
-    return 1 << (at_least - 1).bit_length() if at_least else 0
-
-
-class Bench(RuleBasedStateMachine):
+class Bench(Maker):
     """What rules do, as far as more than one of them does it. What it is done to is drawn from what there is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twins = Twins()
-
-    # ---- making
 
     # ---- work
 
@@ -44,192 +37,156 @@ class Bench(RuleBasedStateMachine):
         twins = self.twins
         if not twins.of(Context) or not dice.maybe():
             return
+        if not twins.of(Pd):
+            self.add_pd(dice.pick(twins.of(Context)))
         if len(twins.of(Qp)) < 2:
-            pds = twins.of(Pd) or [self.add_pd(dice.pick(twins.of(Context)))]
-            if not twins.of(Queue, pds[-1].context):
-                self.add_queue(pds[-1].context, None, None, 50, extended=dice.maybe(), single_threaded=False)
-            self.add_qp(dice)
-        if twins.of(Qp):
+            self.add_qp_of_some_type(dice)
+        if dice.rarely(4):
+            self.work_windows(dice)
+        else:
             self.post(dice, ONE_SIDED + MESSAGES)
 
-    def open_context(self, mode: str) -> None:
-        self.twins.add(Context(mode=mode), open_context(mode))
+    def add_qp_of_some_type(self, dice: Dice) -> Qp:
+        kind = dice.pick(TYPES)
+        return self.add_target(self.some_xrc_domain(dice)) if kind is QpType.XRC_RECV else self.add_qp(dice, kind)
 
-    def add_pd(self, context: Context) -> Pd:
-        pd = Pd((context,), context=context)
-        self.twins.add(pd, engine.ProtectionDomain(self.twins.handle(context, engine.Context)))
-        return pd
+    def some_xrc_domain(self, dice: Dice) -> XrcDomain:
+        known = self.twins.of(XrcDomain)
+        if known and not dice.rarely(8):
+            return dice.pick(known)
+        return self.add_xrc_domain(dice.pick(self.twins.of(Context)), of_file=dice.maybe())
 
-    def add_td(self, context: Context) -> Td:
-        td = Td((context,), context=context)
-        self.twins.add(td, domains.ThreadDomain(self.twins.handle(context, engine.Context)))
-        return td
+    # ---- states
 
-    def add_parent_domain(self, dice: Dice, base: Pd, td: Td | None) -> Pd:
-        twins = self.twins
-        allocator = Recording() if dice.maybe() else None
-        domain = Pd((base, td) if td else (base,), context=base.context, base=base, allocates=allocator is not None)
-        handle = domains.ParentDomain(
-            twins.handle(base, engine.ProtectionDomain),
-            twins.handle(td, domains.ThreadDomain) if td else None,
-            allocator,
-        )
-        twins.add(domain, handle)
-        twins.allocators += [allocator] if allocator else []
-        return domain
-
-    def add_region(self, dice: Dice, pd: Pd, far: bool) -> None:
-        """Over new memory, or over a part of what is registered already."""
-        twins = self.twins
-        known = [pair for pair in twins.memories if pair[0].far == far]
-        buffer, memory = (
-            dice.pick(known) if known and dice.rarely(3) else twins.new_buffer(dice.pick([MESSAGE + 30, 1000]), far)
-        )
-        offset = dice.pick([0, 0, 8, 17])
-        length = len(memory) - offset - dice.pick([0, 0, 5])
-        access = dice.access()
-        handle = engine.MemoryRegion(
-            twins.handle(pd, engine.ProtectionDomain), memoryview(memory)[offset : offset + length], access
-        )
-        region = Region((pd,), 0, True, pd.context, pd, buffer, offset, length, access, handle.lkey)
-        assert handle.address == region.address
-        assert handle.lkey not in twins.fabric.regions
-        twins.add(region, handle)
-        twins.regions.append(region)
-        twins.fabric.regions[region.key] = region
-
-    def furnish(self, dice: Dice, pd: Pd, far: bool) -> None:
-        """See that a domain has a region on that side."""
-        regions = self.twins.of(Region)
-        if not any(region.pd.root is pd.root and region.buffer.far == far for region in regions):
-            self.add_region(dice, pd, far)
-
-    def add_channel(self, context: Context) -> Channel:
-        channel = Channel((context,), context=context)
-        self.twins.add(channel, engine.CompletionChannel(self.twins.handle(context, engine.Context)))
-        return channel
-
-    def add_queue(
-        self,
-        context: Context,
-        channel: Channel | None,
-        domain: Pd | None,
-        cqe: int,
-        *,
-        extended: bool,
-        single_threaded: bool,
+    def to_state(
+        self, dice: Dice, qp: Qp, state: QpState, peer: int, psns: tuple[int, int], form: QpType | None = None
     ) -> None:
-        twins = self.twins
-        handle = engine.CompletionQueue(
-            twins.handle(context, engine.Context),
-            cqe,
-            twins.handle(channel, engine.CompletionChannel) if channel else None,
-            extended=extended,
-            parent_domain=twins.handle(domain, engine.ProtectionDomain) if domain else None,
-            single_threaded=single_threaded,
-        )
-        parents = tuple(parent for parent in (context, channel, domain) if parent)
-        assert handle.cqe == power_of_two(cqe)
-        queue = Queue(parents, context=context, size=handle.cqe, channel=channel, domain=domain)
-        twins.add(queue, handle)
-        if domain and domain.allocates:
-            domain.held += 2
-
-    def add_qp(self, dice: Dice) -> None:
-        twins = self.twins
-        registered = {region.pd.root for region in twins.of(Region)}
-        useful = [pd for pd in twins.of(Pd) if pd.root in registered]
-        pd = dice.pick(useful if useful and not dice.rarely() else twins.of(Pd))
-        wanted = QpCapabilities(
-            max_send_wr=dice.pick([4, 8, 7, 1, 0]) if dice.rarely(4) else 8,
-            max_recv_wr=dice.pick([4, 8, 7, 1, 0]) if dice.rarely(4) else 8,
-            max_send_sge=0 if dice.rarely(20) else dice.between(1, 3),
-            max_recv_sge=0 if dice.rarely(20) else dice.between(1, 3),
-            max_inline_data=dice.pick([64, 32, 0]),
-        )
-        # A queue overflows only where it was promised to too many: these have room for all that can come.
-        depth = power_of_two(wanted.max_send_wr) + power_of_two(wanted.max_recv_wr)
-        roomy = [queue for queue in twins.of(Queue, pd.context) if queue.promised + depth <= queue.size]
-        if not roomy:
-            return
-        send_cq, recv_cq = dice.pick(roomy), dice.pick(roomy)
-        sig_all = dice.rarely(4)
-        handle = engine.QueuePair(
-            twins.handle(pd, engine.ProtectionDomain),
-            twins.cq(send_cq),
-            twins.cq(recv_cq),
-            wanted,
-            sq_sig_all=sig_all,
-        )
-        assert handle.capabilities.max_send_wr == power_of_two(wanted.max_send_wr)
-        assert handle.capabilities.max_inline_data >= wanted.max_inline_data
-        qp = Qp(
-            (pd, send_cq, recv_cq),
-            context=pd.context,
-            pd=pd,
-            send_cq=send_cq,
-            recv_cq=recv_cq,
-            capabilities=handle.capabilities,
-            sig_all=sig_all,
-            number=handle.qp_num,
-        )
-        assert qp.number not in twins.fabric.qps
-        twins.add(qp, handle)
-        twins.fabric.qps[qp.number] = qp
-        for queue in {send_cq, recv_cq}:
-            queue.promised += twins.promise(qp, queue)
-        pd.held += 2 * pd.allocates
-
-    def to_state(self, dice: Dice, qp: Qp, state: QpState, peer: int, psns: tuple[int, int]) -> None:
-        """Change a state with new attributes; or not, where the model says so."""
+        """Change a state with new attributes, as its type needs them, or another; or not, where the model says so."""
         twins, handle = self.twins, self.twins.qp(qp)
         twins.settle()
+        if EventType.QP_LAST_WQE_REACHED in qp.events:
+            twins.take_async_events(qp.context)  # an engine need not come to it before it is reset
         note(f"modify {handle} to {state.name}, peer {peer}, PSNs {psns}")
         access, mtu = dice.access(), dice.pick(MTUS)
         reads = 0 if dice.rarely(20) else 16
-        error = 0
-        try:
-            match state:
-                case QpState.INIT:
-                    to_init(handle, access)
-                case QpState.RTR:
-                    to_rtr(handle, peer, psn=psns[0], max_dest_rd_atomic=reads, path_mtu=mtu)
-                case QpState.RTS:
-                    handle.modify(state, timeout=1, retry_cnt=0, rnr_retry=0, sq_psn=psns[1], max_rd_atomic=reads)
-                case _:
-                    handle.modify(state)
-        except VerbsError as refusal:
-            error = refusal.errno
-        assert error == twins.fabric.modify(qp, state)
+        qkey = QKEY + dice.below(2) * dice.rarely(4)
+        values: dict[str, Any] = {
+            "pkey_index": 0,
+            "port_num": 1,
+            "qp_access_flags": access,
+            "qkey": qkey,
+            "path_mtu": mtu,
+            "dest_qp_num": peer,
+            "rq_psn": psns[0],
+            "av": way_to(handle.context),
+            "max_dest_rd_atomic": reads,
+            "min_rnr_timer": 1,
+            "sq_psn": psns[1],
+            "timeout": 1,
+            "retry_cnt": 0,
+            "rnr_retry": 0,
+            "max_rd_atomic": reads,
+        }
+        names = NEEDS[form or qp.type].get(state, ())
+        error = errno_of(lambda: handle.modify(state, **{name: values[name] for name in names}))
+        assert error == twins.fabric.modify(qp, state, names)
         if not error:
             match state:
                 case QpState.INIT:
-                    qp.access = access
+                    qp.access, qp.qkey = access, qkey
                 case QpState.RTR:
                     qp.peer, qp.expected_psn, qp.reads_served, qp.mtu = peer, psns[0], reads, mtu.size
                 case QpState.RTS:
                     qp.next_psn, qp.reads = psns[1], reads
         twins.under_way = qp
 
+    def resume(self, qp: Qp) -> None:
+        """To RTS without attributes."""
+        self.twins.settle()
+        error = errno_of(lambda: self.twins.qp(qp).modify(QpState.RTS))
+        assert error == self.twins.fabric.resume(qp)
+        self.twins.under_way = qp
+
     def join(self, dice: Dice, *ends: Qp) -> None:
-        """Take one or two queue pairs to RTS; with itself, with each other."""
+        """Take one or two queue pairs to RTS; with itself, with each other. The second one need not send yet."""
         psns = [dice.pick(PSNS) for _ in ends]
         for qp, peer, own, other in zip(ends, reversed(ends), psns, reversed(psns), strict=True):
             own = dice.pick(PSNS) if dice.rarely(20) else own  # out of sequence: nobody answers
-            for state in (QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS):
+            ready = qp is ends[0] or not dice.rarely(3)
+            for state in (QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS)[: 4 if ready else 3]:
                 self.to_state(dice, qp, state, peer.number, (other, own))
+
+    def join_with_some(self, dice: Dice, near: Qp) -> None:
+        """With one that can be its peer; an XRC sender needs another type, which is made where there is none."""
+        fitting = [qp for qp in self.twins.of(Qp) if qp.type is COUNTERPART[near.type]]
+        if not fitting:
+            target = near.type is QpType.XRC_SEND
+            fitting = [self.add_target(self.some_xrc_domain(dice)) if target else self.add_qp(dice, QpType.XRC_SEND)]
+        far = dice.pick(fitting)
+        self.join(dice, *([near] if near is far else [near, far]))
+
+    # ---- who sends to whom
+
+    def is_heard(self, qp: Qp) -> bool:
+        """Whether somebody hears what it sends."""
+        if qp.type is QpType.UD:
+            return True  # itself
+        return self.twins.fabric.connected_peer(qp) is not None
 
     def sender(self, dice: Dice) -> Qp:
         """Mostly one that works: where there is none, connect some."""
-        twins, qps = self.twins, self.twins.of(Qp)
-        if dice.rarely(8):
+        qps = self.twins.of(Qp)
+        if dice.rarely(12):
             return dice.pick(qps)
-        working = [qp for qp in qps if qp.state is QpState.RTS and twins.fabric.peer_of(qp)]
-        if not working:
-            near, far = dice.pick(qps), dice.pick(qps)
-            self.join(dice, *([near] if near is far else [near, far]))
-            return near
-        return dice.pick(working)
+        working = [qp for qp in qps if qp.state is QpState.RTS and qp.sends_at_all and self.is_heard(qp)]
+        if working and not dice.rarely(6):
+            return dice.pick(working)
+        near = dice.pick([qp for qp in qps if qp.sends_at_all] or qps)
+        if near not in working:
+            self.join_with_some(dice, near)
+        return near
+
+    def aim(self, dice: Dice, qp: Qp) -> Aim:
+        """Where a queue pair's requests go."""
+        twins = self.twins
+        peer = twins.fabric.qps.get(qp.peer)
+        if qp.type is QpType.UD:
+            others = [other for other in twins.of(Qp) if other.type is QpType.UD and other.state in LISTENING]
+            peer = dice.pick(others) if others and not dice.rarely(30) else dice.pick(twins.of(Qp))
+            return Aim(peer, peer.pd, peer.shared, self.some_way(dice, qp))
+        if qp.type is QpType.XRC_SEND and peer and peer.xrc_domain:
+            shared = self.some_shared(dice, peer.xrc_domain)
+            return Aim(peer, shared.pd, shared)
+        return Aim(peer, peer.pd, peer.shared) if peer else Aim(None, qp.pd)
+
+    def some_way(self, dice: Dice, qp: Qp) -> Way:
+        """One of its own domain, or, now and then, of another."""
+        ways, stranger = self.twins.of(Way, qp.context), dice.rarely(8)
+        fitting = [way for way in ways if (way.pd.root is not qp.pd.root) == stranger]
+        if fitting:
+            return dice.pick(fitting)
+        return self.add_way(dice, self.add_pd(qp.context) if stranger else qp.pd)
+
+    def some_shared(self, dice: Dice, xrc_domain: XrcDomain) -> SharedQueue:
+        """One that targets of a domain reach, in whichever context; or, now and then, one that they do not."""
+        twins, stranger = self.twins, dice.rarely(20)
+        fitting = [
+            shared
+            for shared in twins.of(SharedQueue)
+            if shared.xrc_domain and (shared.xrc_domain.identity is not xrc_domain.identity) == stranger
+        ]
+        if fitting:
+            return dice.pick(fitting)
+        context = xrc_domain.context
+        pds = twins.of(Pd, context) or [self.add_pd(context)]
+        return self.add_shared(
+            dice, dice.pick(pds), self.add_xrc_domain(context, of_file=False) if stranger else xrc_domain
+        )
+
+    # ---- posting
+
+    def drawer(self, dice: Dice) -> RequestDrawer:
+        return RequestDrawer(dice, self.twins.regions, self.twins.of(Window))
 
     def post(self, dice: Dice, opcodes: list[SendOpcode]) -> None:
         self.post_to(dice, self.sender(dice), opcodes)
@@ -237,17 +194,74 @@ class Bench(RuleBasedStateMachine):
     def post_to(self, dice: Dice, qp: Qp, opcodes: list[SendOpcode]) -> None:
         """Post some requests to a queue pair, one behind the other, without waiting for them."""
         twins = self.twins
-        drawer = Drawer(dice, twins.regions)
+        aim = self.aim(dice, qp)
         count = dice.between(1, 4)
-        peer = twins.fabric.qps.get(qp.peer)
         if not dice.rarely():
             self.furnish(dice, qp.pd, far=False)
-            self.furnish(dice, peer.pd if peer else qp.pd, far=True)
-        if peer and opcodes is not ONE_SIDED and not dice.rarely():
-            for _ in range(count - len(peer.receives)):
-                twins.post_recv(peer, drawer.receive(peer, twins.new_wr_id(RECEIVE_SIDE)))
-        for queue in dict.fromkeys([qp.send_cq, peer.recv_cq] if peer else [qp.send_cq]):
-            if queue.channel and dice.rarely(3):
+            self.furnish(dice, aim.pd, far=True)
+        if opcodes is not ONE_SIDED and not dice.rarely(8):
+            self.post_receives(dice, aim.shared or aim.peer, count)
+        for queue in dict.fromkeys([qp.send_cq, aim.queue]):
+            if queue and queue.channel and dice.rarely(3):
                 twins.request_notify(queue, solicited_only=dice.maybe())
+        drawer = self.drawer(dice)
         for _ in range(count):
-            twins.post_send(qp, drawer.send(qp, peer, twins.new_wr_id(SEND_SIDE), opcodes))
+            twins.post_send(qp, drawer.send(qp, aim, twins.new_wr_id(SEND_SIDE), opcodes))
+
+    def post_receives(self, dice: Dice, to: Qp | SharedQueue | None, wanted: int) -> None:
+        """See that so many receives wait."""
+        twins, drawer = self.twins, self.drawer(dice)
+        if to is None:
+            return
+        for _ in range(wanted - len(to.receives)):
+            if isinstance(to, SharedQueue):
+                twins.post_shared(to, drawer.receive(to.pd, to.max_sge, twins.new_wr_id(RECEIVE_SIDE)))
+            else:
+                receive = drawer.receive(to.pd, to.capabilities.max_recv_sge, twins.new_wr_id(RECEIVE_SIDE))
+                twins.post_recv(to, receive)
+
+    def post_large(self, dice: Dice, qp: Qp) -> None:
+        """A datagram about as large as the port's MTU, to who might have room for more."""
+        twins = self.twins
+        aim, drawer = self.aim(dice, qp), self.drawer(dice)
+        if aim.pd not in twins.open:
+            return
+        near = self.add_region(dice, qp.pd, far=False, large=True)
+        far = self.add_region(dice, aim.pd, far=True, large=True)
+        receive = Receive(twins.new_wr_id(RECEIVE_SIDE), [(far.address, far.length, far.key)])
+        if aim.shared:
+            twins.post_shared(aim.shared, receive)
+        elif aim.peer:
+            twins.post_recv(aim.peer, receive)
+        sge = near.address, PORT_MTU + dice.below(2), near.key
+        twins.post_send(qp, drawer.datagram(qp, aim, twins.new_wr_id(SEND_SIDE), sge))
+
+    # ---- windows
+
+    def work_windows(self, dice: Dice) -> None:
+        """Bind or unbind one where a working queue pair's requests come by, and have some come by."""
+        twins = self.twins
+        qp = self.sender(dice)
+        peer = twins.fabric.qps.get(qp.peer)
+        opener = qp
+        if peer and peer.state is QpState.RTS and SendOpcode.BIND_MW in CAN_SEND[peer.type]:
+            opener = peer
+        if not opener.sends_at_all:
+            return
+        if not dice.rarely():
+            self.furnish(dice, opener.pd, far=True, access=AccessFlags.MW_BIND)
+        windows = twins.of(Window, opener.context)
+        fitting = [window for window in windows if window.pd.root is opener.pd.root]
+        if windows and dice.rarely(40):
+            window = dice.pick(windows)
+        elif fitting and not dice.rarely(4):
+            window = dice.pick(fitting)
+        else:
+            window = self.add_window(opener.pd, second=dice.maybe())
+        drawer = self.drawer(dice)
+        twins.post_send(opener, drawer.window_request(opener, window, twins.new_wr_id(SEND_SIDE)))
+        if not dice.rarely(4):
+            self.post_to(dice, qp, ONE_SIDED + MESSAGES)
+        if window.region and dice.rarely(4):
+            assert not twins.destroy(window.region)
+            twins.fabric.memory.reached["kept by a window"] += 1

@@ -3,15 +3,12 @@
 No I/O, no threads, no time: an object is in the state that the device's will be in when everything is done.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from aioverbs import AccessFlags, QpState, SendOpcode, WcOpcode, WcStatus
-from aioverbs.attributes import QpCapabilities
+from aioverbs import AccessFlags, EventType
 
 Sge = tuple[int, int, int]
 
-SEND_SIDE, RECEIVE_SIDE = 0, 1
 NOTHING = AccessFlags(0)
 
 
@@ -63,6 +60,29 @@ class Td(Node):
 
 
 @dataclass(eq=False)
+class XrcDomain(Node):
+    """One of several handles, where a file names it."""
+
+    context: Context = field(default_factory=Context)
+    identity: object = field(default_factory=object)
+    of_file: bool = False
+
+
+@dataclass(eq=False)
+class Way(Node):
+    """An address handle."""
+
+    context: Context = field(default_factory=Context)
+    pd: Pd = field(default_factory=Pd)
+    source: bytes = b""
+    target: bytes = b""
+    traffic_class: int = 0
+    hop_limit: int = 0
+    flow_label: int = 0
+    leads_here: bool = True
+
+
+@dataclass(eq=False)
 class Channel(Node):
     context: Context = field(default_factory=Context)
 
@@ -85,6 +105,11 @@ class Region(Node):
     length: int = 0
     access: AccessFlags = NOTHING
     key: int = 0
+    windows: int = 0  # that are bound to it
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self.windows > 0
 
     @property
     def address(self) -> int:
@@ -100,12 +125,54 @@ class Region(Node):
 
 
 @dataclass(eq=False)
+class Window(Node):
+    """A key to a part of a region, while it is bound; of type 2, for one queue pair."""
+
+    context: Context = field(default_factory=Context)
+    pd: Pd = field(default_factory=Pd)
+    second: bool = False
+    told: int = 0  # its user's key, which the next request is to make good
+    key: int = 0  # the last one that a request made good
+    region: Region | None = None
+    address: int = 0
+    length: int = 0
+    access: AccessFlags = NOTHING
+    qp: Node | None = None
+
+    def unbind(self) -> None:
+        if self.region is not None:
+            self.region.windows -= 1
+        self.region = None
+
+    def destroy(self) -> None:
+        super().destroy()
+        self.unbind()
+
+    def view(self, address: int, length: int) -> memoryview | None:
+        if self.region is None or address < self.address or address + length > self.address + self.length:
+            return None
+        return self.region.view(address, length)
+
+
+@dataclass(eq=False)
+class Eventful(Node):
+    """What asynchronous events are about: one of each type waits at most."""
+
+    events: set[EventType] = field(default_factory=set)
+    unacknowledged: int = 0
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self.unacknowledged > 0
+
+
+@dataclass(eq=False)
 class Queue(Node):
     """A completion queue: only its events are here, completions wait at their queue pair."""
 
     context: Context = field(default_factory=Context)
     size: int = 0
-    promised: int = 0  # places that its queue pairs may take, all together
+    promised: int = 0  # places that those who complete there may take, all together
     channel: Channel | None = None
     domain: Pd | None = None
     armed: str | None = None
@@ -116,6 +183,11 @@ class Queue(Node):
     def busy(self) -> bool:
         return super().busy or self.taken > 0
 
+    @property
+    def room(self) -> int:
+        """A queue overflows only where it was promised to too many."""
+        return self.size - self.promised
+
     def arm(self, solicited_only: bool) -> None:
         if self.armed != "any":
             self.armed = "solicited" if solicited_only else "any"
@@ -124,92 +196,3 @@ class Queue(Node):
         if self.armed == "any" or (self.armed == "solicited" and worth_an_event):
             self.armed = None
             self.waiting += self.channel is not None
-
-
-@dataclass
-class Send:
-    wr_id: int
-    opcode: SendOpcode
-    sges: list[Sge]
-    signaled: bool
-    solicited: bool
-    inline: bytes | None
-    remote_addr: int
-    rkey: int
-    imm_data: int
-    compare_add: int
-    swap: int
-    index: int = 0
-
-
-@dataclass
-class Receive:
-    wr_id: int
-    sges: list[Sge]
-    index: int = 0
-
-
-@dataclass
-class Expected:
-    """A completion to come. None is for what it does not tell."""
-
-    wr_id: int
-    status: WcStatus
-    index: int
-    opcode: WcOpcode | None = None
-    byte_len: int | None = None
-    imm_data: int | None = None
-    src_qp: int | None = None
-
-
-@dataclass
-class Ring:
-    """The places of one direction: taken by posting, freed by polling a completion that tells of them."""
-
-    depth: int
-    posted: int = 0
-    reaped: int = 0
-
-    @property
-    def full(self) -> bool:
-        return self.posted - self.reaped >= self.depth
-
-
-@dataclass(eq=False)
-class Qp(Node):
-    context: Context = field(default_factory=Context)
-    pd: Pd = field(default_factory=Pd)
-    send_cq: Queue = field(default_factory=Queue)
-    recv_cq: Queue = field(default_factory=Queue)
-    capabilities: QpCapabilities = field(default_factory=QpCapabilities)
-    sig_all: bool = False
-    number: int = 0
-    state: QpState = QpState.RESET
-    access: AccessFlags = NOTHING
-    peer: int = 0
-    mtu: int = 256
-    next_psn: int = 0
-    expected_psn: int = 0
-    reads: int = 0
-    reads_served: int = 0
-    sends: deque[Send] = field(default_factory=deque)
-    receives: deque[Receive] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.clear()
-
-    def clear(self) -> None:
-        """As after RESET: nothing is posted, and nothing that completed is left to be polled."""
-        self.sends.clear()
-        self.receives.clear()
-        self.rings = (Ring(self.capabilities.max_send_wr), Ring(self.capabilities.max_recv_wr))
-        self.expected: tuple[deque[Expected], deque[Expected]] = (deque(), deque())
-
-    def polled(self, side: int) -> Expected | None:
-        """The next completion of one direction is taken."""
-        if not self.expected[side]:
-            return None
-        expected = self.expected[side].popleft()
-        self.rings[side].reaped = expected.index + 1
-        return expected

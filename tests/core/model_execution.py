@@ -1,4 +1,4 @@
-"""What becomes of work requests, by the InfiniBand architecture: the responder's checks, their order, their answers.
+"""What becomes of work requests: who sends what to whom, and what that does to their states.
 
 Plain and pure, like the objects that it works on.
 """
@@ -6,70 +6,69 @@ Plain and pure, like the objects that it works on.
 import errno
 from dataclasses import dataclass, field
 
-from aioverbs import AccessFlags, QpState, SendOpcode, WcOpcode, WcStatus
-from tests.core.model import RECEIVE_SIDE, SEND_SIDE, Expected, Pd, Qp, Queue, Receive, Region, Send, Sge
+from aioverbs import AccessFlags, EventType, QpState, QpType, SendOpcode, WcOpcode, WcStatus
+from tests.core.model_datagrams import PORT_MTU
+from tests.core.model_memory import Memory
+from tests.core.model_queue_pairs import (
+    RECEIVE_SIDE,
+    SEND_SIDE,
+    Bind,
+    Expected,
+    Qp,
+    Receive,
+    Send,
+    SharedQueue,
+)
+from tests.core.model_responder import ANSWERED, ATOMIC, SENDS, Dropped, Failed, Responder, tell
+from tests.core.model_states import COUNTERPART, may_change, may_resume, reset
 
 PSN_MASK = 0xFFFFFF
-ANSWERED = {SendOpcode.RDMA_READ, SendOpcode.ATOMIC_CMP_AND_SWP, SendOpcode.ATOMIC_FETCH_AND_ADD}
-ATOMIC = ANSWERED - {SendOpcode.RDMA_READ}
-WITH_IMMEDIATE = {SendOpcode.SEND_WITH_IMM, SendOpcode.RDMA_WRITE_WITH_IMM}
-ONE_SIDED = {
-    SendOpcode.RDMA_WRITE: AccessFlags.REMOTE_WRITE,
-    SendOpcode.RDMA_WRITE_WITH_IMM: AccessFlags.REMOTE_WRITE,
-    SendOpcode.RDMA_READ: AccessFlags.REMOTE_READ,
-    SendOpcode.ATOMIC_CMP_AND_SWP: AccessFlags.REMOTE_ATOMIC,
-    SendOpcode.ATOMIC_FETCH_AND_ADD: AccessFlags.REMOTE_ATOMIC,
+BY_DEFAULT_KEY = 1 << 31  # a datagram with such a Q_Key bears that of its queue pair
+LOCAL = {SendOpcode.LOCAL_INV, SendOpcode.BIND_MW}
+WRITES = {SendOpcode.RDMA_WRITE, SendOpcode.RDMA_WRITE_WITH_IMM}
+CAN_SEND = {
+    QpType.RC: SENDS | WRITES | ANSWERED | LOCAL,
+    QpType.UC: SENDS | WRITES | LOCAL,
+    QpType.UD: {SendOpcode.SEND, SendOpcode.SEND_WITH_IMM},
+    QpType.XRC_SEND: SENDS | WRITES | ANSWERED | LOCAL,
+    QpType.XRC_RECV: set[SendOpcode](),
 }
 COMPLETES_AS = {
     SendOpcode.SEND: WcOpcode.SEND,
     SendOpcode.SEND_WITH_IMM: WcOpcode.SEND,
+    SendOpcode.SEND_WITH_INV: WcOpcode.SEND,
     SendOpcode.RDMA_WRITE: WcOpcode.RDMA_WRITE,
     SendOpcode.RDMA_WRITE_WITH_IMM: WcOpcode.RDMA_WRITE,
     SendOpcode.RDMA_READ: WcOpcode.RDMA_READ,
     SendOpcode.ATOMIC_CMP_AND_SWP: WcOpcode.COMP_SWAP,
     SendOpcode.ATOMIC_FETCH_AND_ADD: WcOpcode.FETCH_ADD,
+    SendOpcode.LOCAL_INV: WcOpcode.LOCAL_INV,
+    SendOpcode.BIND_MW: WcOpcode.BIND_MW,
 }
-
-
-class Failed(Exception):
-    """A request that the responder refuses for good: its status, and whether the responder broke over it."""
-
-    def __init__(self, status: WcStatus, breaks_peer: bool = True) -> None:
-        super().__init__(status)
-        self.status = status
-        self.breaks_peer = breaks_peer
-
-
-def scatter(views: list[memoryview], data: bytes) -> None:
-    for view in views:
-        part, data = data[: len(view)], data[len(view) :]
-        view[: len(part)] = part
+LISTENING = (QpState.RTR, QpState.RTS, QpState.SQD, QpState.SQE)
 
 
 @dataclass
 class Fabric:
-    """All queue pairs by their number, and all regions by their key."""
+    """All queue pairs and XRC's shared receive queues by their numbers, and all memory by its keys."""
 
     qps: dict[int, Qp] = field(default_factory=dict)
-    regions: dict[int, Region] = field(default_factory=dict)
+    shared: dict[int, SharedQueue] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
 
-    # ---- memory
-
-    def find(self, pd: Pd, sge: Sge, access: AccessFlags) -> memoryview | None:
-        """The memory that a key gives access to."""
-        address, length, key = sge
-        region = self.regions.get(key)
-        if region is None or region.pd.root is not pd.root or region.access & access != access:
-            return None
-        return region.view(address, length)
+    # ---- the requester's side of a request
 
     def local(self, qp: Qp, request: Send) -> list[memoryview]:
         """The memory on this side of a request."""
+        if request.way and request.way.pd.root is not qp.pd.root:
+            raise Failed(WcStatus.LOC_QP_OP_ERR, breaks_peer=False)
+        if request.inline is not None:
+            return []
         access = AccessFlags.LOCAL_WRITE if request.opcode in ANSWERED else AccessFlags(0)
         views = []
         for sge in request.sges:
             if sge[1]:
-                view = self.find(qp.pd, sge, access)
+                view = self.memory.find(qp.pd, sge, access)
                 if view is None:
                     raise Failed(WcStatus.LOC_PROT_ERR, breaks_peer=False)
                 views.append(view)
@@ -79,173 +78,169 @@ class Fabric:
             raise Failed(WcStatus.LOC_QP_OP_ERR, breaks_peer=False)
         return views
 
-    def remote(self, peer: Qp, request: Send, length: int, access: AccessFlags) -> memoryview:
-        """The memory on the other side."""
-        view = self.find(peer.pd, (request.remote_addr, length, request.rkey), access)
-        if view is None:
-            raise Failed(WcStatus.REM_ACCESS_ERR)
-        return view
-
-    # ---- completions
-
-    def push(self, qp: Qp, side: int, expected: Expected, solicited: bool = False) -> None:
-        qp.expected[side].append(expected)
-        queue: Queue = qp.send_cq if side == SEND_SIDE else qp.recv_cq
-        queue.completed(solicited or expected.status is not WcStatus.SUCCESS)
-
     def complete(self, qp: Qp, request: Send, status: WcStatus, length: int = 0) -> None:
-        if status is not WcStatus.SUCCESS:
+        expected = Expected(request.wr_id, status, request.index)
+        if status is WcStatus.SUCCESS:
+            if not (request.signaled or qp.sig_all):
+                return
+            expected.opcode = COMPLETES_AS[request.opcode]
+            expected.byte_len = length if request.opcode in ANSWERED else None
+        elif qp.reliable:
             qp.state = QpState.ERR
-            self.push(qp, SEND_SIDE, Expected(request.wr_id, status, request.index))
-        elif request.signaled or qp.sig_all:
-            told = length if request.opcode in ANSWERED else None
-            opcode = COMPLETES_AS[request.opcode]
-            self.push(qp, SEND_SIDE, Expected(request.wr_id, status, request.index, opcode, told))
+        elif qp.state is QpState.RTS:
+            qp.state = QpState.SQE  # who is not connected reliably goes on receiving
+            self.memory.reached[f"{qp.type.name} stopped"] += 1
+        qp.expected[SEND_SIDE].append(expected)
+        tell(qp.send_cq, expected)
 
-    def receive(self, qp: Qp, peer: Qp, request: Send, length: int, status: WcStatus) -> None:
-        """The peer's oldest receive completes."""
-        receive = peer.receives.popleft()
-        expected = Expected(receive.wr_id, status, receive.index)
-        if status is WcStatus.SUCCESS:
-            written = request.opcode is SendOpcode.RDMA_WRITE_WITH_IMM
-            expected.opcode = WcOpcode.RECV_RDMA_WITH_IMM if written else WcOpcode.RECV
-            expected.byte_len = length
-            expected.imm_data = request.imm_data if request.opcode in WITH_IMMEDIATE else None
-            expected.src_qp = qp.number
-        self.push(peer, RECEIVE_SIDE, expected, request.solicited)
+    # ---- who answers
 
-    # ---- the responder
-
-    def peer_of(self, qp: Qp) -> Qp | None:
-        """Who answers to a queue pair; None where nobody does."""
+    def connected_peer(self, qp: Qp) -> Qp | None:
+        """Who hears a queue pair; None where nobody does. An unreliable one takes up any sequence."""
         peer = self.qps.get(qp.peer)
-        if (
-            peer is None
-            or peer.state not in (QpState.RTR, QpState.RTS, QpState.SQD)
-            or peer.peer != qp.number
-            or peer.expected_psn != qp.next_psn
-        ):
+        if peer is None or peer.type is not COUNTERPART[qp.type]:
             return None
-        return peer
+        if peer.state not in LISTENING or peer.peer != qp.number:
+            return None
+        return peer if peer.expected_psn == qp.next_psn or not qp.reliable else None
 
-    def respond_send(self, qp: Qp, peer: Qp, request: Send, data: bytes) -> None:
-        receive = peer.receives[0]
-        views, status = self.place(peer, receive, len(data))
-        if status is WcStatus.SUCCESS:
-            scatter(views, data)
-        self.receive(qp, peer, request, len(data), status)
-        if status is WcStatus.LOC_LEN_ERR:
+    def receiver_of(self, qp: Qp, request: Send) -> Qp | None:
+        """Who gets a datagram."""
+        peer = self.qps.get(request.remote_qpn)
+        if peer is None or peer.type is not QpType.UD or peer.state not in LISTENING:
+            return None
+        if request.way is None or not request.way.leads_here:
+            return None
+        qkey = qp.qkey if request.remote_qkey & BY_DEFAULT_KEY else request.remote_qkey
+        return peer if peer.qkey == qkey else None
+
+    def responder(self, peer: Qp, request: Send) -> Responder:
+        """What it answers with: for XRC, the shared queue that the request names, and that one's memory."""
+        if peer.type is not QpType.XRC_RECV:
+            return Responder(self.memory, peer, peer.shared, peer.pd)
+        shared = self.shared.get(request.remote_srqn)
+        theirs = shared.xrc_domain if shared else None
+        if (
+            shared is None
+            or theirs is None
+            or peer.xrc_domain is None
+            or theirs.identity is not peer.xrc_domain.identity
+        ):
             raise Failed(WcStatus.REM_INV_REQ_ERR)
-        if status is not WcStatus.SUCCESS:
-            raise Failed(WcStatus.REM_OP_ERR)
+        return Responder(self.memory, peer, shared, shared.pd)
 
-    def place(self, peer: Qp, receive: Receive, length: int) -> tuple[list[memoryview], WcStatus]:
-        """Where a message goes: only as many entries as it fills are looked at."""
-        views: list[memoryview] = []
-        if sum(sge[1] for sge in receive.sges) < length:
-            return views, WcStatus.LOC_LEN_ERR
-        for sge in receive.sges:
-            if sum(map(len, views)) >= length:
-                break
-            if sge[1]:
-                view = self.find(peer.pd, sge, AccessFlags.LOCAL_WRITE)
-                if view is None:
-                    return views, WcStatus.LOC_PROT_ERR
-                views.append(view)
-        return views, WcStatus.SUCCESS
-
-    def respond_atomic(self, peer: Qp, request: Send) -> bytes:
-        if request.remote_addr % 8:
-            raise Failed(WcStatus.REM_INV_REQ_ERR)
-        view = self.remote(peer, request, 8, AccessFlags.REMOTE_ATOMIC)
-        found = bytes(view)
-        value = int.from_bytes(found, "little")
-        if request.opcode is SendOpcode.ATOMIC_FETCH_AND_ADD:
-            value = (value + request.compare_add) % (1 << 64)
-        elif value == request.compare_add:
-            value = request.swap
-        view[:] = value.to_bytes(8, "little")
-        return found
-
-    def deliver(self, qp: Qp, peer: Qp, request: Send, views: list[memoryview]) -> int:
-        """Execute a request at the peer; how many bytes it moved."""
-        data = request.inline if request.inline is not None else b"".join(views)
-        immediate = request.opcode in WITH_IMMEDIATE
-        # What the queue pair does not allow comes first, however short it is; then receives; then keys.
-        if request.opcode in ONE_SIDED and not peer.access & ONE_SIDED[request.opcode]:
-            raise Failed(WcStatus.REM_INV_REQ_ERR)
-        if (immediate or request.opcode is SendOpcode.SEND) and not peer.receives:
-            raise Failed(WcStatus.RNR_RETRY_EXC_ERR, breaks_peer=False)
-        if request.opcode in ANSWERED and not peer.reads_served:
-            raise Failed(WcStatus.REM_INV_REQ_ERR)
-        if request.opcode in ATOMIC:
-            scatter(views, self.respond_atomic(peer, request))
-        elif request.opcode is SendOpcode.RDMA_READ:
-            if data:
-                scatter(views, bytes(self.remote(peer, request, len(data), AccessFlags.REMOTE_READ)))
-        elif request.opcode in (SendOpcode.RDMA_WRITE, SendOpcode.RDMA_WRITE_WITH_IMM):
-            if data:
-                self.remote(peer, request, len(data), AccessFlags.REMOTE_WRITE)[:] = data
-            if immediate:
-                self.receive(qp, peer, request, len(data), WcStatus.SUCCESS)
-        else:
-            self.respond_send(qp, peer, request, data)
-        return len(data)
-
-    # ---- the requester
+    # ---- one request
 
     def execute(self, qp: Qp, request: Send) -> Qp | None:
         """Carry one request out; a peer that broke over it, or None."""
-        peer = None
+        if request.opcode in LOCAL:
+            self.execute_locally(qp, request)
+            return None
         try:
-            views = self.local(qp, request) if request.inline is None else []
-            peer = self.peer_of(qp)
+            views = self.local(qp, request)
+        except Failed as failure:
+            self.complete(qp, request, failure.status)
+            return None
+        data = b"".join(views) if request.inline is None else request.inline
+        return (self.send_reliably if qp.reliable else self.send_unreliably)(qp, request, data, views)
+
+    def execute_locally(self, qp: Qp, request: Send) -> None:
+        qp.unnumbered = True
+        if isinstance(request, Bind):
+            status = WcStatus.SUCCESS if self.memory.bind(qp, request) else WcStatus.MW_BIND_ERR
+        else:
+            good = self.memory.invalidate(qp, qp.pd, request.invalidate)
+            status = WcStatus.SUCCESS if good else WcStatus.LOC_QP_OP_ERR
+        self.complete(qp, request, status)
+
+    def send_reliably(self, qp: Qp, request: Send, data: bytes, views: list[memoryview]) -> Qp | None:
+        peer = self.connected_peer(qp)
+        try:
             if peer is None:
                 raise Failed(WcStatus.RETRY_EXC_ERR, breaks_peer=False)
-            length = self.deliver(qp, peer, request, views)
+            self.responder(peer, request).respond(qp, request, data, views)
         except Failed as failure:
             broken = peer if failure.breaks_peer else None
             if broken:
                 broken.state = QpState.ERR
+                if not failure.told:
+                    denied = failure.status is WcStatus.REM_ACCESS_ERR
+                    broken.events.add(EventType.QP_ACCESS_ERR if denied else EventType.QP_REQ_ERR)
             self.complete(qp, request, failure.status)
             return broken
-        packets = max(1, -(-length // qp.mtu))
+        packets = max(1, -(-len(data) // qp.mtu))
         qp.next_psn = (qp.next_psn + packets) & PSN_MASK
         peer.expected_psn = (peer.expected_psn + packets) & PSN_MASK
-        self.complete(qp, request, WcStatus.SUCCESS, length)
+        self.complete(qp, request, WcStatus.SUCCESS, len(data))
         return None
+
+    def send_unreliably(self, qp: Qp, request: Send, data: bytes, views: list[memoryview]) -> Qp | None:
+        """It is sent, and that is all that its sender learns."""
+        datagram, broken = qp.type is QpType.UD, None
+        peer = self.receiver_of(qp, request) if datagram else self.connected_peer(qp)
+        if datagram and len(data) > PORT_MTU:
+            peer = None
+        arrived = False
+        if peer:
+            try:
+                self.responder(peer, request).respond(qp, request, data, views)
+                arrived = True
+            except Dropped:
+                pass
+            except Failed as failure:
+                if failure.told:
+                    peer.state = QpState.ERR
+                    broken = peer
+        self.memory.reached[f"{qp.type.name} {'arrived' if arrived else 'dropped'}"] += 1
+        packets = 1 if datagram else max(1, -(-len(data) // qp.mtu))
+        qp.next_psn = (qp.next_psn + packets) & PSN_MASK
+        self.complete(qp, request, WcStatus.SUCCESS)
+        return broken
+
+    # ---- a queue
 
     def run(self, qp: Qp) -> None:
         """Do all that can be done for a queue pair."""
-        broken = None
-        while qp.sends and qp.state in (QpState.RTS, QpState.ERR):
+        broken: dict[Qp, None] = {}
+        while qp.sends and qp.state in (QpState.RTS, QpState.SQE, QpState.ERR):
             request = qp.sends.popleft()
-            if qp.state is QpState.ERR:
+            if qp.state is not QpState.RTS:
                 self.complete(qp, request, WcStatus.WR_FLUSH_ERR)
-            else:
-                broken = self.execute(qp, request) or broken
+            elif peer := self.execute(qp, request):
+                broken[peer] = None
         if qp.state is QpState.ERR:
             while qp.receives:
                 receive = qp.receives.popleft()
                 expected = Expected(receive.wr_id, WcStatus.WR_FLUSH_ERR, receive.index)
-                self.push(qp, RECEIVE_SIDE, expected)
-        if broken and broken is not qp:
-            self.run(broken)
+                qp.expected[RECEIVE_SIDE].append(expected)
+                tell(qp.recv_cq, expected)
+            if qp.shared and not qp.last_told:
+                qp.last_told = True
+                qp.events.add(EventType.QP_LAST_WQE_REACHED)
+        for peer in broken:
+            if peer is not qp:
+                self.run(peer)
 
     # ---- the verbs: 0, or the number of the error that refuses
 
     def post_send(self, qp: Qp, request: Send) -> int:
         capabilities, ring = qp.capabilities, qp.rings[SEND_SIDE]
-        if qp.state not in (QpState.RTS, QpState.SQD, QpState.ERR):
+        if qp.state not in (QpState.RTS, QpState.SQD, QpState.SQE, QpState.ERR):
             return errno.EINVAL
-        if request.inline is not None and request.opcode in ANSWERED:
+        if request.opcode not in CAN_SEND[qp.type]:
+            return errno.EINVAL
+        if request.inline is not None and request.opcode in ANSWERED | LOCAL:
             return errno.EINVAL
         if len(request.sges) > capabilities.max_send_sge:
+            return errno.EINVAL
+        if isinstance(request, Bind) and (request.rkey ^ request.window.told) >> 8:
             return errno.EINVAL
         if ring.full:
             return errno.ENOMEM
         if request.inline is not None and len(request.inline) > capabilities.max_inline_data:
             return errno.EINVAL
+        if isinstance(request, Bind):
+            request.window.told = request.rkey
         request.index = ring.posted
         ring.posted += 1
         qp.sends.append(request)
@@ -254,7 +249,9 @@ class Fabric:
 
     def post_recv(self, qp: Qp, receive: Receive) -> int:
         ring = qp.rings[RECEIVE_SIDE]
-        if qp.state is QpState.RESET or len(receive.sges) > qp.capabilities.max_recv_sge:
+        if not qp.receives_by_itself or qp.state is QpState.RESET:
+            return errno.EINVAL
+        if len(receive.sges) > qp.capabilities.max_recv_sge:
             return errno.EINVAL
         if ring.full:
             return errno.ENOMEM
@@ -264,31 +261,40 @@ class Fabric:
         self.run(qp)
         return 0
 
-    def modify(self, qp: Qp, state: QpState) -> int:
-        """Change the state with the attributes that it needs, which the caller enters."""
-        sources = {
-            QpState.INIT: (QpState.RESET, QpState.INIT),
-            QpState.RTR: (QpState.INIT,),
-            QpState.RTS: (QpState.RTR,),
-            QpState.SQD: (QpState.RTS, QpState.SQD),
-        }
-        if state is QpState.RESET:
-            qp.state = state
-            qp.access, qp.peer, qp.reads, qp.reads_served = AccessFlags(0), 0, 0, 0
-            qp.clear()
-            return 0
-        if state is QpState.ERR and qp.state is QpState.RESET:
+    def post_shared(self, shared: SharedQueue, receive: Receive) -> int:
+        if len(receive.sges) > shared.max_sge:
             return errno.EINVAL
-        if state is not QpState.ERR and qp.state not in sources[state]:
+        if shared.outstanding >= shared.depth:
+            return errno.ENOMEM
+        shared.outstanding += 1
+        shared.receives.append(receive)
+        return 0
+
+    def resize_shared(self, shared: SharedQueue, depth: int | None, limit: int | None) -> int:
+        """Change the depth, which is a power of two, or the limit, or both."""
+        new_depth = shared.depth if depth is None else depth
+        new_limit = shared.limit if limit is None else limit
+        if new_limit > new_depth or shared.outstanding > new_depth:
             return errno.EINVAL
+        shared.depth, shared.limit = new_depth, new_limit
+        return 0
+
+    def modify(self, qp: Qp, state: QpState, attributes: tuple[str, ...]) -> int:
+        """Change the state with attributes, which the caller enters."""
+        error = may_change(qp, state, attributes)
+        if error:
+            return error
         qp.state = state
+        if state is QpState.RESET:
+            reset(qp)
         self.run(qp)
         return 0
 
     def resume(self, qp: Qp) -> int:
-        """From SQD back to RTS, without attributes."""
-        if qp.state not in (QpState.RTS, QpState.SQD):
-            return errno.EINVAL
+        """From SQD or SQE back to RTS, without attributes."""
+        error = may_resume(qp)
+        if error:
+            return error
         qp.state = QpState.RTS
         self.run(qp)
         return 0

@@ -110,6 +110,57 @@ def test_bad(
     engine.QueuePair(domain, cq, cq)
 
 
+@pytest.mark.parametrize("at", [0, 1], ids=["queue", "its record"])
+@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
+def test_bad_for_a_shared_receive_queue(
+    context: engine.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+) -> None:
+    allocator = Recording(turns_bad(bad, at))
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    with pytest.raises(VerbsError) as caught:
+        engine.SharedReceiveQueue(domain, 100)
+    assert (caught.value.verb, caught.value.errno) == ("ibv_create_srq", number)
+    assert type(caught.value.__cause__) is (cause or type(None))
+    assert text in str(caught.value.__cause__)
+    assert domain.held == len(allocator.live) == context.counts()["srqs"] == 0
+    allocator.answer = None
+    engine.SharedReceiveQueue(domain, 100)
+
+
+@pytest.mark.parametrize("which", ["cq", "srq"])
+@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
+def test_bad_for_another_size(
+    context: engine.Context, which: str, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+) -> None:
+    """What was refused was given back, and the queue is in its old memory."""
+    allocator = Recording()
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    cq = engine.CompletionQueue(context, 64, parent_domain=domain)
+    srq = engine.SharedReceiveQueue(domain, 64)
+    for wr_id in range(64):
+        srq.post_recv(wr_id=wr_id)
+    before = allocator.live
+    allocator.answer = bad
+    with pytest.raises(VerbsError) as caught:
+        cq.resize(1000) if which == "cq" else srq.modify(max_wr=1000)
+    assert (caught.value.verb, caught.value.errno) == ("ibv_resize_cq" if which == "cq" else "ibv_modify_srq", number)
+    assert type(caught.value.__cause__) is (cause or type(None))
+    assert text in str(caught.value.__cause__)
+    assert allocator.live == before
+    assert (cq.cqe, srq.query().max_wr) == (64, 64)
+    allocator.answer = None
+    cq.resize(1000)
+    srq.modify(max_wr=1000)
+    with pytest.raises(VerbsError, match="EINVAL"):
+        srq.modify(max_wr=32)  # it holds more, and what it was given for that goes back
+    assert len(allocator.live) == len(before)
+    srq.destroy()
+    cq.destroy()
+    asked = [piece.freed for piece in allocator.pieces]
+    domain.destroy()
+    assert [piece.freed for piece in allocator.pieces] == asked == [1] * len(asked)
+
+
 def test_the_same_address_twice(context: engine.Context) -> None:
     """Memory that is in use is not given back for having been offered again."""
     allocator = Recording()

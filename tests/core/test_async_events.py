@@ -1,5 +1,7 @@
 """Asynchronous events: taken without waiting, about a handle, acknowledged once."""
 
+import asyncio
+import errno
 import gc
 import select
 import threading
@@ -13,9 +15,11 @@ from aioverbs import (
     ClosedResourceError,
     EventType,
     ForkedProcessError,
+    PortState,
     QpState,
     SendFlags,
     SendOpcode,
+    VerbsError,
 )
 from aioverbs._core import engine
 from tests.core.children import in_child
@@ -34,6 +38,7 @@ from tests.core.pairs import (
     to_rtr,
     to_rts,
     wait_for,
+    wait_until,
 )
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
@@ -43,8 +48,8 @@ def readable(context: engine.Context, timeout_s: float = 0) -> bool:
     return bool(select.select([context.async_fd], [], [], timeout_s)[0])
 
 
-def raise_cq_err(context: engine.Context) -> engine.CompletionQueue:
-    """A completion queue that overran."""
+def overrun(context: engine.Context) -> tuple[engine.CompletionQueue, engine.QueuePair]:
+    """A completion queue that overran, and whose completion found no room."""
     pd = engine.ProtectionDomain(context)
     cq = engine.CompletionQueue(context, 1)
     near, far = (engine.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
@@ -52,7 +57,31 @@ def raise_cq_err(context: engine.Context) -> engine.CompletionQueue:
     for _ in range(3):
         near.post_send(WRITE, flags=SIGNALED)
     assert readable(context, PATIENCE_S)
-    return cq
+    return cq, near
+
+
+def raise_cq_err(context: engine.Context) -> engine.CompletionQueue:
+    return overrun(context)[0]
+
+
+def raise_qp_fatal(context: engine.Context) -> engine.QueuePair:
+    near, _ = make_pair(context)
+    context.faults.break_queue_pair(near.qp)
+    return near.qp
+
+
+def raise_last_wqe(context: engine.Context) -> engine.QueuePair:
+    domain = make_domain(context, "plain")
+    far = make_end(domain, srq=engine.SharedReceiveQueue(domain, 4))
+    to_init(far.qp)
+    far.qp.modify(QpState.ERR)
+    return far.qp
+
+
+def raise_srq_err(context: engine.Context) -> engine.SharedReceiveQueue:
+    srq = engine.SharedReceiveQueue(engine.ProtectionDomain(context), 4)
+    context.faults.break_shared_receive_queue(srq)
+    return srq
 
 
 def raise_sq_drained(context: engine.Context) -> engine.QueuePair:
@@ -107,6 +136,9 @@ def raise_srq_limit(context: engine.Context) -> engine.SharedReceiveQueue:
 
 
 RAISED: dict[EventType, Callable[[engine.Context], engine.Handle]] = {
+    EventType.QP_FATAL: raise_qp_fatal,
+    EventType.QP_LAST_WQE_REACHED: raise_last_wqe,
+    EventType.SRQ_ERR: raise_srq_err,
     EventType.CQ_ERR: raise_cq_err,
     EventType.SQ_DRAINED: raise_sq_drained,
     EventType.COMM_EST: raise_comm_est,
@@ -129,9 +161,9 @@ def test_an_event_and_its_element(context: engine.Context, event_type: EventType
     assert event.element is element
     assert event.port_num is None
     assert repr(event) == f"<AsyncEvent {event_type.name} of {element!r}>"
-    assert not event.acknowledged
+    acknowledged = [event.acknowledged]
     event.ack()
-    assert event.acknowledged
+    assert [*acknowledged, event.acknowledged] == [False, True]
     drain(context)
 
 
@@ -152,6 +184,114 @@ def test_an_event_that_was_taken_keeps_its_element(context: engine.Context, even
     drain(context)
     element.destroy()
     assert event.element is element
+
+
+def test_a_queue_pair_whose_completion_found_no_room(context: engine.Context) -> None:
+    cq, qp = overrun(context)
+    for event_type, element in ((EventType.CQ_ERR, cq), (EventType.QP_FATAL, qp)):
+        event = next_event(context)
+        assert (event.event_type, event.element) == (event_type, element)
+        event.ack()
+    assert qp.query().qp_state is QpState.ERR
+    assert context.get_async_event() is None
+
+
+def test_the_port_goes_down_and_up(context: engine.Context) -> None:
+    """It is the device's port, of which each context is told."""
+    with opened("inline") as other:
+        for up, event_type, state in (
+            (False, EventType.PORT_ERR, PortState.DOWN),
+            (True, EventType.PORT_ACTIVE, PortState.ACTIVE),
+        ):
+            other.faults.set_port(up)
+            for told in (context, other):
+                assert told.query_port().state is state
+                event = next_event(told)
+                assert (event.event_type, event.element, event.port_num) == (event_type, None, 1)
+                assert repr(event) == f"<AsyncEvent {event_type.name}>"
+                with pytest.raises(BusyResourceError, match=r"open objects|1 of its asynchronous events"):
+                    told.destroy()
+                event.ack()
+                assert told.get_async_event() is None
+
+
+def test_a_context_stays_for_its_event(context: engine.Context) -> None:
+    context.faults.lose_device()
+    event = next_event(context)
+    with pytest.raises(BusyResourceError, match="1 of its asynchronous events were not acknowledged"):
+        context.destroy()
+    assert not context.closed
+    event.ack()
+
+
+def test_the_device_is_lost(context: engine.Context) -> None:
+    near, _ = make_pair(context)
+    context.faults.lose_device()
+    event = next_event(context)
+    assert (event.event_type, event.element, event.port_num) == (EventType.DEVICE_FATAL, None, None)
+    event.ack()
+    for call in (lambda: engine.ProtectionDomain(context), lambda: near.qp.post_send(WRITE), context.query_device):
+        with pytest.raises(VerbsError) as caught:
+            call()
+        assert caught.value.errno == errno.EIO
+    assert near.cq.poll() == []
+    near.qp.destroy()
+    context.faults.lose_device()  # for good, and told once
+    assert context.get_async_event() is None
+
+
+@pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
+def test_an_acknowledgement_from_another_thread(context: engine.Context, event_type: EventType) -> None:
+    element = RAISED[event_type](context)
+    event = next_event(context)
+    drain(context)
+    for handle in engine.open_handles():
+        if isinstance(handle, engine.QueuePair) and handle is not element:
+            handle.destroy()
+    thread = threading.Thread(target=event.ack)
+    with pytest.raises(BusyResourceError):
+        element.destroy()
+    thread.start()
+
+    def destroyed() -> bool:
+        try:
+            element.destroy()
+        except BusyResourceError:
+            return False
+        return True
+
+    wait_until(destroyed)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert element.closed
+
+
+def test_a_loop_waits_for_the_descriptor(context: engine.Context) -> None:
+    """And goes on while somebody keeps an event for himself: nothing here waits for an acknowledgement."""
+
+    async def take() -> engine.AsyncEvent:
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        assert context.get_async_event() is None
+        loop.add_reader(context.async_fd, told.set)
+        try:
+            context.faults.break_queue_pair(near.qp)
+            await asyncio.wait_for(told.wait(), PATIENCE_S)
+        finally:
+            loop.remove_reader(context.async_fd)
+        event = context.get_async_event()
+        assert event is not None
+        with pytest.raises(BusyResourceError):
+            near.qp.destroy()
+        loop.call_later(0.01, event.ack)
+        while not near.qp.closed:
+            await asyncio.sleep(0.001)
+            if event.acknowledged:
+                near.qp.destroy()
+        return event
+
+    near, _ = make_pair(context)
+    event = asyncio.run(take())
+    assert (event.event_type, event.element) == (EventType.QP_FATAL, near.qp)
 
 
 def test_nothing_waits(context: engine.Context) -> None:

@@ -137,9 +137,10 @@ def test_destroying_a_queue_pair_with_requests_under_way(kind: str, end: str) ->
         assert ends[end].cq.poll() == []
 
 
-def test_a_full_completion_queue_is_lost_for_good(context: engine.Context) -> None:
+@pytest.mark.parametrize("extended", [False, True])
+def test_a_full_completion_queue_is_lost_for_good(context: engine.Context, extended: bool) -> None:
     pd = engine.ProtectionDomain(context)
-    cq = engine.CompletionQueue(context, 4)
+    cq = engine.CompletionQueue(context, 4, extended=extended)
     near, far = (engine.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
     connect(near, far)
     for number in range(6):
@@ -147,8 +148,11 @@ def test_a_full_completion_queue_is_lost_for_good(context: engine.Context) -> No
     wait_until(lambda: near.query().qp_state is QpState.ERR)
     assert [completion.wr_id for completion in wait_for(cq, 4)] == [0, 1, 2, 3]
     for _ in range(2):
-        with pytest.raises(VerbsError, match="ibv_poll_cq failed: EIO"):
+        with pytest.raises(VerbsError, match=f"{'ibv_start_poll' if extended else 'ibv_poll_cq'} failed: EIO"):
             cq.poll()
+    cq.resize(64)  # more room brings nothing back
+    with pytest.raises(VerbsError, match="EIO"):
+        cq.poll()
 
 
 def test_who_sleeps_hears_of_a_lost_queue(context: engine.Context) -> None:

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from aioverbs import EventType, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
+from aioverbs import BusyResourceError, EventType, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core import domains, engine
 from aioverbs.attributes import SrqAttributes
 from tests.core.allocators import Recording
@@ -71,6 +71,8 @@ def test_it_tells_its_size(inline: engine.Context) -> None:
     assert isinstance(told, SrqAttributes)
     assert srq.pd is pd
     assert (srq.cq, srq.xrc_domain) == (None, None)
+    with pytest.raises(VerbsError, match="ibv_get_srq_num failed: EINVAL"):
+        srq.number  # noqa: B018
 
 
 def test_a_full_one_refuses(context: engine.Context, kind: str) -> None:
@@ -179,6 +181,23 @@ def test_an_allocator_that_fails_is_the_cause(context: engine.Context) -> None:
         assert (caught.value.verb, caught.value.errno) == (verb, errno.ENOMEM)
         assert isinstance(caught.value.__cause__, MemoryError)
     assert srq.query().max_wr == 8
+
+
+def test_an_xrc_queue_has_a_limit_and_grows(context: engine.Context) -> None:
+    pd, cq = engine.ProtectionDomain(context), engine.CompletionQueue(context, 16)
+    srq = engine.SharedReceiveQueue(pd, 4, limit=2, xrc_domain=engine.XrcDomain(context), cq=cq)
+    number = srq.number
+    assert srq.query().limit == 2
+    for _ in range(4):
+        srq.post_recv()
+    with pytest.raises(VerbsError, match="ibv_modify_srq failed: EINVAL"):
+        srq.modify(max_wr=3, limit=5)
+    with pytest.raises(BusyResourceError, match="1 open objects"):
+        cq.destroy()
+    srq.modify(max_wr=64, limit=40)
+    assert (srq.query().max_wr, srq.query().limit, srq.number) == (64, 40, number)
+    for _ in range(60):
+        srq.post_recv()
 
 
 def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: engine.Context) -> None:

@@ -161,8 +161,10 @@ class TestDomains:
             domains.XrcDomain(inline, -1, 0)
 
     def test_a_domain_for_each_inode(self, inline: engine.Context, file: int, tmp_path: Path) -> None:
-        with pytest.raises(VerbsError, match="ibv_open_xrcd failed"):
+        with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
             domains.XrcDomain(inline, file, 0)  # there is none yet
+        with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EBADF"):
+            domains.XrcDomain(inline, 1 << 20)
         first = domains.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EINVAL"):
             domains.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
@@ -174,7 +176,7 @@ class TestDomains:
         first.destroy()
         domains.XrcDomain(inline, file, 0).destroy()  # the second one keeps it
         second.destroy()
-        with pytest.raises(VerbsError, match="ibv_open_xrcd failed"):
+        with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
             domains.XrcDomain(inline, file, 0)
 
     def test_it_stays_while_something_is_associated(self, context: engine.Context, file: int) -> None:

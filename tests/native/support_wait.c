@@ -85,6 +85,23 @@ void expect_nothing_at(struct ibv_cq *cq, struct check_place place)
     check_equal(verbs_poll_cq(cq, 1, &wc), 0, place, "poll_cq", "nothing");
 }
 
+void wait_begun(struct ibv_qp *qp)
+{
+    struct ibv_qp_init_attr init_attr;
+    struct ibv_qp_attr attr = {0};
+    uint64_t end = deadline();
+
+    while (!attr.sq_draining) {
+        REQUIRE(now_ns() < end);
+        sched_yield();
+        if (qp_to(qp, IBV_QPS_SQD))
+            break;
+        REQUIRE_EQ(soft_verbs.query_qp(qp, &attr, IBV_QP_STATE, &init_attr), 0);
+        if (qp_to(qp, IBV_QPS_RTS))
+            break;
+    }
+}
+
 bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state)
 {
     uint64_t end = deadline();

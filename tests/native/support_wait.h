@@ -35,6 +35,10 @@ void wait_executed(struct ibv_qp *qp, uint32_t count);
 
 bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state);
 
+/* That a queue pair in RTS has begun a request that its peer does not take, so that it would have to be drained; or
+ * that the request has failed meanwhile. */
+void wait_begun(struct ibv_qp *qp);
+
 /* Whether a descriptor is readable now, or within the deadline. */
 bool is_readable(int fd);
 bool wait_readable(int fd);

@@ -33,6 +33,7 @@ static void each_says_so(void)
     struct ibv_alloc_dm_attr dm_attr = {.length = 64};
     struct ibv_qp_rate_limit_attr rate_attr = {.rate_limit = 1};
     struct ibv_qp_open_attr open_attr = {0};
+    const union ibv_gid group = {.raw = {0xff, 0x0e}};
     struct ibv_sge sge = {0};
     struct verbs_context *v;
     struct pair pair;
@@ -62,6 +63,8 @@ static void each_says_so(void)
     CHECK_REFUSED(v->open_qp(pair.own.context, &open_attr), EOPNOTSUPP);
     CHECK_EQ(v->post_srq_ops(NULL, no_ops, &bad), EOPNOTSUPP);
     CHECK(bad == no_ops);
+    CHECK_EQ(soft_verbs.attach_mcast(pair.a.qp, &group, 0), EOPNOTSUPP);
+    CHECK_EQ(soft_verbs.detach_mcast(pair.a.qp, &group, 0), EOPNOTSUPP);
     pair_close(&pair);
 }
 

@@ -2,6 +2,7 @@
 #include "support.h"
 #include "support_async.h"
 #include "support_fork.h"
+#include "support_srq.h"
 #include "support_threads.h"
 
 #include <fcntl.h>
@@ -535,36 +536,76 @@ struct racer {
     bool takes;
 };
 
+/* As who handles an event may do before he acknowledges it, while another thread destroys what it is about. */
+static void handle(const struct ibv_async_event *event)
+{
+    struct ibv_recv_wr recv = {.wr_id = 1}, *bad;
+    struct ibv_wc wc;
+    int error;
+
+    if (event->event_type == IBV_EVENT_CQ_ERR) {
+        sleep_us(50);
+        CHECK(verbs_poll_cq(event->element.cq, 1, &wc) >= 0);
+        CHECK_EQ(soft_verbs.resize_cq(event->element.cq, 16), 0);
+    }
+    if (event->event_type == IBV_EVENT_SRQ_ERR) {
+        sleep_us(50);
+        CHECK_EQ(srq_post(event->element.srq, 1), 0);
+        CHECK_EQ(srq_resize(event->element.srq, 16), 0);
+        CHECK_EQ(srq_arm(event->element.srq, 2), 0);
+    }
+    if (event->event_type != IBV_EVENT_QP_FATAL && event->event_type != IBV_EVENT_COMM_EST)
+        return;
+    sleep_us(50); /* to be late for some of them */
+    error = verbs_post_recv(event->element.qp, &recv, &bad);
+    CHECK(error == 0 || error == ENOMEM || error == EINVAL);
+    error = post_nothing(event->element.qp, 2);
+    CHECK(error == 0 || error == ENOMEM || error == EINVAL);
+    error = qp_to(event->element.qp, IBV_QPS_ERR);
+    CHECK(error == 0 || error == EINVAL);
+}
+
 static void race(void *argument)
 {
     struct racer *racer = argument;
     struct ibv_async_event event;
+    struct home on_base = *racer->home;
+    unsigned int seed = 7;
+    struct ibv_wc wc;
     int i;
 
+    on_base.pd = on_base.base;
     if (racer->takes) {
         while (!atomic_load(racer->stop) || is_readable(racer->home->context->async_fd))
-            if (!soft_verbs.get_async_event(racer->home->context, &event))
+            if (!soft_verbs.get_async_event(racer->home->context, &event)) {
+                handle(&event);
                 soft_verbs.ack_async_event(&event);
+            }
         return;
     }
     for (i = 0; i < SCALED(200); i++) {
         struct ibv_cq *cq = soft_verbs.create_cq(racer->home->context, 4, NULL, NULL, 0);
+        struct ibv_srq *srq = make_srq(&on_base, 4);
         struct ibv_qp *qp;
 
         REQUIRE(cq != NULL);
         qp = make_qp(racer->home->base, cq, 1);
         raise_cq(cq);
+        CHECK_EQ(soft_break_srq(srq), 0);
         CHECK_EQ(soft_break_qp(qp), 0);
         raise_qp(qp, IBV_EVENT_COMM_EST);
         CHECK_EQ(soft_set_port(racer->home->context, i % 2), 0);
+        sleep_us(next_random(&seed, 100));
         CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+        CHECK_EQ(verbs_poll_cq(cq, 1, &wc), 0); /* nothing of what is gone */
         CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+        CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
     }
     CHECK_EQ(soft_set_port(racer->home->context, true), 0);
     atomic_store(racer->stop, true);
 }
 
-/* Objects that raise events and are destroyed, while others take and acknowledge. */
+/* Objects that raise events and are destroyed, while others take them, handle them and acknowledge. */
 static void racing(void)
 {
     atomic_bool stop = false;

@@ -158,7 +158,7 @@ struct store {
     struct ibv_cq *cq; /* while it is resized: not inside of it when the allocator is called */
     void *live[8];
     unsigned int given, taken_back;
-    enum { GOOD, NOTHING, DIRTY, DEFAULT } answer; /* from now on */
+    enum { GOOD, NOTHING, DIRTY, MISALIGNED, DEFAULT } answer; /* from now on */
 };
 
 static void poll_meanwhile(struct store *store)
@@ -186,8 +186,10 @@ static void *store_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_
     }
     if (store->answer == DEFAULT)
         return IBV_ALLOCATOR_USE_DEFAULT;
-    REQUIRE_EQ(posix_memalign(&memory, alignment, size), 0);
-    memset(memory, store->answer == DIRTY, size);
+    REQUIRE_EQ(posix_memalign(&memory, alignment, size + alignment), 0);
+    memset(memory, store->answer == DIRTY, size + alignment);
+    if (store->answer == MISALIGNED)
+        memory = (char *)memory + 64;
     for (i = 0; store->live[i]; i++)
         REQUIRE(i + 1 < COUNT_OF(store->live));
     store->live[i] = memory;
@@ -209,7 +211,7 @@ static void store_free(struct ibv_pd *pd, void *pd_context, void *address, uint6
         return;
     store->live[i] = NULL;
     store->taken_back++;
-    free(address);
+    free((void *)((uintptr_t)address & ~(uintptr_t)4095)); /* as it was before it was misaligned */
 }
 
 /* Asked for once, with the old memory given back once it is out of use; where it is refused, all is as it was. */
@@ -249,6 +251,8 @@ static void memory_of_an_allocator(void)
     store.answer = NOTHING;
     CHECK_EQ(soft_verbs.resize_cq(cq, 16), ENOSPC);
     store.answer = DIRTY;
+    CHECK_EQ(soft_verbs.resize_cq(cq, 16), EINVAL);
+    store.answer = MISALIGNED;
     CHECK_EQ(soft_verbs.resize_cq(cq, 16), EINVAL);
     CHECK_EQ(store.given - store.taken_back, 1);
     check_size(cq, 200);

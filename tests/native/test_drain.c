@@ -38,8 +38,7 @@ static void expect_silence(struct ibv_context *context)
 static void begin_send(struct pair *pair, uint64_t wr_id)
 {
     CHECK_EQ(post_send(&pair->a, wr_id, 8), 0);
-    settle();
-    sleep_us(2000);
+    wait_begun(pair->a.qp);
     EXPECT_EMPTY(pair->a.send_cq);
 }
 
@@ -194,12 +193,12 @@ static void fails_meanwhile(void)
     struct pair pair;
 
     link.retry_cnt = 1;
-    link.timeout = 12; /* 17 ms */
+    link.timeout = 14; /* 67 ms */
     typed_pair_open(&pair, &(struct end_options){.type = IBV_QPT_RC}, &link);
     async_nonblocking(pair.own.context);
     CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_RESET), 0);
     CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
-    settle();
+    wait_begun(pair.a.qp);
     if (!drain(pair.a.qp, true)) /* else it was faster: a slow machine */
         CHECK_EQ(post_write(&pair.a, &pair.b, 2, 8), 0);
     EXPECT(pair.a.send_cq, 1, IBV_WC_RETRY_EXC_ERR);

@@ -6,6 +6,8 @@
 #include <signal.h>
 #include <stdatomic.h>
 
+#include "soft.h"
+
 /* An event that nobody took goes with its queue, and so does the readiness of the descriptor. */
 static void events_go_with_their_queue(void)
 {
@@ -200,11 +202,22 @@ static int poll_once(void *argument)
     return verbs_poll_cq(argument, 1, &wc);
 }
 
+static int moderate(void *argument)
+{
+    struct ibv_modify_cq_attr attr = {
+        .attr_mask = IBV_CQ_ATTR_MODERATE,
+        .moderate = {.cq_count = 2, .cq_period = 1},
+    };
+
+    return verbs_modify_cq(argument, &attr);
+}
+
 /* What it waits for may be a handler that took the event and polls before he acknowledges it: with locks, that works;
  * without, it is refused at worst. */
 static void polling_before_acknowledging(void)
 {
     struct destroyer destroyer = {0};
+    uint32_t reserved;
     struct watched watched;
     pthread_t thread;
     struct ibv_cq *cq;
@@ -216,6 +229,7 @@ static void polling_before_acknowledging(void)
     deliver(&watched, false);
     REQUIRE_EQ(soft_verbs.get_cq_event(watched.channel, &cq, &context), 0);
     CHECK_EQ(soft_verbs.destroy_qp(watched.receiver), 0); /* takes the completion with it */
+    reserved = to_soft_context(watched.home.context)->engine.reserved;
     destroyer.cq = cq;
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy_in_thread, &destroyer), 0);
     while (!atomic_load(&destroyer.started))
@@ -223,9 +237,12 @@ static void polling_before_acknowledging(void)
     sleep_us(5000);
     n = call_elsewhere(poll_once, cq);
     CHECK(n == 0 || (variant->thread_domain && n == -EBUSY));
+    n = call_elsewhere(moderate, cq);
+    CHECK(n == 0 || (variant->thread_domain && n == EBUSY));
     CHECK(!atomic_load(&destroyer.done));
     soft_verbs.ack_cq_events(cq, 1);
     CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK_EQ(to_soft_context(watched.home.context)->engine.reserved, reserved);
     watched.cq = home_cq(&watched.home, 8, watched.channel);
     watched.receiver = make_qp(watched.home.pd, watched.cq, 16);
     close_watched(&watched);

@@ -316,6 +316,31 @@ static void late(void)
     pair_close(&pair);
 }
 
+/* As late as can be is never, however late it would be anyway. */
+static void late_beyond_measure(void)
+{
+    struct pair pair;
+    uint64_t i;
+
+    if (variant->options.mode == SOFT_INLINE)
+        return;
+    PAIR_OPEN(&pair, 0);
+    REQUIRE_EQ(soft_set_delay(pair.own.context, UINT64_MAX), 0);
+    REQUIRE_EQ(soft_fault_jitter(pair.own.context, 1000000), 0);
+    for (i = 0; i < 4; i++) /* none of which draws a delay of 0 */
+        CHECK_EQ(post_nothing(pair.a.qp, i), 0);
+    REQUIRE_EQ(soft_set_delay(pair.own.context, 0), 0);
+    REQUIRE_EQ(soft_fault_jitter(pair.own.context, INT64_MAX), 0);
+    for (i = 0; i < 4; i++)
+        CHECK_EQ(post_nothing(pair.b.qp, i), 0);
+    EXPECT_NOTHING(pair.a.send_cq);
+    EXPECT_NOTHING(pair.b.send_cq);
+    CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_ERR), 0); /* to be flushed they need not wait */
+    for (i = 0; i < 4; i++)
+        EXPECT(pair.a.send_cq, i, IBV_WC_WR_FLUSH_ERR);
+    pair_close(&pair);
+}
+
 CHECK_MAIN(CASE(request_with_status), CASE(unsignalled_request), CASE(requests_of_all), CASE(retries_are_not_requests),
            CASE(receive_with_status), CASE(receiver_not_ready), CASE(lost_and_tried_again), CASE(cut), CASE(port_down),
-           CASE(lost_at_random), CASE(late))
+           CASE(lost_at_random), CASE(late), CASE(late_beyond_measure))

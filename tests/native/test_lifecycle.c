@@ -113,7 +113,7 @@ static void drained_while_retrying(void)
     PAIR_OPEN(&pair, 0); /* again every 10 us, without end */
     CHECK_EQ(post_send(&pair.a, 1, 8), 0);
     CHECK_EQ(post_send(&pair.a, 2, 8), 0);
-    settle();
+    wait_begun(pair.a.qp);
     CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_SQD), 0);
     CHECK_EQ(soft_verbs.query_qp(pair.a.qp, &attr, 0, &init_attr), 0);
     CHECK_EQ(attr.sq_draining, 1);

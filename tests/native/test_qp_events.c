@@ -172,6 +172,44 @@ static void no_room_for_sends(void)
     home_close(&home);
 }
 
+/* The same where it would have told of an error, and nothing else does. */
+static void no_room_for_an_error(void)
+{
+    struct ibv_cq *small;
+    struct ibv_send_wr wr;
+    struct ibv_sge sge;
+    struct end a, b, c;
+    struct home home;
+
+    home_open(&home);
+    async_nonblocking(home.context);
+    small = home_cq(&home, 1, NULL);
+    TYPED_OPEN(&a, &home, .type = IBV_QPT_RC, .cq = small);
+    TYPED_OPEN(&b, &home, .type = IBV_QPT_RC);
+    TYPED_OPEN(&c, &home, .type = IBV_QPT_RC, .cq = small);
+    qp_connect(a.qp, &default_link, b.qp->qp_num);
+    qp_connect(b.qp, &default_link, a.qp->qp_num);
+    qp_connect(c.qp, &default_link, c.qp->qp_num);
+    CHECK_EQ(soft_break_cq(small), 0);
+    EXPECT_ASYNC(home.context, IBV_EVENT_CQ_ERR, small);
+    sge = span(&a, 0, 8);
+    sge.lkey ^= 1;
+    wr = request_to(IBV_WR_RDMA_WRITE, 1, &sge, 1, &b, 0);
+    CHECK_EQ(post(a.qp, &wr), 0);
+    CHECK_EQ(post_write(&a, &b, 2, 8), 0); /* flushed: that tells nothing more */
+    CHECK(wait_state(a.qp, IBV_QPS_ERR));
+    EXPECT_ASYNC(home.context, IBV_EVENT_QP_FATAL, a.qp);
+    expect_silence(home.context);
+    CHECK_EQ(qp_to(c.qp, IBV_QPS_ERR), 0); /* as its user wished */
+    CHECK_EQ(post_write(&c, &c, 3, 8), 0);
+    expect_silence(home.context);
+    end_close(&a);
+    end_close(&b);
+    end_close(&c);
+    CHECK_EQ(soft_verbs.destroy_cq(small), 0);
+    home_close(&home);
+}
+
 static void no_room_for_receives(void)
 {
     struct ibv_cq *small;
@@ -198,6 +236,51 @@ static void no_room_for_receives(void)
     end_close(&a);
     end_close(&b);
     CHECK_EQ(soft_verbs.destroy_cq(small), 0);
+    home_close(&home);
+}
+
+/* Nobody who sent hears of it where he does not wait for answers. */
+static void no_room_where_nobody_answers(void)
+{
+    static const enum ibv_qp_type types[] = {IBV_QPT_UC, IBV_QPT_UD};
+    struct ibv_cq *small;
+    struct end a, b;
+    struct home home;
+    struct ibv_ah *ah;
+    size_t i;
+    int n;
+
+    home_open(&home);
+    async_nonblocking(home.context);
+    ah = make_ah(home.base, 1);
+    for (i = 0; i < COUNT_OF(types); i++) {
+        small = home_cq(&home, 1, NULL);
+        TYPED_OPEN(&a, &home, .type = types[i]);
+        TYPED_OPEN(&b, &home, .type = types[i], .cq = small);
+        type_connect(a.qp, &default_link, b.qp->qp_num);
+        type_connect(b.qp, &default_link, a.qp->qp_num);
+        for (n = 0; n <= small->cqe + 1; n++)
+            CHECK_EQ(post_room(&b, (uint64_t)n, 0, 100), 0);
+        for (n = 0; n <= small->cqe; n++) {
+            struct ibv_sge sge = span(&a, 0, 8);
+            struct ibv_send_wr wr = request(IBV_WR_SEND, (uint64_t)n, &sge, 1);
+
+            if (types[i] == IBV_QPT_UD)
+                wr = datagram(IBV_WR_SEND, (uint64_t)n, &sge, 1, ah, b.qp->qp_num);
+            CHECK_EQ(post(a.qp, &wr), 0);
+            EXPECT(a.send_cq, n, IBV_WC_SUCCESS);
+        }
+        EXPECT_ASYNC(home.context, IBV_EVENT_CQ_ERR, small);
+        EXPECT_ASYNC(home.context, IBV_EVENT_QP_FATAL, b.qp);
+        CHECK(wait_state(b.qp, IBV_QPS_ERR));
+        CHECK_EQ(qp_state(a.qp), IBV_QPS_RTS);
+        EXPECT(small, 0, IBV_WC_SUCCESS);
+        expect_silence(home.context); /* what is flushed is lost, too */
+        end_close(&a);
+        end_close(&b);
+        CHECK_EQ(soft_verbs.destroy_cq(small), 0);
+    }
+    CHECK_EQ(soft_verbs.destroy_ah(ah), 0);
     home_close(&home);
 }
 
@@ -272,6 +355,31 @@ static void last_wqe(void)
     home_close(&home);
 }
 
+/* Each type that receives from one says so. */
+static void last_wqe_of_each_type(void)
+{
+    static const enum ibv_qp_type types[] = {IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD};
+    struct ibv_srq *srq;
+    struct home home;
+    struct end end;
+    size_t i;
+
+    home_open(&home);
+    async_nonblocking(home.context);
+    srq = make_srq(&home, 4);
+    for (i = 0; i < COUNT_OF(types); i++) {
+        TYPED_OPEN(&end, &home, .type = types[i], .srq = srq);
+        type_connect(end.qp, &default_link, end.qp->qp_num);
+        EXPECT_NO_ASYNC(home.context);
+        CHECK_EQ(qp_to(end.qp, IBV_QPS_ERR), 0);
+        EXPECT_ASYNC(home.context, IBV_EVENT_QP_LAST_WQE_REACHED, end.qp);
+        expect_silence(home.context);
+        end_close(&end);
+    }
+    CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
+    home_close(&home);
+}
+
 /* Who has receives of his own sees them flushed, and hears nothing. */
 static void no_last_wqe(void)
 {
@@ -325,6 +433,40 @@ static void destruction_waits(void)
     pair_close(&pair);
 }
 
+/* What he does with it meanwhile is refused, and leaves neither a completion nor an event of what is gone. */
+static void used_while_it_goes(void)
+{
+    struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
+    struct ibv_async_event event;
+    struct destroyer destroyer = {0};
+    struct end gone;
+    struct pair pair;
+    pthread_t thread;
+
+    open_pair(&pair, IBV_QPT_RC);
+    CHECK_EQ(soft_break_qp(pair.b.qp), 0);
+    REQUIRE(wait_readable(pair.own.context->async_fd));
+    REQUIRE_EQ(soft_verbs.get_async_event(pair.own.context, &event), 0);
+    gone = pair.b;
+    destroyer.qp = pair.b.qp;
+    pair.b.qp = NULL;
+    REQUIRE_EQ(pthread_create(&thread, NULL, destroy, &destroyer), 0);
+    settle();
+    CHECK_EQ(post_send(&gone, 1, 8), EINVAL);
+    CHECK_EQ(verbs_post_recv(gone.qp, &recv, &bad), EINVAL);
+    CHECK_EQ(qp_to(gone.qp, IBV_QPS_ERR), EINVAL);
+    CHECK_EQ(qp_to(gone.qp, IBV_QPS_RESET), EINVAL);
+    CHECK_EQ(qp_to_init(gone.qp, &default_link), EINVAL);
+    CHECK_EQ(soft_break_qp(gone.qp), 0);
+    CHECK(!atomic_load(&destroyer.done));
+    soft_verbs.ack_async_event(&event);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    EXPECT_NOTHING(pair.b.send_cq);
+    EXPECT_NOTHING(pair.b.recv_cq);
+    EXPECT_NO_ASYNC(pair.own.context);
+    pair_close(&pair);
+}
+
 /* What nobody took goes with it. */
 static void untaken(void)
 {
@@ -340,5 +482,6 @@ static void untaken(void)
 }
 
 CHECK_MAIN(CASE(established), CASE(not_established), CASE(refusals), CASE(completions_tell), CASE(no_room_for_sends),
-           CASE(no_room_for_receives), CASE(broken_by_itself), CASE(last_wqe), CASE(no_last_wqe),
-           CASE(destruction_waits), CASE(untaken))
+           CASE(no_room_for_an_error), CASE(no_room_for_receives), CASE(no_room_where_nobody_answers),
+           CASE(broken_by_itself), CASE(last_wqe), CASE(last_wqe_of_each_type), CASE(no_last_wqe),
+           CASE(destruction_waits), CASE(used_while_it_goes), CASE(untaken))

@@ -17,7 +17,7 @@ struct lines {
     struct ibv_cq *send_cqs[LINES], *recv_cqs[LINES];
     struct ibv_qp *senders[LINES], *receivers[LINES];
     struct ibv_srq *srq;
-    uint64_t memory[256]; /* a word for each receive */
+    uint64_t memory[LINES * 1500]; /* a word for each receive: who polls late has not read his yet */
     struct ibv_mr *mr;
 };
 

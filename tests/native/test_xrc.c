@@ -314,6 +314,109 @@ static void receive_error(void)
     net_close(&net);
 }
 
+/* ---- Events ------------------------------------------------------------------------------------------------ */
+
+/* A target often stays in RTR: its first message tells of the connection, once. */
+static void established(void)
+{
+    struct net net;
+    uint64_t i;
+
+    net_open(&net);
+    CHECK_EQ(qp_to(net.from.qp, IBV_QPS_RESET), 0);
+    CHECK_EQ(qp_to(net.to.qp, IBV_QPS_RESET), 0);
+    type_connect(net.from.qp, &default_link, net.to.qp->qp_num);
+    type_raise(net.to.qp, IBV_QPS_RTR, &default_link, net.from.qp->qp_num);
+    EXPECT_NO_ASYNC(net.home.context);
+    for (i = 0; i < 3; i++) {
+        CHECK_EQ(srq_post_room(net.srq, &net.to, 10, 0, 8), 0);
+        CHECK_EQ(send_to(&net.from, net.number, IBV_WR_SEND, i, 8), 0);
+        EXPECT(net.from.send_cq, i, IBV_WC_SUCCESS);
+        EXPECT(net.cq, 10, IBV_WC_SUCCESS);
+        if (i == 0)
+            EXPECT_ASYNC(net.home.context, IBV_EVENT_COMM_EST, net.to.qp);
+    }
+    settle();
+    EXPECT_NO_ASYNC(net.home.context);
+    net_close(&net);
+}
+
+/* What messages of all targets take from a queue counts towards its limit. */
+static void limit(void)
+{
+    struct net net;
+    uint64_t i;
+
+    net_open(&net);
+    for (i = 0; i < 3; i++)
+        CHECK_EQ(srq_post_room(net.srq, &net.to, 10 + i, 0, 8), 0);
+    CHECK_EQ(srq_arm(net.srq, 2), 0);
+    for (i = 0; i < 2; i++) {
+        EXPECT_NO_ASYNC(net.home.context);
+        CHECK_EQ(send_to(&net.from, net.number, IBV_WR_SEND, i, 8), 0);
+        EXPECT(net.cq, 10 + i, IBV_WC_SUCCESS);
+        EXPECT(net.from.send_cq, i, IBV_WC_SUCCESS);
+    }
+    EXPECT_ASYNC(net.home.context, IBV_EVENT_SRQ_LIMIT_REACHED, net.srq);
+    CHECK_EQ(srq_resize(net.srq, 64), 0); /* with a receive in it */
+    CHECK_EQ(send_to(&net.from, net.number, IBV_WR_SEND, 2, 8), 0);
+    EXPECT(net.cq, 12, IBV_WC_SUCCESS);
+    EXPECT(net.from.send_cq, 2, IBV_WC_SUCCESS);
+    EXPECT_NO_ASYNC(net.home.context);
+    net_close(&net);
+}
+
+static void drained(void)
+{
+    struct ibv_qp_attr attr = {.qp_state = IBV_QPS_SQD, .en_sqd_async_notify = 1};
+    struct ibv_qp *qps[2];
+    struct net net;
+    int i;
+
+    net_open(&net);
+    qps[0] = net.from.qp;
+    qps[1] = net.to.qp; /* it has nothing to drain */
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(soft_verbs.modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY), 0);
+        EXPECT_ASYNC(net.home.context, IBV_EVENT_SQ_DRAINED, qps[i]);
+        CHECK_EQ(qp_to(qps[i], IBV_QPS_RTS), 0);
+    }
+    net_close(&net);
+}
+
+/* Where the shared queue's completions find no room, the target of that message breaks; the next one, too. */
+static void no_room(void)
+{
+    struct end from, to;
+    struct net net;
+    uint64_t i;
+
+    net_open(&net);
+    TYPED_OPEN(&from, &net.home, .type = IBV_QPT_XRC_SEND);
+    TYPED_OPEN(&to, &net.home, .type = IBV_QPT_XRC_RECV, .xrcd = net.xrcd);
+    connect_ends(&from, &to, &default_link);
+    CHECK_EQ(soft_verbs.resize_cq(net.cq, 1), 0);
+    for (i = 0; i < 3; i++)
+        CHECK_EQ(srq_post_room(net.srq, &net.to, 10 + i, 0, 8), 0);
+    CHECK_EQ(send_to(&net.from, net.number, IBV_WR_SEND, 1, 8), 0);
+    EXPECT(net.from.send_cq, 1, IBV_WC_SUCCESS);
+    CHECK_EQ(send_to(&net.from, net.number, IBV_WR_SEND, 2, 8), 0);
+    EXPECT(net.from.send_cq, 2, IBV_WC_REM_OP_ERR);
+    CHECK(wait_state(net.to.qp, IBV_QPS_ERR));
+    EXPECT_ASYNC(net.home.context, IBV_EVENT_CQ_ERR, net.cq);
+    EXPECT_ASYNC(net.home.context, IBV_EVENT_QP_FATAL, net.to.qp);
+    CHECK_EQ(qp_state(to.qp), IBV_QPS_RTS);
+    CHECK_EQ(send_to(&from, net.number, IBV_WR_SEND, 3, 8), 0);
+    EXPECT(from.send_cq, 3, IBV_WC_REM_OP_ERR);
+    CHECK(wait_state(to.qp, IBV_QPS_ERR));
+    EXPECT_ASYNC(net.home.context, IBV_EVENT_QP_FATAL, to.qp);
+    EXPECT(net.cq, 10, IBV_WC_SUCCESS);
+    EXPECT_NO_ASYNC(net.home.context);
+    end_close(&from);
+    end_close(&to);
+    net_close(&net);
+}
+
 /* ---- Lives ------------------------------------------------------------------------------------------------- */
 
 static void who_holds_whom(void)
@@ -444,5 +547,5 @@ static void wrong_parts(void)
 }
 
 CHECK_MAIN(CASE(sends), CASE(one_sided), CASE(two_targets), CASE(two_queues), CASE(not_ready), CASE(misfits),
-           CASE(no_such_queue), CASE(receive_error), CASE(who_holds_whom), CASE(completions_stay),
-           CASE(across_contexts), CASE(wrong_parts))
+           CASE(no_such_queue), CASE(receive_error), CASE(established), CASE(limit), CASE(drained), CASE(no_room),
+           CASE(who_holds_whom), CASE(completions_stay), CASE(across_contexts), CASE(wrong_parts))

@@ -22,11 +22,18 @@ def run(code: str) -> str:
 def test_exports_are_what_is_there() -> None:
     public = {
         name
-        for name, value in vars(aioverbs).items()
-        if not name.startswith("_") and name != "TYPE_CHECKING" and not isinstance(value, modules.ModuleType)
+        for name in dir(aioverbs)
+        if not name.startswith("_")
+        and name not in ("TYPE_CHECKING", "import_module")
+        and not isinstance(getattr(aioverbs, name), modules.ModuleType)
     }
     assert public == set(aioverbs.__all__)
     assert aioverbs.__all__ == sorted(aioverbs.__all__)
+
+
+def test_the_names_that_load_the_core_are_their_modules_own() -> None:
+    for name, module in aioverbs._LAZY.items():
+        assert name in importlib.import_module(f"aioverbs.{module}").__all__
 
 
 def test_errors_and_types_are_exported() -> None:

@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import subprocess
+import sys
 
 from tests.conftest import ROOT
 
@@ -21,6 +23,14 @@ def sessions() -> list[str]:
 def test_two_lines_to_start_from() -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert [block.strip() for block in blocks] == [f"{START}demo", f"{START}tests"]
+
+
+def test_the_code_works_as_pasted() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=True)
+    assert (done.stdout, done.stderr) == ("b'hello'\n", "")
 
 
 def test_every_session_is_listed() -> None:

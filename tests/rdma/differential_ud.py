@@ -108,8 +108,9 @@ class World:
         self.result = Result()
 
     def destroy(self) -> None:
-        for handle in (*self.members, self.ah):
-            handle.destroy()
+        for member in self.members:
+            member.destroy()
+        self.ah.destroy()
 
     def send(self, position: int, datagram: Datagram) -> None:
         source, target = self.members[datagram.source], self.members[datagram.target]

@@ -63,7 +63,7 @@ def verbs() -> dict[str, list[str]]:
         "Inline verbs of `struct verbs_context`": _ops(abi, "verbs_context"),
         "Extended completion queues": ["start_poll"],  # with next_poll and end_poll, the rest of a session
         "Shared protection domains": re.findall(r"\bsoft_(alloc_shpd|share_pd)\(", device),
-        "Beyond the seam": ["rereg_mr", "reg_dmabuf_mr", "attach_mcast", "detach_mcast"],
+        "Beyond the seam": ["rereg_mr", "reg_dmabuf_mr"],
     }
 
 

@@ -1,0 +1,141 @@
+"""Who may use an object: thread models, owners, and the way to them."""
+
+import asyncio
+import contextlib
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar, overload
+
+import anyio
+
+from aioverbs._core.engine import Affinity
+from aioverbs.errors import AffinityError, BrokenResourceError
+
+__all__ = ["Affinity", "ThreadModel", "owner_for", "run_on_owner"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# How often somebody who waits for another loop looks whether that is still there. A loop that is closed drops what it
+# was asked to do, and tells nobody.
+_LOOK_S = 0.1
+
+
+class ThreadModel(enum.Enum):
+    """How the objects of a resource domain may be used, as documented for resource domains."""
+
+    SAFE = "safe"
+    """Any thread may use them at any time; the provider locks."""
+
+    UNSAFE = "unsafe"
+    """Any thread may use them, and the callers see to it that their verbs do not overlap. Those that do are refused."""
+
+    SINGLE = "single"
+    """One thread uses all of them over their lifetime: that of the event loop that opened the domain."""
+
+
+def owner_for(model: ThreadModel) -> Affinity | None:
+    """Who owns what is made now under a thread model: the running loop, nobody in particular, or anyone (None).
+
+    :raises RuntimeError: SINGLE, and no asyncio event loop is running in this thread.
+    """
+    match model:
+        case ThreadModel.SINGLE:
+            return Affinity.of_running_loop()
+        case ThreadModel.UNSAFE:
+            return Affinity.unbound()
+        case ThreadModel.SAFE:
+            return None
+
+
+async def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    result = function(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+class _Errand:
+    """A call on its way to another loop and back. What is not said to be of a loop is the caller's."""
+
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        self._call = call
+        self._caller = asyncio.get_running_loop()
+        self._back = asyncio.Event()
+        self._withdrawn = False
+        self._task: asyncio.Task[None] | None = None  # the owner's, like all but the event from `start` on
+        self.result: object = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """On the owner's loop."""
+        self._task = asyncio.get_running_loop().create_task(self._work())
+        if self._withdrawn:
+            self._task.cancel()
+
+    def withdraw(self) -> None:
+        """On the owner's loop."""
+        self._withdrawn = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _work(self) -> None:
+        try:
+            self.result = await self._call()
+        except BaseException as error:
+            self.error = error
+            if not isinstance(error, Exception | asyncio.CancelledError):
+                raise  # the end of the program is for its own loop, too
+        finally:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+                self._caller.call_soon_threadsafe(self._back.set)
+
+    async def wait(self, owner: Affinity) -> None:
+        """Until it is back, or cannot come any more."""
+        while not self._back.is_set():
+            with anyio.move_on_after(_LOOK_S):
+                await self._back.wait()
+            if owner.orphaned and not self._back.is_set():
+                raise AffinityError(f"{owner!r} is gone, and with it the call that was carried there")
+
+
+@overload
+async def run_on_owner(
+    owner: Affinity | None, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+) -> T: ...
+@overload
+async def run_on_owner(owner: Affinity | None, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+async def run_on_owner(
+    owner: Affinity | None, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs
+) -> object:
+    """Call a function where `owner` is, from any asyncio event loop; what it returns or raises comes back.
+
+    Context variables go with it. A coroutine function is awaited there. Without an owner, or by the owner itself, it is
+    called at once. A cancellation goes there, too, and is raised here when the function has ended.
+
+    :raises AffinityError: the owner is gone.
+    :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends.
+    """
+    call = functools.partial(_call, function, *args, **kwargs)
+    if owner is None or owner.owns():
+        return await call()
+    if owner.loop is None or owner.orphaned:
+        raise AffinityError(f"{owner!r} is gone: nothing can be called there")
+    errand = _Errand(call)
+    try:
+        owner.loop.call_soon_threadsafe(errand.start)
+    except RuntimeError as error:
+        raise AffinityError(f"{owner!r} is gone: nothing can be called there") from error
+    try:
+        await errand.wait(owner)
+    except asyncio.CancelledError:
+        with contextlib.suppress(RuntimeError):
+            owner.loop.call_soon_threadsafe(errand.withdraw)
+        with anyio.CancelScope(shield=True), contextlib.suppress(AffinityError):
+            await errand.wait(owner)
+        raise
+    if isinstance(errand.error, asyncio.CancelledError):
+        raise BrokenResourceError(f"{owner!r} cancelled what was called there") from errand.error
+    if errand.error is not None:
+        raise errand.error
+    return errand.result

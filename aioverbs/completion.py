@@ -1,0 +1,276 @@
+"""Completion queues: what is under way, and who waits for it."""
+
+import asyncio
+import contextlib
+import enum
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from aioverbs._core import engine
+from aioverbs.affinity import Affinity, run_on_owner
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    ConcurrentAccessError,
+    VerbsError,
+    WorkCompletionError,
+)
+from aioverbs.memory import MemoryRegion
+from aioverbs.resource import Resource, ResourceStatistics
+from aioverbs.types import WcStatus
+
+__all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Work"]
+
+# How many completions are taken in one turn of the loop, at most.
+_TURN = 256
+
+_numbers = itertools.count(1)  # of work requests: none is ever used again
+
+
+class MessageModel(enum.Enum):
+    """What the queues of a resource domain are good at, as documented for resource domains."""
+
+    FORCE_LOW_LATENCY = "force low latency"
+    """The provider is forced to optimise for low latency."""
+
+    LOW_LATENCY = "low latency"
+    """The provider is asked to optimise for low latency."""
+
+    HIGH_BANDWIDTH = "high bandwidth"
+    """The provider is asked to optimise for high bandwidth."""
+
+    DEFAULT = "default"
+    """The provider does as it usually does."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a domain has its queues made.
+
+    :param pd: the parent domain, or the protection domain that stands for it.
+    :param owner: who may use them; None: anyone.
+    :param native: whether `pd` is a parent domain, which completion queues are told of.
+    """
+
+    pd: engine.ProtectionDomain
+    owner: Affinity | None
+    native: bool
+
+
+class _Poster(Protocol):
+    @property
+    def label(self) -> str: ...
+
+
+class Work:
+    """A work request that was posted: what it needs until it is done, and who waits for it.
+
+    It keeps its regions until it completes, whatever became of who waits.
+    """
+
+    __slots__ = ("future", "loop", "number", "poster", "regions")
+
+    def __init__(self, poster: _Poster, regions: Iterable[MemoryRegion]) -> None:
+        self.number = next(_numbers)
+        self.poster = poster
+        self.regions = tuple(regions)
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self.loop.create_future()
+
+    def done(self, error: BaseException | None) -> None:
+        """It is over; from any thread, once."""
+        for region in self.regions:
+            region.pins.discard(self)
+        with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
+            self.loop.call_soon_threadsafe(self._tell, error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        if self.future.done():  # nobody waits any more
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class CompletionQueueStatistics(ResourceStatistics):
+    """What a completion queue holds and has seen.
+
+    :param depth: completions that fit.
+    :param under_way: work requests that are to complete here.
+    :param completions: that were taken.
+    :param events: that woke the loop.
+    """
+
+    depth: int
+    under_way: int
+    completions: int
+    events: int
+
+
+class CompletionQueue(Resource):
+    """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
+
+    The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Made by
+    the `completion_queue` of a domain.
+
+    :param depth: how many completions it holds at least.
+    :param comp_vector: which of the device's interrupt vectors signals it.
+    """
+
+    def __init__(self, domain: Resource, placement: Placement, depth: int, comp_vector: int = 0) -> None:
+        if depth < 1:
+            raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
+        super().__init__(domain)
+        self._placement = placement
+        self._depth = depth
+        self._comp_vector = comp_vector
+        self._channel: engine.CompletionChannel | None = None
+        self._handle: engine.CompletionQueue | None = None
+        self._driver: Affinity | None = None
+        self._under_way: dict[int, Work] = {}
+        self._completions = 0
+        self._events = 0
+        self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def _owner(self) -> Affinity | None:
+        return self._placement.owner
+
+    def _open(self) -> None:
+        pd, owner = self._placement.pd, self._placement.owner
+        # What wakes a loop is that loop's, even where anybody may use the queue.
+        self._driver = owner if owner is not None and owner.bound else Affinity.of_running_loop()
+        self._channel = engine.CompletionChannel(pd.context, affinity=owner)
+        self._life.hold(self._channel)
+        alone = self._placement.native and owner is not None and owner.bound
+        self._handle = engine.CompletionQueue(
+            pd.context,
+            self._depth,
+            self._channel,
+            comp_vector=self._comp_vector,
+            extended=alone,
+            single_threaded=alone,
+            parent_domain=pd if self._placement.native else None,
+            affinity=owner,
+        )
+        self._life.hold(self._handle)
+        self._handle.request_notify()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._channel.fileno(), self._readable)
+        self._life.drain = self._stop
+
+    @property
+    def handle(self) -> engine.CompletionQueue:
+        """The verbs object.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._handle is not None
+        return self._handle
+
+    def statistics(self) -> CompletionQueueStatistics:
+        """What it holds and has seen."""
+        return CompletionQueueStatistics(
+            len(self._life.children), self._depth, len(self._under_way), self._completions, self._events
+        )
+
+    # ---- Work. Entries of `_under_way` are added by who posts and removed by the loop that takes completions: single
+    # operations of a dictionary, whatever the threads.
+
+    def add(self, work: Work) -> None:
+        """Before it is posted: from here on its completion has somebody to go to."""
+        for region in work.regions:
+            region.pins.add(work)
+        self._under_way[work.number] = work
+
+    def withdraw(self, work: Work) -> None:
+        """It was not posted."""
+        self._under_way.pop(work.number, None)
+        for region in work.regions:
+            region.pins.discard(work)
+
+    def under_way(self, poster: object) -> list[Work]:
+        """What a poster has under way here."""
+        return [work for work in tuple(self._under_way.values()) if work.poster is poster]
+
+    async def settled(self, poster: object) -> None:
+        """Until a poster has nothing under way here."""
+        watcher = asyncio.get_running_loop(), asyncio.Event()
+        self._watchers.append(watcher)
+        try:
+            while self.under_way(poster):
+                watcher[1].clear()
+                if self.under_way(poster):
+                    await watcher[1].wait()
+        finally:
+            self._watchers.remove(watcher)
+
+    def abandon(self, poster: object) -> None:
+        """The poster is destroyed: what it had under way completes no more."""
+        for work in self.under_way(poster):
+            self._under_way.pop(work.number, None)
+            work.done(BrokenResourceError(f"{poster!r} was closed before this was done"))
+
+    # ---- The loop that opened it
+
+    def _readable(self) -> None:
+        assert self._channel is not None
+        assert self._handle is not None
+        try:
+            while self._channel.get_event() is not None:
+                self._handle.ack_events()
+                self._events += 1
+            # Armed before it is drained: what completes in between is either taken now or an event.
+            self._handle.request_notify()
+            self._drain()
+        except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
+            asyncio.get_running_loop().call_soon(self._again)
+        except VerbsError as error:
+            self._broken(error)
+
+    def _again(self) -> None:
+        if self._handle is not None and not self._handle.closed:
+            self._readable()
+
+    def _drain(self) -> None:
+        assert self._handle is not None
+        taken = self._handle.poll(_TURN)
+        self._completions += len(taken)
+        for completion in taken:
+            work = self._under_way.pop(completion.wr_id, None)
+            if work is None:
+                continue  # of a poster that is gone
+            if completion.status is WcStatus.SUCCESS:
+                work.done(None)
+            else:
+                work.done(WorkCompletionError(completion.status, None, completion.vendor_err, completion.qp_num))
+        for loop, event in tuple(self._watchers):
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(event.set)
+        if len(taken) == _TURN:  # others' turn first
+            asyncio.get_running_loop().call_soon(self._again)
+
+    def _broken(self, error: VerbsError) -> None:
+        assert self._channel is not None
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        while self._under_way:
+            _, work = self._under_way.popitem()
+            broken = BrokenResourceError(f"{self!r} is broken: {error}")
+            broken.__cause__ = error
+            work.done(broken)
+
+    async def _stop(self) -> None:
+        assert self._driver is not None
+        with contextlib.suppress(AffinityError):  # the loop is gone, and nothing is woken any more
+            with anyio.CancelScope(shield=True):
+                await run_on_owner(self._driver, self._remove_reader)
+
+    def _remove_reader(self) -> None:
+        assert self._channel is not None
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())

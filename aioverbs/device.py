@@ -1,0 +1,350 @@
+"""Devices: which there are, and what is made on one."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aioverbs._core import domains as core
+from aioverbs._core import engine
+from aioverbs.affinity import ThreadModel
+from aioverbs.attributes import DeviceAttributes, PortAttributes
+from aioverbs.completion import MessageModel
+from aioverbs.domains import ProtectionDomain, ResourceDomain, ThreadDomain, ThreadDomainBudget, XrcDomain
+from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
+from aioverbs.events import DeviceEvent, EventPump
+from aioverbs.providers import hardware, software
+from aioverbs.resource import Resource, ResourceInfo, ResourceStatistics
+from aioverbs.types import LinkLayer, Mtu, PortState
+
+if TYPE_CHECKING:
+    from pyverbs.device import Context as PyverbsContext
+
+    from aioverbs._core.domains import _Allocator
+
+__all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device"]
+
+logger = logging.getLogger("aioverbs")
+
+_NO_GID = bytes(16)
+
+
+@dataclass(frozen=True)
+class PortInfo:
+    """A port: its number, state, link layer and MTU, and its GIDs by their index, where there is one."""
+
+    number: int
+    state: PortState
+    link_layer: LinkLayer
+    active_mtu: Mtu
+    gids: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A device of this machine.
+
+    :param provider: ``"software"`` or ``"hardware"``.
+    :param native: which of thread domains, parent domains and XRC domains it has.
+    :param problem: why it cannot be opened; then nothing is known of its ports.
+    """
+
+    name: str
+    provider: str
+    ports: tuple[PortInfo, ...]
+    native: frozenset[str]
+    problem: str | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether one of its ports is."""
+        return any(port.state is PortState.ACTIVE for port in self.ports)
+
+
+@dataclass(frozen=True)
+class DeviceStatistics(ResourceStatistics):
+    """How many objects of a device are open, by what the device counts, and how many thread domains are native.
+
+    :param overlaps: calls that met another one inside of an object without locks, and were refused.
+    """
+
+    native_thread_domains: int
+    objects: tuple[tuple[str, int], ...]
+    overlaps: int
+
+
+def devices() -> list[DeviceInfo]:
+    """The devices of this machine, RDMA devices first, the software device last."""
+    try:
+        names = hardware.names()
+    except (LibraryNotFoundError, OSError):
+        names = []
+    found = [_look_at(name, "hardware") for name in names]
+    return [*found, *(_look_at(name, "software") for name in software.names())]
+
+
+def _open_context(name: str, provider: str) -> engine.Context:
+    return software.open_context(name) if provider == "software" else hardware.open_context(name)
+
+
+def _look_at(name: str, provider: str) -> DeviceInfo:
+    try:
+        context = _open_context(name, provider)
+    except OSError as error:
+        return DeviceInfo(name, provider, (), frozenset(), str(error))
+    try:
+        ports = tuple(_port(context, number + 1) for number in range(context.query_device().phys_port_cnt))
+        return DeviceInfo(name, provider, ports, frozenset(_native(context)))
+    finally:
+        context.destroy()
+
+
+def _port(context: engine.Context, number: int) -> PortInfo:
+    port = context.query_port(number)
+    gids = ((index, context.query_gid(number, index)) for index in range(port.gid_tbl_len))
+    readable = tuple((index, str(ipaddress.IPv6Address(gid))) for index, gid in gids if gid != _NO_GID)
+    return PortInfo(number, port.state, port.link_layer, port.active_mtu, readable)
+
+
+def _native(context: engine.Context) -> list[str]:
+    """By trying: what a provider does not have answers so."""
+    found = []
+    made: list[engine.Handle] = []
+    try:
+        with contextlib.suppress(VerbsError):
+            made.append(core.ThreadDomain(context))
+            found.append("thread domains")
+        with contextlib.suppress(VerbsError):
+            made.append(engine.ProtectionDomain(context))
+            pd = made[-1]
+            assert isinstance(pd, engine.ProtectionDomain)
+            made.append(core.ParentDomain(pd))
+            found.append("parent domains")
+        with contextlib.suppress(VerbsError):
+            made.append(engine.XrcDomain(context))
+            found.append("XRC domains")
+    finally:
+        for handle in reversed(made):
+            handle.destroy()
+    return found
+
+
+class Device(Resource):
+    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`."""
+
+    def __init__(
+        self, name: str | None, max_native_thread_domains: int | None, engine_mode: bool, delay_ns: int
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._engine_mode = engine_mode
+        self._delay_ns = delay_ns
+        self._budget = ThreadDomainBudget(max_native_thread_domains)
+        self._context: engine.Context | None = None
+        self._lent: PyverbsContext | None = None  # the user's own pyverbs context
+        self._loop_domains: dict[asyncio.AbstractEventLoop, tuple[ResourceDomain, list[None]]] = {}
+
+    @staticmethod
+    def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
+        """A device over a pyverbs context that the user opened, keeps, and closes when this is closed.
+
+        What is made from it is destroyed before, as libibverbs demands and pyverbs does not see.
+
+        :param context: an open `pyverbs.device.Context`.
+        :param max_native_thread_domains: as for `open_device`.
+
+        Opening raises `TypeError` where it is something else, `ValueError` where it is closed, `LibraryNotFoundError`.
+        """
+        device = Device(None, max_native_thread_domains, False, 0)
+        device._lent = context
+        return device
+
+    def _open(self) -> None:
+        if self._lent is not None:
+            self._begin(hardware.adopt_context(self._lent))
+            return
+        name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
+        if name in software.names():
+            context = software.open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
+        else:
+            context = _open_hardware(name)
+        self._begin(context)
+
+    def _begin(self, context: engine.Context) -> None:
+        self._context = context
+        self._life.hold(context)
+        self._life.label = context.name
+        self._pump = EventPump(context, self._life.find)
+        self._life.drain = self._stop_events
+
+    async def _stop_events(self) -> None:
+        self._pump.stop()
+
+    @property
+    def handle(self) -> engine.Context:
+        """The verbs object.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._context is not None
+        return self._context
+
+    @property
+    def name(self) -> str:
+        """Its name, as ``"soft0"`` or ``"mlx5_0"``."""
+        return self.handle.name
+
+    @property
+    def software(self) -> bool:
+        """Whether it is the software device."""
+        return self.handle.software
+
+    def attributes(self) -> DeviceAttributes:
+        """What it can do: ``ibv_query_device``."""
+        return self.handle.query_device()
+
+    def port(self, number: int = 1) -> PortAttributes:
+        """The state of a port: ``ibv_query_port``."""
+        return self.handle.query_port(number)
+
+    def protection_domain(self) -> ProtectionDomain:
+        """A protection domain: see there."""
+        return ProtectionDomain(self, self.handle, self._budget)
+
+    def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
+        """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.
+
+        Opening raises `VerbsError`: with ENOENT where nothing is shared by that number, with EACCES where the key is
+        another one, with EOPNOTSUPP where the device has no shared protection domains.
+
+        :param shared_id: `SharedProtectionDomain.id`.
+        :param share_key: the key that it was shared with, 64 bits.
+        """
+        for name, value, bits in (("shared_id", shared_id, 32), ("share_key", share_key, 64)):
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name} has {bits} bits")
+        return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
+
+    def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:
+        """A thread domain of the loop that opens it: see there.
+
+        :param require_native: raise where the provider has none, or no more of them, instead of going on without.
+        """
+        return ThreadDomain(self, self.handle, self._budget, require_native=require_native)
+
+    def resource_domain(
+        self,
+        pd: ProtectionDomain | None = None,
+        *,
+        thread_model: ThreadModel = ThreadModel.SINGLE,
+        message_model: MessageModel = MessageModel.DEFAULT,
+        allocator: "_Allocator | None" = None,
+        require_native: bool = False,
+    ) -> ResourceDomain:
+        """A resource domain: see there."""
+        return ResourceDomain(
+            self,
+            self.handle,
+            self._budget,
+            pd,
+            thread_model=thread_model,
+            message_model=message_model,
+            allocator=allocator,
+            require_native=require_native,
+        )
+
+    @contextlib.asynccontextmanager
+    async def loop_domain(self) -> AsyncIterator[ResourceDomain]:
+        """The one resource domain of the running loop that everybody on it may share, as long as somebody does.
+
+        It is opened by whoever comes first and closed by whoever leaves last.
+        """
+        loop = asyncio.get_running_loop()
+        domain, users = self._loop_domains.get(loop) or (self.resource_domain(), [])
+        if not users:
+            await domain.open()
+            self._loop_domains[loop] = domain, users
+        users.append(None)
+        try:
+            yield domain
+        finally:
+            users.pop()
+            if not users:
+                del self._loop_domains[loop]
+                await domain.aclose()
+
+    def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
+        """An XRC domain: see there."""
+        return XrcDomain(self, self.handle, fd, oflag)
+
+    def events(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
+        """Asynchronous events from here on, of the device and of all that was made from it: ``async for``.
+
+        It ends when the device is closed. Events that come while nobody listens wait in the device.
+
+        :param resource: only what happens to this queue pair, completion queue or shared receive queue.
+        """
+        self._check_open()
+        return self._pump.listen(resource)
+
+    def resources(self) -> ResourceInfo:
+        """It and all that was made from it, as they are now. Rich prints it as a tree."""
+        return self._life.info()
+
+    def statistics(self) -> DeviceStatistics:
+        """Counts of what is open. Those of objects are the software device's own; for others there are none."""
+        counts = dict(self.handle.counts()) if self.software else {}
+        overlaps = counts.pop("overlaps", 0)
+        assert isinstance(overlaps, int)
+        objects = tuple((kind, count) for kind, count in counts.items() if isinstance(count, int))
+        return DeviceStatistics(len(self._life.children), self._budget.used, objects, overlaps)
+
+
+def open_device(
+    name: str | None = None,
+    *,
+    max_native_thread_domains: int | None = None,
+    engine_mode: bool = False,
+    delay_ns: int = 0,
+) -> Device:
+    """A device to be opened, by ``async with`` or by `Device.open`.
+
+    :param name: its name; without one what the environment variable AIOVERBS_DEVICE says; without that the first RDMA
+        device with an active port, or else the software device, with a warning to the log that says why.
+    :param max_native_thread_domains: how many thread domains may be native at once; None: as many as it has. Those
+        beyond are open without being native.
+    :param engine_mode: for the software device: a thread of its own executes requests, as hardware does.
+    :param delay_ns: for the software device in that mode: nanoseconds from posting to execution at the earliest.
+
+    Opening raises `DeviceNotFoundError`, `LibraryNotFoundError` or `VerbsError`.
+    """
+    return Device(name, max_native_thread_domains, engine_mode, delay_ns)
+
+
+def _open_hardware(name: str) -> engine.Context:
+    try:
+        return hardware.open_context(name)
+    except DeviceNotFoundError as error:
+        raise DeviceNotFoundError(name, (*error.available, *software.names())) from None
+
+
+def _first_active() -> str:
+    """The first RDMA device with an active port, else the software device."""
+    reason = "there is no RDMA device"
+    try:
+        names = hardware.names()
+    except OSError as error:
+        names, reason = [], str(error)
+    for name in names:
+        found = _look_at(name, "hardware")
+        if found.active:
+            return name
+        reason = found.problem or f"no port of {name} is active"
+    (fallback,) = software.names()
+    logger.warning("opening the software device %s: %s", fallback, reason)
+    return fallback

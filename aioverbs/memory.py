@@ -1,0 +1,272 @@
+"""Memory that devices read and write: regions of this process, and what is known of a peer's."""
+
+import asyncio
+import contextlib
+import mmap
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import anyio
+
+from aioverbs._core import engine
+from aioverbs.errors import ClosedResourceError
+from aioverbs.resource import Resource
+from aioverbs.types import AccessFlags
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["MemoryRegion", "RegionSlice", "RemoteRegion"]
+
+# From here on registering, which touches every page, is done beside the loop.
+_OFF_LOOP_BYTES = 16 << 20
+
+_WIRE = struct.Struct(">QQI")
+
+
+def _part(key: slice | int, length: int, what: object) -> tuple[int, int]:
+    """The offset and length of a slice, which must lie inside: what is cut off silently is read or written wrongly."""
+    if isinstance(key, int):
+        raise TypeError(f"{what!r} is sliced, as [{key}:{key + 1}], not indexed")
+    start = 0 if key.start is None else key.start
+    stop = length if key.stop is None else key.stop
+    start, stop = (each + length if each < 0 else each for each in (start, stop))
+    if key.step not in (None, 1):
+        raise ValueError(f"a slice of {what!r} is one piece: no step, not {key.step}")
+    if not 0 <= start <= stop <= length:
+        raise IndexError(f"[{key.start}:{key.stop}] does not lie in the {length} bytes of {what!r}")
+    return start, stop - start
+
+
+@dataclass(frozen=True)
+class RemoteRegion:
+    """Memory of a peer: where it is, how long it is, and the key that opens it.
+
+    :param address: of its first byte, in the peer's address space.
+    :param length: in bytes.
+    :param rkey: the key of the peer's region or window.
+    """
+
+    address: int
+    length: int
+    rkey: int
+
+    def __post_init__(self) -> None:
+        for name, value, bits in (("address", self.address, 64), ("length", self.length, 64), ("rkey", self.rkey, 32)):
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name} has {bits} bits, and {value} is none of those numbers")
+        if self.address + self.length > 1 << 64:
+            raise ValueError(f"{self.length} bytes at {self.address:#x} leave the address space")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, key: slice) -> "RemoteRegion":
+        """A part of it.
+
+        :raises IndexError: the part does not lie inside.
+        """
+        offset, length = _part(key, self.length, self)
+        return RemoteRegion(self.address + offset, length, self.rkey)
+
+    def __bytes__(self) -> bytes:
+        """Its wire form, 20 bytes in network order: address, length, key."""
+        return _WIRE.pack(self.address, self.length, self.rkey)
+
+    @classmethod
+    def from_bytes(cls, data: "Buffer") -> Self:
+        """From its wire form.
+
+        :raises ValueError: it is none.
+        """
+        view = memoryview(data).cast("B")
+        if len(view) != _WIRE.size:
+            raise ValueError(f"a remote region is {_WIRE.size} bytes on the wire, not {len(view)}")
+        return cls(*_WIRE.unpack(view))
+
+
+class Pins:
+    """What is under way with a region's memory. Any thread adds and discards; one loop at a time waits for the end."""
+
+    def __init__(self) -> None:
+        self._holders: set[object] = set()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, holder: object) -> None:
+        """It is under way."""
+        self._holders.add(holder)
+
+    def discard(self, holder: object) -> None:
+        """It is over."""
+        self._holders.discard(holder)
+        waiter = self._waiter
+        if waiter is not None:
+            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
+                waiter[0].call_soon_threadsafe(waiter[1].set)
+
+    async def wait(self) -> None:
+        """Until nothing is."""
+        event = asyncio.Event()
+        self._waiter = asyncio.get_running_loop(), event
+        try:
+            while self._holders:
+                event.clear()
+                if self._holders:
+                    await event.wait()
+        finally:
+            self._waiter = None
+
+
+class RegionSlice:
+    """A part of a memory region, without a copy."""
+
+    __slots__ = ("length", "offset", "region")
+
+    def __init__(self, region: "MemoryRegion", offset: int, length: int) -> None:
+        self.region = region
+        self.offset = offset
+        self.length = length
+
+    def __repr__(self) -> str:
+        return f"<{self.region!r}[{self.offset}:{self.offset + self.length}]>"
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, key: slice) -> "RegionSlice":
+        offset, length = _part(key, self.length, self)
+        return RegionSlice(self.region, self.offset + offset, length)
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self.region.address + self.offset
+
+    @property
+    def sge(self) -> tuple[int, int, int]:
+        """Its scatter/gather entry: address, length and lkey."""
+        return self.address, self.length, self.region.lkey
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes."""
+        return self.region.buffer[self.offset : self.offset + self.length]
+
+    def remote(self) -> RemoteRegion:
+        """What a peer needs to reach it."""
+        return RemoteRegion(self.address, self.length, self.region.rkey)
+
+
+class MemoryRegion(Resource):
+    """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
+
+    What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
+    for work requests that use it: close their queue pair before, to have those flushed.
+
+    :param memory: an object with the buffer protocol, contiguous; or how many bytes to allocate, zeroed, in pages that
+        a fork does not copy.
+    :param access: what may be done to it, by local work requests and by peers.
+    """
+
+    def __init__(
+        self, pd: Resource, handle: engine.ProtectionDomain, memory: "Buffer | int", access: AccessFlags
+    ) -> None:
+        super().__init__(pd)
+        self._pd_handle = handle
+        if isinstance(memory, int):
+            if memory < 1:
+                raise ValueError(f"a memory region has 1 byte at least, not {memory}")
+            memory = mmap.mmap(-1, memory)
+            memory.madvise(mmap.MADV_DONTFORK)
+        self._memory: Buffer = memory
+        self._access = AccessFlags(access)
+        self._handle: engine.MemoryRegion | None = None
+        self._constants = (0, 0, 0)
+        self.pins = Pins()
+
+    def _open(self) -> None:
+        handle = engine.MemoryRegion(self._pd_handle, self._memory, self._access)
+        self._life.hold(handle)
+        self._handle = handle
+        self._constants = (handle.address, handle.lkey, handle.rkey)
+        self._life.drain = self.pins.wait
+
+    async def open(self) -> Self:
+        """Register it; where it is large, in a thread, so that the loop goes on meanwhile.
+
+        :raises ClosedResourceError: it was opened before, or its protection domain is closed.
+        :raises ValueError: there is nothing to register, or ``LOCAL_WRITE`` is missing where peers may write.
+        :raises BufferError: the memory is not contiguous, or is read-only and to be written.
+        :raises VerbsError: the device cannot.
+        """
+        if memoryview(self._memory).nbytes < _OFF_LOOP_BYTES:
+            return await super().open()
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open_now)
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped: what it made is undone when it has made it.
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                await self.aclose()
+            raise
+        return self
+
+    def __len__(self) -> int:
+        return memoryview(self._memory).nbytes
+
+    def __getitem__(self, key: slice) -> RegionSlice:
+        """A part of it, without a copy.
+
+        :raises IndexError: the part does not lie inside.
+        """
+        return RegionSlice(self, *_part(key, len(self), self))
+
+    @property
+    def handle(self) -> engine.MemoryRegion:
+        """The verbs object.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._handle is not None
+        return self._handle
+
+    @property
+    def access(self) -> AccessFlags:
+        """What may be done to it."""
+        return self._access
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        self._check_open()
+        return self._constants[0]
+
+    @property
+    def lkey(self) -> int:
+        """Its key for local work requests."""
+        self._check_open()
+        return self._constants[1]
+
+    @property
+    def rkey(self) -> int:
+        """Its key for peers."""
+        self._check_open()
+        return self._constants[2]
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes, flat."""
+        if self.closed:
+            raise ClosedResourceError(f"{self!r} is not open")
+        return memoryview(self._memory).cast("B")
+
+    def remote(self) -> RemoteRegion:
+        """What a peer needs to reach all of it."""
+        return self[:].remote()

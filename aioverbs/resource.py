@@ -1,0 +1,376 @@
+"""The life of every resource: what it was made from, who owns it, and how it ends."""
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+import anyio
+import anyio.abc
+
+from aioverbs._core.engine import Affinity
+from aioverbs.errors import BusyResourceError, ClosedResourceError
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+__all__ = ["Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
+
+# Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
+# inside of one, and therefore takes it never.
+_tree = threading.Lock()
+_serials = itertools.count(1)
+
+
+class State(enum.Enum):
+    """Where a resource is in its life."""
+
+    NEW = "new"
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class _Destroyable(Protocol):
+    def destroy(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ResourceInfo:
+    """A resource in the tree of its device, at one moment."""
+
+    kind: str
+    label: str
+    owner: str | None
+    state: State
+    created: str
+    children: tuple["ResourceInfo", ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(""))
+
+    def _text(self) -> str:
+        parts = [f"{self.kind} {self.label}".rstrip(), self.state.value]
+        parts += [f"owner: {self.owner}"] if self.owner else []
+        return ", ".join([*parts, f"opened at {self.created}"])
+
+    def _lines(self, indent: str) -> Iterator[str]:
+        yield indent + self._text()
+        for child in self.children:
+            yield from child._lines(indent + "  ")
+
+    def __rich__(self) -> "Tree":
+        from rich.tree import Tree
+
+        tree = Tree(self._text(), highlight=True)
+        for child in self.children:
+            tree.add(child.__rich__())
+        return tree
+
+
+@dataclass(frozen=True)
+class ResourceStatistics:
+    """Counts of a resource, at one moment.
+
+    :param children: how many open resources were made from it.
+    """
+
+    children: int
+
+
+class Life:
+    """What a resource is apart from its user's object: handles, parents, children, owner.
+
+    Parents keep the lives of their children, so that what a user forgets is still known and can be ended.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.label = ""
+        self.created = ""
+        self.owner: Affinity | None = None
+        self.state = State.NEW
+        self.parents: tuple[Life, ...] = ()
+        self.children: dict[int, Life] = {}
+        self.drain: Callable[[], Awaitable[None]] | None = None
+        self.quiet = False  # a part of another resource, or warned of before: nobody left it open
+        self.user: weakref.ref[Resource] | None = None
+        self._serial = next(_serials)
+        self._process = os.getpid()
+        self._handles: list[_Destroyable] = []
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it is of the process that this one was forked from."""
+        return self._process != os.getpid()
+
+    # ---- Beginning
+
+    def begin(self, parents: "tuple[Life, ...]", owner: Affinity | None) -> None:
+        """Become a child of its parents, which cannot close without it from here on.
+
+        :raises ClosedResourceError: it was open before, or a parent is not open.
+        """
+        with _tree:
+            if self.state is not State.NEW:
+                raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
+            for parent in parents:
+                if parent.state not in (State.OPENING, State.OPEN):  # opening: this is to be a part of it
+                    raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
+            for parent in parents:
+                parent.children[self._serial] = self
+            self.parents, self.owner, self.state = parents, owner, State.OPENING
+
+    def hold(self, handle: _Destroyable) -> None:
+        """Destroy that handle at the end, before those that are held already."""
+        self._handles.append(handle)
+
+    def opened(self) -> None:
+        """The end of its making."""
+        self.state = State.OPEN
+
+    def undo(self) -> None:
+        """Its making failed: it is as it was before. Its parts had no use yet."""
+        for part in reversed(tuple(self.children.values())):
+            part.undo()
+        self._destroy_handles()
+        self._leave_parents()
+        self.state = State.NEW
+
+    # ---- Ending
+
+    def _check_can_close(self) -> None:
+        # Under the tree's lock. Who is not the owner must not close what another thread may be inside of; where the
+        # owner is gone nobody is.
+        if self.owner is not None and not self.owner.orphaned:
+            self.owner.check(self, "aclose")
+        for life in self.subtree():
+            owner = life.owner
+            if owner is not None and not owner.owns() and not owner.orphaned:
+                raise BusyResourceError(
+                    f"{self!r} cannot be closed here: {life!r} belongs to {owner!r}; close that there first"
+                )
+
+    def subtree(self) -> "Iterator[Life]":
+        """It and all that was made from it."""
+        yield self
+        for child in tuple(self.children.values()):
+            yield from child.subtree()
+
+    async def close(self) -> None:
+        """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
+
+        Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. Where a verb fails
+        it stays open, and can be closed again.
+
+        :raises BusyResourceError: another owner's object is made from it; nothing was touched.
+        :raises VerbsError: a verb failed.
+        """
+        with _tree:
+            if self.state is not State.OPEN:
+                return
+            self._check_can_close()
+            self.state = State.CLOSING
+        interruption: BaseException | None = None
+        try:
+            for child in reversed(tuple(self.children.values())):
+                try:
+                    await child.close()
+                except _interruptions(ResourceWarning) as raised:
+                    interruption = raised
+                if not child.quiet:
+                    try:
+                        _warn_open(child, f"{self!r} was closed before it")
+                    except ResourceWarning as raised:  # warnings are errors
+                        interruption = raised
+            if self.drain is not None:
+                try:
+                    await self.drain()
+                except _interruptions() as raised:
+                    interruption = raised
+            if self.owner is not None and self.owner.orphaned:
+                self.owner.take_over()
+            self._destroy_handles()
+        except BaseException:
+            self.state = State.OPEN
+            raise
+        self.state = State.CLOSED
+        self._leave_parents()
+        if interruption is not None:
+            raise interruption
+
+    def _destroy_handles(self) -> None:
+        while self._handles:
+            self._handles[-1].destroy()
+            self._handles.pop()
+
+    def _leave_parents(self) -> None:
+        with _tree:
+            for parent in self.parents:
+                parent.children.pop(self._serial, None)
+
+    # ---- Looking
+
+    def find(self, handle: object) -> "Resource | None":
+        """The user's object that stands for a handle, among it and what was made from it; None if it was forgotten."""
+        for life in self.subtree():
+            if life.user is not None and any(held is handle for held in life._handles):
+                return life.user()
+        return None
+
+    def info(self) -> ResourceInfo:
+        """It and what was made from it, as they are now; what was made from several is with the first of them."""
+        children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[0] is self)
+        owner = repr(self.owner) if self.owner is not None else None
+        return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
+
+
+def _interruptions(*others: type[BaseException]) -> tuple[type[BaseException], ...]:
+    return (anyio.get_cancelled_exc_class(), *others)
+
+
+def _warn_open(life: Life, why: str) -> None:
+    warnings.warn(f"{life!r} was still open: {why}", ResourceWarning, stacklevel=2, source=life)
+
+
+def _creation_site() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("aioverbs", "contextlib"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+
+
+class Resource(anyio.abc.AsyncResource):
+    """Base of everything that is opened and closed: devices, domains, queues, regions.
+
+    ``async with`` opens it and closes it; outside of a block `open` and `aclose` do the same. It keeps its parents
+    open: closing one of those closes what was made from it, with a `ResourceWarning` for each.
+    """
+
+    def __init__(self, *parents: "Resource") -> None:
+        self._life = Life(type(self).__name__)
+        self._life.created = _creation_site()
+        self._life.user = weakref.ref(self)
+        self._parents = parents
+
+    def __repr__(self) -> str:
+        label = f" {self._life.label}" if self._life.label else ""
+        return f"<{type(self).__name__}{label} ({self._life.state.value})>"
+
+    # ---- What a kind of resource says of itself
+
+    def _owner(self) -> Affinity | None:
+        """Who is to own it; called when it is opened."""
+        return None
+
+    def _open(self) -> None:
+        """Make its handles, each given to ``self._life.hold`` at once; what fails undoes those."""
+        raise NotImplementedError
+
+    # ---- Life
+
+    @property
+    def state(self) -> State:
+        """Where it is in its life."""
+        return self._life.state
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._life.state is State.CLOSED
+
+    @property
+    def owner(self) -> Affinity | None:
+        """The event loop and thread that it belongs to; None where anyone may use it."""
+        return self._life.owner
+
+    def statistics(self) -> ResourceStatistics:
+        """Its counts as they are now."""
+        return ResourceStatistics(len(self._life.children))
+
+    def _check_open(self) -> None:
+        if self._life.state is not State.OPEN:
+            raise ClosedResourceError(f"{self!r} is not open")
+
+    async def open(self) -> Self:
+        """Open it; what its block would do at its beginning.
+
+        :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
+        """
+        self._open_now()
+        return self
+
+    def _open_now(self) -> None:
+        # Without an await: a cancellation finds it either unopened or open.
+        life = self._life
+        life.begin(tuple(parent._life for parent in self._parents), self._owner())
+        try:
+            self._open()
+        except BaseException as error:
+            try:
+                life.undo()
+            except Exception as another:  # what is left has its handles still: a later close may succeed
+                life.opened()
+                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed again")
+            raise
+        life.opened()
+
+    async def aclose(self) -> None:
+        """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
+
+        Closing twice is fine. Where this is cancelled, it is closed nevertheless.
+
+        :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
+        :raises AffinityError: another event loop owns it; nothing was done.
+        :raises VerbsError: a verb failed; it is still open, and can be closed again.
+        """
+        await self._life.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+            return
+        # What went wrong in the block is what the caller is to hear of.
+        try:
+            await self.aclose()
+        except Exception as another:
+            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
+
+    def __del__(self) -> None:
+        life = getattr(self, "_life", None)
+        if life is None or life.state is not State.OPEN or life.quiet or life.inherited:
+            return
+        life.quiet = True
+        # Verbs are the owner's to call. Where there is none, or it is gone, the parents' end is also this one's.
+        owner = life.owner
+        if owner is not None and owner.loop is not None and not owner.orphaned:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                owner.loop.call_soon_threadsafe(_close_on_owner, owner.loop, life)
+        _warn_open(life, "it was forgotten")
+
+
+_closing: set[asyncio.Task[None]] = set()  # loops keep weak references only
+
+
+def _close_on_owner(loop: asyncio.AbstractEventLoop, life: Life) -> None:
+    task = loop.create_task(life.close())
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)

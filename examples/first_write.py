@@ -1,0 +1,43 @@
+"""Two queue pairs on one event loop, a write, and a call from another loop's thread that is stopped.
+
+On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses.
+"""
+
+import asyncio
+
+import aioverbs
+from aioverbs import AccessFlags
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+async def main() -> None:
+    async with (
+        aioverbs.open_device() as device,
+        device.resource_domain() as domain,  # a thread domain of this loop, over a protection domain
+        domain.register(4096, ACCESS) as source,
+        domain.register(4096, ACCESS) as target,
+        domain.completion_queue(16) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.address, ACCESS)
+        far.connect(near.address, ACCESS)
+        print(f"{device.name}: {'no locks' if domain.native else 'with the locks of the provider'}")
+
+        source.buffer[:5] = b"hello"
+        await near.write(source[:5], target.remote()[:5])
+        print(f"written: {bytes(target.buffer[:5])!r}")
+
+        async def elsewhere() -> None:
+            await near.write(source[:5], target.remote()[:5])
+
+        try:
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        except aioverbs.AffinityError as error:
+            print(f"stopped: {error}")
+        print(device.resources())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

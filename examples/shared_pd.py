@@ -1,0 +1,36 @@
+"""A protection domain that two contexts share: what one registers, the queue pairs of the other use."""
+
+import asyncio
+
+import aioverbs
+from aioverbs import AccessFlags
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+KEY = 0x5EC2E7  # a secret of 64 bits that both know
+
+
+async def main() -> None:
+    async with (
+        aioverbs.open_device("soft0") as device,
+        aioverbs.open_device("soft0") as other,
+        device.protection_domain() as pd,
+        pd.share(KEY) as shared,
+        other.shared_protection_domain(shared.id, KEY) as instance,
+        instance.register(bytearray(b"hello" + bytes(59)), ACCESS) as region,
+        device.resource_domain(pd) as domain,
+        domain.completion_queue(16) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.address, ACCESS)
+        far.connect(near.address, ACCESS)
+        await near.write(region[:5], region.remote()[32:37])
+        print(f"written by one, registered by the other: {bytes(region.buffer[32:37])!r}")
+        try:
+            await other.shared_protection_domain(shared.id, KEY + 1).open()
+        except aioverbs.VerbsError as error:
+            print(f"with another key: {error}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,27 @@
+"""XRC domains are found by the inode of a file, by every context of the device that may open it."""
+
+import asyncio
+import os
+import tempfile
+
+import aioverbs
+
+
+async def main() -> None:
+    with tempfile.TemporaryFile() as file:
+        fd = file.fileno()
+        async with aioverbs.open_device("soft0") as device, aioverbs.open_device("soft0") as other:
+            async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL), other.xrc_domain(fd, 0):
+                print("opened by two contexts")
+                try:
+                    await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
+                except aioverbs.VerbsError as error:
+                    print(f"O_EXCL: {error}")
+            try:
+                await other.xrc_domain(fd, 0).open()
+            except aioverbs.VerbsError as error:
+                print(f"gone with the last one that was closed: {error}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,38 @@
+"""What stands before a datagram's data: 40 bytes of route, as RoCE v2 delivers it."""
+
+import struct
+
+from tests.core.model import Way
+
+HEADER = 40
+PORT_MTU = 4096
+_MAPPED = bytes(10) + b"\xff\xff"
+
+
+def _checksum(header: bytes) -> int:
+    total: int = sum(struct.unpack("!10H", header))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total ^ 0xFFFF
+
+
+def _payload(length: int, immediate: bool) -> int:
+    """Behind the IP header: UDP, base and datagram headers, an immediate, the data padded to 4, and a checksum."""
+    return 8 + 12 + 8 + 4 * immediate + -(-length // 4) * 4 + 4
+
+
+def header(way: Way, length: int, immediate: bool) -> bytes:
+    """An IPv4 header in the last 20 bytes, where both ends have such addresses; else an IPv6 header's form."""
+    payload, udp = _payload(length, immediate), 17
+    if not (way.source.startswith(_MAPPED) and way.target.startswith(_MAPPED)):
+        first = 6 << 28 | way.traffic_class << 20 | way.flow_label
+        return struct.pack("!IHBB", first, payload, udp, way.hop_limit) + way.source + way.target
+
+    def version_4(checksum: int) -> bytes:
+        do_not_fragment = 0x4000
+        fixed = struct.pack(
+            "!BBHHHBBH", 0x45, way.traffic_class, 20 + payload, 0, do_not_fragment, way.hop_limit, udp, checksum
+        )
+        return fixed + way.source[12:] + way.target[12:]
+
+    return bytes(20) + version_4(_checksum(version_4(0)))

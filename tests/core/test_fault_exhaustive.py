@@ -1,0 +1,297 @@
+"""Every verb, and every call of it in a scene that calls them all: what fails leaves nothing behind.
+
+It raises at the call that was planned, and once its caller has given back what it had the device is as before.
+"""
+
+import errno
+import select
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BusyResourceError,
+    ConcurrentAccessError,
+    EventType,
+    MwType,
+    QpState,
+    QpType,
+    SendFlags,
+    SendOpcode,
+    VerbsError,
+    WcStatus,
+)
+from aioverbs._core import domains, engine
+from aioverbs.attributes import AddressVector, FaultRecord, QpCapabilities
+from tests.core.allocators import Recording
+from tests.core.contexts import MODES, children, opened
+from tests.core.pairs import to_init, to_rtr, to_rts, wait_until
+from tests.core.transports import QKEY, start_ud, start_xrc_receiver
+
+SIGNALED = SendFlags.SIGNALED
+SHARE_KEY = 0x123456789
+CAPABILITIES = QpCapabilities(max_send_wr=8, max_recv_wr=8, max_send_sge=1, max_recv_sge=1)
+ERRORS = (errno.ENOMEM, errno.EIO)
+
+# What a scene cannot call on its way, and what the engine has no use for.
+UNCALLED = {"close_device", "query_device_ex", "query_rt_values"}
+
+
+@dataclass
+class Scene:
+    """A program that makes one of everything and uses it: the same calls each time, whenever completions come."""
+
+    context: engine.Context
+    allocator: Recording = field(default_factory=Recording)
+    made: list[engine.Handle] = field(default_factory=list)
+
+    def keep(self, handle: engine.Handle) -> None:
+        self.made.append(handle)
+
+    def taken(self, cq: engine.CompletionQueue, count: int) -> None:
+        """Take so many successes, with one call: they are held until all are there."""
+        wait_until(lambda: self.context.faults.held() == count)
+        assert self.context.faults.release() == count
+        found = cq.poll(count)
+        assert [completion.status for completion in found] == [WcStatus.SUCCESS] * count
+
+    def event(self, event_type: EventType, element: engine.Handle) -> None:
+        """Take an asynchronous event that has come."""
+        event = self.context.get_async_event()
+        assert event is not None
+        assert (event.event_type, event.element) == (event_type, element)
+        event.ack()
+
+    def play(self) -> None:
+        """Call every verb, up to the first that fails."""
+        context = self.context
+        context.faults.hold()
+        context.query_device()
+        context.query_port()
+        context.query_pkey()
+        way = AddressVector(context.query_gid(1, 1), sgid_index=1)
+        self.keep(pd := engine.ProtectionDomain(context))
+        self.keep(td := domains.ThreadDomain(context))
+        self.keep(domain := domains.ParentDomain(pd, td, self.allocator))
+        self.keep(instance := engine.ProtectionDomain.open_shared(context, pd.share(SHARE_KEY), SHARE_KEY))
+        self.keep(xrc_domain := domains.XrcDomain(context))
+        memory = bytearray(256)
+        access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
+        self.keep(region := engine.MemoryRegion(instance, memory, access))
+        self.keep(window := engine.MemoryWindow(pd, MwType.TYPE_1))
+        self.keep(second := engine.MemoryWindow(domain, MwType.TYPE_2))
+        self.keep(ah := engine.AddressHandle(pd, way))
+        self.keep(channel := engine.CompletionChannel(context))
+        self.keep(cq := engine.CompletionQueue(context, 2, channel))
+        self.keep(ex := engine.CompletionQueue(context, 4, extended=True, parent_domain=domain))
+        cq.resize(32)
+        ex.resize(32)
+        cq.modify(2, 100)
+        self.keep(srq := engine.SharedReceiveQueue(domain, 4, limit=2))
+        self.keep(xrc_srq := engine.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq))
+        self.keep(qp := engine.QueuePair(domain, ex, ex, CAPABILITIES))
+        self.keep(ud := engine.QueuePair(domain, ex, ex, CAPABILITIES, qp_type=QpType.UD, srq=srq))
+        self.keep(sender := engine.QueuePair(domain, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND))
+        self.keep(target := engine.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV))
+
+        to_init(qp)
+        to_rtr(qp, qp.qp_num)
+        to_rts(qp)
+        start_ud(ud)
+        start_xrc_receiver(target, sender.qp_num)
+        to_init(sender)
+        sender.modify(QpState.RTR, path_mtu=5, dest_qp_num=target.qp_num, rq_psn=0, av=way)
+        to_rts(sender)
+        assert qp.query().qp_state is QpState.RTS
+
+        data, room = (region.address + 200, 8, region.lkey), (region.address, 128, region.lkey)
+        memory[200:208] = b"a scene."
+        qp.post_recv([room])
+        qp.post_send(SendOpcode.SEND, [data], flags=SIGNALED)
+        self.taken(ex, 2)
+        assert memory[:8] == b"a scene."
+
+        keys = window.rkey, second.rkey
+        qp.bind_window(window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
+        qp.bind_window(second, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
+        assert window.rkey != keys[0]
+        qp.post_send(SendOpcode.LOCAL_INV, invalidate_rkey=second.rkey, flags=SIGNALED)
+        self.taken(ex, 3)
+
+        srq.modify(max_wr=32)
+        srq.modify(limit=1)
+        assert srq.query().limit == 1
+        srq.post_recv([room])
+        ud.post_send(SendOpcode.SEND, [data], ah=ah, remote_qpn=ud.qp_num, remote_qkey=QKEY, flags=SIGNALED)
+        self.taken(ex, 2)
+        self.event(EventType.SRQ_LIMIT_REACHED, srq)
+
+        xrc_srq.post_recv([room])
+        cq.request_notify()
+        sender.post_send(SendOpcode.SEND, [data], remote_srqn=xrc_srq.number, flags=SIGNALED)
+        self.taken(cq, 2)
+        assert channel.get_event() is cq
+        cq.ack_events()
+        context.faults.unhold()
+
+    def give_back(self) -> Iterator[tuple[engine.Handle, VerbsError]]:
+        """Destroy what was made, the last one first; what a verb did not destroy is asked again."""
+        while self.made:
+            handle = self.made.pop()
+            try:
+                handle.destroy()
+            except VerbsError as error:
+                yield handle, error
+                handle.destroy()
+            assert handle.closed
+
+
+def run(context: engine.Context, check: Callable[[VerbsError], None]) -> int:
+    """Play a scene and give back all of it; how often a verb failed."""
+    scene = Scene(context)
+    failures = 0
+    try:
+        scene.play()
+    except VerbsError as error:
+        check(error)
+        failures += 1
+        # What the constructor or method that failed had held is free again, and it made nothing by half.
+        assert children(context) == scene.made
+        context.faults.unhold()
+    finished = not failures
+    live = len(scene.allocator.live)
+    for handle, refused in scene.give_back():
+        check(refused)
+        failures += 1
+        assert not handle.closed
+        assert handle in engine.open_handles()
+        assert context.counts()["overlaps"] == 0
+        assert len(scene.allocator.live) <= live
+    assert children(context) == []
+    assert not any(context.counts().values())
+    assert not select.select([context.async_fd], [], [], 0)[0]
+    assert scene.allocator.live == []
+    assert all(piece.freed == 1 for piece in scene.allocator.pieces)
+    assert not finished or len(scene.allocator.pieces) >= 10
+    return failures
+
+
+def unexpected(error: VerbsError) -> None:
+    raise AssertionError(f"{error} was not planned") from error
+
+
+def count_calls(context: engine.Context) -> dict[str, int]:
+    """How often a scene calls each verb."""
+    context.faults.count_calls()
+    assert run(context, unexpected) == 0
+    return {verb: context.faults.calls(verb) for verb in engine.FaultPlan.verbs}
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, int]:
+    """The same in every mode."""
+    counts = []
+    for mode in MODES:
+        with opened(mode) as context:
+            counts += [count_calls(context) for _ in range(2)]
+    assert all(count == counts[0] for count in counts)
+    return counts[0]
+
+
+def test_the_scene_calls_every_verb(calls: dict[str, int]) -> None:
+    assert {verb for verb, count in calls.items() if not count} == UNCALLED
+
+
+@pytest.mark.parametrize("verb", sorted(set(engine.FaultPlan.verbs) - UNCALLED))
+def test_every_call(context: engine.Context, calls: dict[str, int], verb: str) -> None:
+    plan = context.faults
+    expected = []
+    for k in range(1, calls[verb] + 1):
+        for error in ERRORS:
+
+            def check(raised: VerbsError, k: int = k, error: int = error) -> None:
+                assert raised.errno == error
+                assert raised.__cause__ is None
+                assert plan.calls(verb) == k  # it was that call
+                assert verb.removesuffix("_ex") in raised.verb
+
+            plan.count_calls()
+            plan.fail(verb, error, first=k)
+            assert run(context, check) == 1, (k, error)
+            expected.append(("verb", verb, k, error))
+            assert plan.records() == expected
+    assert run(context, unexpected) == 0
+
+
+@pytest.mark.parametrize("verb", [verb for verb in engine.FaultPlan.verbs if verb.startswith(("de", "close"))])
+def test_a_busy_answer_is_not_the_end_either(inline: engine.Context, verb: str) -> None:
+    """EBUSY is what the device answers to calls that overlap: it has an exception of its own, and the object lives."""
+    scene = Scene(inline)
+    if verb == "close_device":
+        scene.keep(inline)
+    else:
+        scene.play()
+    inline.faults.fail(verb, errno.EBUSY, times=0)
+    for handle in reversed(scene.made):
+        try:
+            handle.destroy()
+        except (BusyResourceError, ConcurrentAccessError):  # the former for what made of it is still there, too
+            assert not handle.closed
+    assert [record.subject for record in inline.faults.records()] == [verb] * len(inline.faults.records()) != []
+    inline.faults.clear()
+    for handle in reversed(scene.made):
+        handle.destroy()
+    assert scene.allocator.live == []
+
+
+def test_a_queue_that_can_neither_be_armed_nor_go(inline: engine.Context) -> None:
+    """Where two verbs of one constructor fail, what the first one made is an open handle."""
+    pd = engine.ProtectionDomain(inline)
+    inline.faults.fail("modify_srq", errno.EIO)
+    inline.faults.fail("destroy_srq", errno.EPERM)
+    with pytest.raises(VerbsError, match="ibv_modify_srq failed: EIO"):
+        engine.SharedReceiveQueue(pd, 4, limit=1)
+    assert inline.counts()["srqs"] == 1
+    with pytest.raises(BusyResourceError):
+        pd.destroy()
+    left = children(inline)[-1]
+    assert isinstance(left, engine.SharedReceiveQueue)
+    left.destroy()
+    pd.destroy()
+
+
+def play_by_chance(context: engine.Context, seed: int) -> list[FaultRecord]:
+    """A scene in which any call may fail, those that give back as well; what failed."""
+    plan = context.faults
+    before = len(plan.records())
+    plan.seed(seed)
+    plan.fail_at_random(50_000, errno.EIO)
+    scene = Scene(context)
+    with suppress(VerbsError):
+        scene.play()
+    plan.unhold()
+    attempts = 0
+    while left := children(context):
+        attempts += 1
+        assert attempts < 1000
+        with suppress(VerbsError):
+            left[-1].destroy()
+    plan.fail_at_random(0, errno.EIO)
+    assert not any(context.counts().values())
+    assert not select.select([context.async_fd], [], [], 0)[0]
+    assert all(piece.freed == 1 for piece in scene.allocator.pieces)
+    return plan.records()[before:]
+
+
+def test_chance_again_and_again(context: engine.Context) -> None:
+    """The same seeds, the same failures, in this context and in another; several may come in one scene."""
+    first = [play_by_chance(context, seed) for seed in range(40)]
+    assert [play_by_chance(context, seed) for seed in range(40)] == first
+    assert len({tuple(records) for records in first}) > 20
+    assert any(len(records) > 2 for records in first)
+    with opened("engine") as other:
+        assert [play_by_chance(other, seed) for seed in range(40)] == first
+    assert run(context, unexpected) == 0

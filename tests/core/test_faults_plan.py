@@ -1,0 +1,146 @@
+"""The fault plan's arguments, and whose it is."""
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioverbs import ClosedResourceError, ForkedProcessError
+from aioverbs._core import engine
+from tests.core.children import in_child
+from tests.core.contexts import opened
+from tests.core.test_faults_verbs import outcomes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("no_verb", errno.EIO), ValueError, "has no verb 'no_verb'; it has close_device, "),
+        (("ibv_query_device", errno.EIO), ValueError, "has no verb"),
+        (("query_device", 0), ValueError, "error must be from 1 to 4095, not 0"),
+        (("query_device", -5), ValueError, "error must be from 1 to 4095, not -5"),
+        (("query_device", 4096), ValueError, "error must be from 1 to 4095, not 4096"),
+        (("query_device", 1 << 40), OverflowError, "too large"),
+        (("query_device", "EIO"), TypeError, "integer"),
+        (([], errno.EIO), TypeError, "unhashable"),
+    ],
+)
+def test_arguments(inline: engine.Context, arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        inline.faults.fail(*arguments)
+    assert outcomes(inline, 3) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("strike", "error", "text"),
+    [
+        ({"first": 0}, ValueError, "first must be from 1 to 9223372036854775807, not 0"),
+        ({"first": -1}, ValueError, "first must be"),
+        ({"first": 1 << 63}, ValueError, "first must be"),
+        ({"first": 1.5}, TypeError, "integer"),
+        ({"every": 0}, ValueError, "every must be from 1"),
+        ({"times": -1}, ValueError, "times must be from 0"),
+        ({"times": None}, TypeError, "integer"),
+    ],
+)
+def test_numbers_of_a_strike(inline: engine.Context, strike: dict[str, Any], error: type[Exception], text: str) -> None:
+    plan = inline.faults
+    with pytest.raises(error, match=text):
+        plan.fail("query_device", errno.EIO, **strike)
+    with pytest.raises(error, match=text):
+        plan.fail_request(5, **strike)
+    with pytest.raises(error, match=text):
+        plan.lose_messages(**strike)
+    assert outcomes(inline, 3) == [0, 0, 0]
+
+
+def test_the_largest_numbers(inline: engine.Context) -> None:
+    most = (1 << 63) - 1
+    inline.faults.fail("query_device", errno.EIO, first=most, every=most, times=most)
+    inline.faults.fail("query_device", 4095, first=1, every=most, times=0)
+    assert outcomes(inline, 3) == [4095, 0, 0]
+
+
+def test_other_arguments(inline: engine.Context) -> None:
+    plan = inline.faults
+    for per_million in (-1, 1_000_001):
+        with pytest.raises(ValueError, match="per_million must be from 0 to 1000000"):
+            plan.fail_at_random(per_million, errno.EIO)
+        with pytest.raises(ValueError, match="per_million must be from 0 to 1000000"):
+            plan.lose_messages_at_random(per_million)
+    with pytest.raises(ValueError, match="error must be"):
+        plan.fail_at_random(0, 0)
+    with pytest.raises(ValueError, match="has no verb 'open'"):
+        plan.calls("open")
+    for seed in (-1, 1 << 64):
+        with pytest.raises(OverflowError):
+            plan.seed(seed)
+    plan.seed((1 << 64) - 1)
+
+
+# ---- the plan itself
+
+
+USES: dict[str, Callable[[engine.FaultPlan], object]] = {
+    "fail": lambda plan: plan.fail("query_device", errno.EIO),
+    "fail_at_random": lambda plan: plan.fail_at_random(1, errno.EIO),
+    "count_calls": lambda plan: plan.count_calls(),
+    "calls": lambda plan: plan.calls(),
+    "fail_request": lambda plan: plan.fail_request(5),
+    "lose_messages": lambda plan: plan.lose_messages(),
+    "lose_messages_at_random": lambda plan: plan.lose_messages_at_random(1),
+    "jitter": lambda plan: plan.jitter(0),
+    "hold": lambda plan: plan.hold(),
+    "held": lambda plan: plan.held(),
+    "release": lambda plan: plan.release(),
+    "unhold": lambda plan: plan.unhold(),
+    "seed": lambda plan: plan.seed(1),
+    "clear": lambda plan: plan.clear(),
+    "records": lambda plan: plan.records(),
+    "set_port": lambda plan: plan.set_port(True),
+    "lose_device": lambda plan: plan.lose_device(),
+}
+
+
+def test_every_use_is_listed() -> None:
+    """But for those that take an object, which is closed with the context."""
+    public = {name for name in vars(engine.FaultPlan) if not name.startswith("_")} - {"verbs", "context"}
+    assert public == set(USES) | {"break_queue_pair", "break_completion_queue", "break_shared_receive_queue"}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_it_ends_with_its_context(use: str) -> None:
+    with opened("inline") as context:
+        plan = context.faults
+    assert plan.context is context
+    with pytest.raises(ClosedResourceError, match="is closed"):
+        USES[use](plan)
+    with pytest.raises(ClosedResourceError, match="is closed"):
+        assert context.faults is not None
+
+
+def test_a_child_of_a_fork_has_no_plan(context: engine.Context) -> None:
+    plan = context.faults
+    plan.fail("query_device", errno.EIO, times=0)
+
+    def child() -> None:
+        for use in USES.values():
+            with pytest.raises(ForkedProcessError):
+                use(plan)
+
+    in_child(child)
+    assert outcomes(context, 1) == [errno.EIO]
+
+
+def test_it_comes_from_a_context_only(inline: engine.Context) -> None:
+    for arguments in ((), (inline,)):
+        with pytest.raises(TypeError):
+            engine.FaultPlan(*arguments)
+    for wrong in ((), (None,)):
+        with pytest.raises(TypeError):
+            engine.FaultPlan.__new__(engine.FaultPlan, *wrong)
+    assert repr(inline.faults) == f"<FaultPlan of {inline!r}>"
+    assert inline.faults is not inline.faults  # a view: what it plans is the context's
+    assert "create_qp" in engine.FaultPlan.verbs
+    assert len(set(engine.FaultPlan.verbs)) == len(engine.FaultPlan.verbs)

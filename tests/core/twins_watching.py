@@ -1,0 +1,200 @@
+"""What the software device tells, next to what its model tells: completions, events, states, memory, counts."""
+
+import time
+from collections import Counter
+
+from hypothesis import note
+
+from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
+from aioverbs._core import domains, engine
+from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
+from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
+from tests.core.twins_registry import Registry
+
+PATIENCE_S = 10.0
+
+
+class Watcher(Registry):
+    """Waits for the device where that has an engine, and compares.
+
+    With an engine, work is under way for at most one queue pair, so that its effects have one order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: Qp | None = None
+        self.posted_to: dict[int, SharedQueue] = {}  # receives that complete in a shared queue's own queue
+        self.async_events: list[tuple[Eventful, engine.AsyncEvent]] = []  # that are not acknowledged
+        # Completions and events that were taken, and fitted.
+        self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
+        self.told: Counter[EventType] = Counter()
+
+    # ---- completions and events
+
+    def poll(self, queue: Queue, count: int) -> int:
+        """Take up to so many completions and compare each with the next one that the model expects there."""
+        completions = self.cq(queue).poll(count)
+        note(f"poll for {count}: {completions}")
+        for completion in completions:
+            side = completion.wr_id & 1
+            shared = self.posted_to.get(completion.wr_id)
+            if shared:
+                assert queue is shared.cq
+                expected, kind = shared.polled(), QpType.XRC_RECV
+            else:
+                qp = self.fabric.qps[completion.qp_num]
+                assert queue is (qp.send_cq, qp.recv_cq)[side]
+                expected, kind = qp.polled(side), qp.type
+            assert expected is not None, f"nobody expects {completion}"
+            self._compare(completion, expected)
+            self.done[kind, side, expected.status] += 1
+        return len(completions)
+
+    def _compare(self, completion: engine.WorkCompletion, expected: Expected) -> None:
+        assert (completion.wr_id, completion.status) == (expected.wr_id, expected.status), (completion, expected)
+        if expected.opcode is not None:
+            assert completion.opcode == expected.opcode
+        if expected.byte_len is not None:
+            assert completion.byte_len == expected.byte_len
+        if expected.qp_num:
+            assert completion.qp_num == expected.qp_num
+        if expected.src_qp is not None:
+            assert completion.src_qp == expected.src_qp
+            flags = completion.wc_flags
+            assert (completion.imm_data if flags & WcFlags.WITH_IMM else None) == expected.imm_data
+            assert (completion.invalidated_rkey if flags & WcFlags.WITH_INV else None) == expected.invalidated
+            assert bool(flags & WcFlags.GRH) == expected.with_header
+
+    def poll_while_it_works(self, queue: Queue) -> None:
+        """Poll before all has come, then the rest."""
+        self.poll(queue, 1 << 20)
+        self.settle()
+        self.poll(queue, 1 << 20)
+
+    def request_notify(self, queue: Queue, solicited_only: bool) -> None:
+        self.settle()
+        self.cq(queue).request_notify(solicited_only)
+        queue.arm(solicited_only)
+
+    def take_events(self, channel: Channel) -> None:
+        """Take all that wait. Those of different queues come in any order, which nothing else may depend on."""
+        self.settle()
+        handle = self.handle(channel, engine.CompletionChannel)
+        waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel}
+        end = time.monotonic() + PATIENCE_S
+        while any(queue.waiting for queue in waiting.values()):
+            taken = handle.get_event()
+            if taken is not None:
+                waiting[taken].waiting -= 1
+                waiting[taken].taken += 1
+                assert waiting[taken].waiting >= 0
+            assert time.monotonic() < end, "the event does not come"
+        assert handle.get_event() is None
+
+    def take_async_events(self, context: Context) -> None:
+        """Take all that wait. Of different objects they come in any order, which nothing else may depend on."""
+        self.settle()
+        handle = self.handle(context, engine.Context)
+        nodes = [*self.of(Qp, context), *self.of(SharedQueue, context)]
+        waiting = [(node, event_type) for node in nodes for event_type in sorted(node.events)]
+        taken: dict[tuple[Eventful, EventType], engine.AsyncEvent] = {}
+        end = time.monotonic() + PATIENCE_S
+        while len(taken) < len(waiting):
+            event = handle.get_async_event()
+            if event is not None:
+                (node,) = [node for node in nodes if self.handles[node] is event.element]
+                taken[node, event.event_type] = event
+            assert time.monotonic() < end, f"of {waiting} only these come: {taken}"
+        assert handle.get_async_event() is None
+        assert taken.keys() == set(waiting)
+        for node, event_type in waiting:
+            node.events.clear()
+            node.unacknowledged += 1
+            self.async_events.append((node, taken[node, event_type]))
+            self.told[event_type] += 1
+
+    def acknowledge_async_event(self, index: int) -> None:
+        node, event = self.async_events.pop(index)
+        event.ack()
+        node.unacknowledged -= 1
+
+    # ---- comparing
+
+    def settle(self) -> None:
+        """Wait until the device has done what the model has done, and compare all memory and all queues' states."""
+        end = time.monotonic() + PATIENCE_S
+        polled: dict[Queue, None] = {}
+        while lagging := [qp for qp in self.of(Qp) if not self._agrees(qp)]:
+            for qp in lagging:
+                for queue in self._shown_in(qp):
+                    polled[queue] = None
+                    self.poll(queue, 1 << 20)
+            late = lagging[0]
+            assert time.monotonic() < end, (
+                late.number,
+                late.type,
+                late.state,
+                late.next_psn,
+                late.expected,
+                self.qp(late).query(),
+            )
+        for queue in polled:  # all that came meanwhile, so that how fast it came makes no difference
+            self.poll(queue, 1 << 20)
+        for qp in self.of(Qp):
+            if qp.reliable and qp.state in (QpState.RTR, QpState.RTS, QpState.SQD):
+                assert self.qp(qp).query().rq_psn == qp.expected_psn
+        for shared in self.of(SharedQueue):
+            told = self.srq(shared).query()
+            assert (told.max_wr, told.limit) == (shared.depth, shared.limit)
+        for buffer, memory in self.memories:
+            assert memory == buffer.content
+        self.under_way = None
+
+    def _shown_in(self, qp: Qp) -> list[Queue]:
+        """The queues whose completions alone show what a queue pair has done."""
+        sides = []
+        if qp.unnumbered or qp.state in (QpState.SQE, QpState.ERR):
+            sides.append((qp.send_cq, SEND_SIDE))
+        if qp.state is QpState.ERR:
+            sides.append((qp.recv_cq, RECEIVE_SIDE))
+        return [queue for queue, side in sides if queue and qp.expected[side]]
+
+    def _agrees(self, qp: Qp) -> bool:
+        told = self.qp(qp).query()
+        if told.qp_state is not qp.state:
+            broken = qp.state in (QpState.SQE, QpState.ERR)
+            assert broken, f"it is in {told.qp_state.name}, not in {qp.state.name}"
+            return False
+        if qp.state is QpState.ERR:
+            return not any(qp.expected)
+        if qp.state is QpState.SQE:
+            return not qp.expected[SEND_SIDE]
+        if qp.state not in (QpState.RTS, QpState.SQD):
+            return True
+        if qp.unnumbered and qp.context.mode == "engine" and qp.expected[SEND_SIDE]:
+            return False
+        qp.unnumbered = False
+        return told.sq_psn == qp.next_psn
+
+    def compare_counts(self) -> None:
+        for context in self.of(Context):
+            pds = self.of(Pd, context)
+            assert self.handle(context, engine.Context).counts() == {
+                "pds": sum(pd.base is None for pd in pds),
+                "parent_domains": sum(pd.base is not None for pd in pds),
+                "thread_domains": len(self.of(Td, context)),
+                "xrc_domains": len(self.of(XrcDomain, context)),
+                "mrs": len(self.of(Region, context)),
+                "mws": len(self.of(Window, context)),
+                "ahs": len(self.of(Way, context)),
+                "channels": len(self.of(Channel, context)),
+                "cqs": len(self.of(Queue, context)),
+                "srqs": len(self.of(SharedQueue, context)),
+                "qps": len(self.of(Qp, context)),
+                "overlaps": 0,
+            }
+        assert engine.open_handles() == [self.handles[node] for node in self.open]
+        for pd in self.of(Pd):
+            if pd.base is not None:
+                assert self.handle(pd, domains.ParentDomain).held == pd.held
+        assert sum(len(allocator.live) for allocator in self.allocators) == sum(pd.held for pd in self.of(Pd))

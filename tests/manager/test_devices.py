@@ -1,0 +1,107 @@
+"""Which device is opened, and what is said where it is not the one that was hoped for."""
+
+import logging
+
+import pytest
+
+from aioverbs import DeviceNotFoundError, LibraryNotFoundError
+from aioverbs.device import devices, open_device
+from aioverbs.providers import hardware
+
+
+@pytest.fixture
+def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "names", list)
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+
+
+def test_the_software_device_is_listed(no_hardware: None) -> None:
+    (found,) = devices()
+    assert (found.name, found.provider, found.problem, found.active) == ("soft0", "software", None, True)
+    assert found.native == {"thread domains", "parent domains", "XRC domains"}
+    (port,) = found.ports
+    assert port.number == 1
+    assert dict(port.gids)[1].startswith("::ffff:")
+
+
+def test_a_device_that_cannot_be_opened_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(13, "no", name)
+
+    monkeypatch.setattr(hardware, "names", lambda: ["mlx5_7"])
+    monkeypatch.setattr(hardware, "open_context", refuse)
+    first, second = devices()
+    assert (first.name, first.provider, first.ports, first.active) == ("mlx5_7", "hardware", (), False)
+    assert first.problem is not None
+    assert "no" in first.problem
+    assert second.name == "soft0"
+
+
+async def test_falling_back_is_a_warning_with_the_reason(no_hardware: None, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_device() as device:
+        assert (device.name, device.software) == ("soft0", True)
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("aioverbs", logging.WARNING)
+    assert record.getMessage() == "opening the software device soft0: there is no RDMA device"
+
+
+async def test_a_missing_library_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> list[str]:
+        raise LibraryNotFoundError("libibverbs.so.1", "no such file")
+
+    monkeypatch.setattr(hardware, "names", missing)
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    async with open_device():
+        pass
+    assert "install the package libibverbs1" in caplog.text
+    with pytest.raises(LibraryNotFoundError, match="install the package libibverbs1"):
+        await open_device("mlx5_0").open()
+
+
+async def test_who_asks_for_it_is_not_warned(no_hardware: None, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_device("soft0"):
+        pass
+    assert not caplog.records
+
+
+async def test_the_environment_chooses(
+    no_hardware: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AIOVERBS_DEVICE", "soft0")
+    async with open_device() as device:
+        assert device.name == "soft0"
+    assert not caplog.records
+    monkeypatch.setenv("AIOVERBS_DEVICE", "mlx5_9")
+    async with open_device("soft0") as device:
+        assert device.name == "soft0", "an argument is more than the environment"
+
+
+async def test_one_that_is_not_there_lists_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str) -> None:
+        raise DeviceNotFoundError(name, ["mlx5_0"])
+
+    monkeypatch.setattr(hardware, "open_context", refuse)
+    with pytest.raises(DeviceNotFoundError, match="no device 'mlx5_9'; here are: mlx5_0, soft0"):
+        await open_device("mlx5_9").open()
+
+
+async def test_attributes_and_statistics() -> None:
+    async with open_device("soft0", max_native_thread_domains=1) as device:
+        assert device.attributes().phys_port_cnt == 1
+        assert device.port().active_mtu == 5
+        before = device.statistics()
+        async with device.thread_domain(), device.thread_domain():
+            after = device.statistics()
+        assert (before.native_thread_domains, after.native_thread_domains) == (0, 1)
+        assert dict(after.objects)["thread_domains"] == 1
+        assert device.statistics() == before
+        assert hash(before) == hash(device.statistics())
+
+
+def test_a_budget_is_a_number_of_things() -> None:
+    with pytest.raises(ValueError, match="max_native_thread_domains is 0 or more"):
+        open_device(max_native_thread_domains=-1)

@@ -1,0 +1,320 @@
+"""Thread domains, parent domains and resource domains: native, or with everything kept but the speed."""
+
+import asyncio
+import contextvars
+import errno
+import logging
+import threading
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from aioverbs import AffinityError, BrokenResourceError, ConcurrentAccessError, VerbsError
+from aioverbs._core import engine
+from aioverbs.affinity import Affinity, ThreadModel, run_on_owner
+from aioverbs.completion import MessageModel
+from aioverbs.device import Device, open_device
+from aioverbs.domains import ProtectionDomain
+from tests.core.allocators import Recording
+
+DEGRADES = [errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM]
+names = pytest.mark.parametrize("number", DEGRADES, ids=errno.errorcode.get)
+
+
+# ---- Thread domains
+
+
+async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
+    async with device.thread_domain() as td:
+        assert td.native
+        assert td.owner is not None
+        assert td.owner.loop is asyncio.get_running_loop()
+        assert td.handle is not None
+        assert td.handle.affinity is td.owner
+        with pytest.raises(AffinityError, match="ibv_dealloc_td"):
+            await asyncio.to_thread(td.handle.destroy)
+
+
+@names
+async def test_a_thread_domain_degrades_and_says_so_once(
+    device: Device, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.handle.faults.fail("alloc_td", number, times=0)
+    async with device.thread_domain() as td, device.thread_domain() as another:
+        assert not td.native
+        assert td.handle is None
+        assert not another.native
+        assert td.owner is not None, "the rule stays: one loop and its thread"
+        async with device.protection_domain() as pd, pd.parent_domain(td) as domain:
+            assert domain.native
+            assert domain.owner is td.owner
+            assert domain.handle.affinity is td.owner
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert errno.errorcode[number].replace("ENOTSUP", "EOPNOTSUPP") in record.getMessage()
+    with pytest.raises(VerbsError, match="ibv_alloc_td"):
+        await device.thread_domain(require_native=True).open()
+    assert device.statistics().native_thread_domains == 0
+
+
+async def test_other_errors_are_errors(device: Device) -> None:
+    device.handle.faults.fail("alloc_td", errno.EIO)
+    with pytest.raises(VerbsError, match="EIO"):
+        await device.thread_domain().open()
+    assert device.statistics().native_thread_domains == 0
+
+
+async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_device("soft0", max_native_thread_domains=2) as device:
+        for _ in range(3):
+            async with device.thread_domain() as a, device.thread_domain() as b, device.thread_domain() as c:
+                assert [td.native for td in (a, b, c)] == [True, True, False]
+                with pytest.raises(VerbsError, match=r"ENOSPC.*max_native_thread_domains"):
+                    await device.thread_domain(require_native=True).open()
+        assert device.statistics().native_thread_domains == 0
+    assert "max_native_thread_domains" in caplog.text
+
+
+# ---- Parent domains
+
+
+async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.parent_domain(context="mine") as domain:
+        assert domain.native
+        assert not domain.native_allocators
+        assert domain.base is pd.base is pd
+        assert domain.context == "mine"
+        assert domain.owner is None
+        region = engine.MemoryRegion(domain.handle, bytearray(64))
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        qp = engine.QueuePair(domain.handle, queue, queue)
+        for handle in (qp, queue, region):
+            handle.destroy()
+
+
+async def test_no_parent_domain_of_a_parent_domain(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.parent_domain() as domain:
+        with pytest.raises(TypeError, match="is made from a protection domain"):
+            ProtectionDomain.parent_domain(domain)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
+async def test_a_parent_domain_degrades(device: Device, number: int, caplog: pytest.LogCaptureFixture) -> None:
+    device.handle.faults.fail("alloc_parent_domain", number, times=0)
+    allocator = Recording()
+    async with device.protection_domain() as pd, device.thread_domain() as td:
+        async with pd.parent_domain(td, allocator) as domain, pd.parent_domain() as another:
+            assert not domain.native
+            assert not domain.native_allocators
+            assert domain.handle is pd.handle is another.handle
+            assert domain.owner is td.owner
+        with pytest.raises(VerbsError, match="ibv_alloc_parent_domain"):
+            await pd.parent_domain(require_native=True).open()
+    (record,) = caplog.records
+    assert "parent domains are not native" in record.getMessage()
+
+
+async def test_memory_comes_from_the_allocator(device: Device) -> None:
+    allocator = Recording()
+    async with device.resource_domain(allocator=allocator) as domain:
+        assert domain.parent.native_allocators
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        assert allocator.live
+        queue.destroy()
+        assert not allocator.live
+
+
+# ---- Resource domains
+
+
+@pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
+@pytest.mark.parametrize("shared", [False, True], ids=["of its own", "given"])
+async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadModel, shared: bool) -> None:
+    async with device.protection_domain() as pd:
+        async with device.resource_domain(
+            pd if shared else None, thread_model=model, message_model=MessageModel.HIGH_BANDWIDTH
+        ) as domain:
+            assert (domain.thread_model, domain.message_model) == (model, MessageModel.HIGH_BANDWIDTH)
+            assert (domain.base is pd) is shared
+            assert domain.parent.base is domain.base
+            assert domain.parent.td is domain.td
+            assert (domain.td is None) == (model is ThreadModel.SAFE)
+            assert domain.native == (model is not ThreadModel.SAFE)
+            assert domain.handle.affinity is domain.owner
+            assert (domain.owner is not None and domain.owner.bound) == (model is ThreadModel.SINGLE)
+            queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+            if model is ThreadModel.SINGLE:
+                with pytest.raises(AffinityError):
+                    await asyncio.to_thread(queue.poll)
+            else:
+                assert await asyncio.to_thread(queue.poll) == []
+            queue.destroy()
+        assert pd.handle.closed is False
+    assert not any(count for _, count in device.statistics().objects)
+
+
+async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Recording):
+        def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+            entered.set()
+            assert leave.wait(30)
+            return super().allocate(size, alignment, resource_type)
+
+    async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=Slow()) as domain:
+        make = asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
+        task = asyncio.create_task(make)
+        assert await asyncio.to_thread(entered.wait, 30)
+        with pytest.raises(ConcurrentAccessError):
+            engine.SharedReceiveQueue(domain.handle, 4)
+        leave.set()
+        queue = await task
+        queue.destroy()
+
+
+async def test_the_domain_of_a_loop_is_shared_while_somebody_has_it(device: Device) -> None:
+    async with device.loop_domain() as first:
+        async with device.loop_domain() as second:
+            assert second is first
+        closed = [first.closed]
+        async with device.resource_domain() as other:
+            assert other.td is not first.td
+    assert [*closed, first.closed] == [False, True]
+    async with device.loop_domain() as third:
+        assert third is not first
+
+    async def elsewhere() -> None:
+        async with device.loop_domain() as domain:
+            assert domain.owner is not None
+            assert domain.owner.loop is asyncio.get_running_loop()
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+
+
+# ---- Calls that are carried to the owner
+
+
+class Elsewhere:
+    """A loop in a thread of its own, with an affinity."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._stop: asyncio.Event
+        self.loop: asyncio.AbstractEventLoop
+        self.owner: Affinity
+        self.thread = threading.Thread(target=asyncio.run, args=[self._main()])
+
+    async def _main(self) -> None:
+        self.loop, self.owner = asyncio.get_running_loop(), Affinity.of_running_loop()
+        self._stop = asyncio.Event()
+        self._ready.set()
+        await self._stop.wait()
+
+    def __enter__(self) -> "Elsewhere":
+        self.thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread.is_alive() and not self.loop.is_closed():
+            self.stop()
+        self.thread.join()
+
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE")
+
+
+async def test_a_call_is_carried_there_and_back() -> None:
+    VARIABLE.set("carried")
+
+    def plain(a: int, *, b: int) -> tuple[bool, int, str]:
+        return elsewhere.owner.owns(), a + b, VARIABLE.get()
+
+    async def coroutine(a: int, *, b: int) -> tuple[bool, int, str]:
+        await asyncio.sleep(0)
+        return plain(a, b=b)
+
+    functions: list[Callable[..., object]] = [plain, coroutine]
+    with Elsewhere() as elsewhere:
+        assert not elsewhere.owner.owns()
+        for function in functions:
+            assert await run_on_owner(elsewhere.owner, function, 1, b=2) == (True, 3, "carried")
+        here = Affinity.of_running_loop()
+        for function in functions:
+            for owner in (here, None, Affinity.unbound()):
+                assert await run_on_owner(owner, function, 1, b=2) == (False, 3, "carried")
+
+
+async def test_what_it_raises_is_raised_here() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("there")
+
+    with Elsewhere() as elsewhere:
+        with pytest.raises(ZeroDivisionError, match="there"):
+            await run_on_owner(elsewhere.owner, fail)
+        assert await run_on_owner(elsewhere.owner, elsewhere.owner.owns)
+
+
+@pytest.mark.parametrize("kind", ["native", "anyio"])
+async def test_a_cancellation_goes_there_and_waits_for_its_end(kind: str) -> None:
+    events: list[str] = []
+    started = threading.Event()
+
+    async def stay() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.05)
+            events.append("ended there")
+
+    with Elsewhere() as elsewhere:
+        if kind == "anyio":
+            async with anyio.create_task_group() as group:
+                group.start_soon(run_on_owner, elsewhere.owner, stay)
+                await asyncio.to_thread(started.wait, 30)
+                group.cancel_scope.cancel()
+        else:
+            task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
+            await asyncio.to_thread(started.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert events == ["ended there"]
+
+
+async def test_an_owner_that_ends_meanwhile_is_an_error() -> None:
+    started = threading.Event()
+
+    async def stay() -> None:
+        started.set()
+        await asyncio.sleep(30)
+
+    with Elsewhere() as elsewhere:
+        task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
+        await asyncio.to_thread(started.wait, 30)
+        elsewhere.stop()  # asyncio.run cancels what is left
+        with pytest.raises(BrokenResourceError, match="cancelled what was called there"):
+            await task
+    with pytest.raises(AffinityError, match="is gone"):
+        await run_on_owner(elsewhere.owner, stay)
+
+
+async def test_an_owner_whose_loop_never_runs_again_is_an_error() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def make() -> Affinity:
+        return Affinity.of_running_loop()
+
+    owner = await asyncio.to_thread(loop.run_until_complete, make())
+    task = asyncio.create_task(run_on_owner(owner, lambda: None))
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    loop.close()
+    with pytest.raises(AffinityError, match="is gone, and with it the call"):
+        await task

@@ -1,0 +1,258 @@
+"""How every resource begins and ends: parents and children, owners, what is forgotten, what fails."""
+
+import asyncio
+import errno
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, VerbsError
+from aioverbs._core import engine
+from aioverbs.device import Device, open_device
+from aioverbs.domains import ParentDomain, ResourceDomain
+from aioverbs.resource import Resource, State
+
+MAKERS: dict[str, Callable[[Device], Resource]] = {
+    "protection domain": lambda device: device.protection_domain(),
+    "thread domain": lambda device: device.thread_domain(),
+    "resource domain": lambda device: device.resource_domain(),
+    "xrc domain": lambda device: device.xrc_domain(),
+}
+every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def verbs_left(device: Device) -> dict[str, int]:
+    """What is open on the device, itself aside."""
+    return {kind: count for kind, count in device.statistics().objects if count}
+
+
+async def forget(resource: Resource) -> None:
+    """Open it; nobody else knows it."""
+    await resource.open()
+    del resource
+    gc.collect()
+
+
+@every_kind
+async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device], Resource]) -> None:
+    resource = make(device)
+    states = [resource.state]
+    assert not verbs_left(device)
+    async with resource as entered:
+        assert entered is resource
+        states.append(resource.state)
+        assert verbs_left(device)
+        assert resource.statistics() == resource.statistics()
+        assert isinstance(hash(resource.statistics()), int)
+        assert repr(resource).endswith("(open)>")
+    assert [*states, resource.state] == [State.NEW, State.OPEN, State.CLOSED]
+    assert not verbs_left(device)
+    await resource.aclose()
+    with pytest.raises(ClosedResourceError, match="cannot be opened again: make a new one"):
+        await resource.open()
+
+
+@every_kind
+async def test_without_a_block(device: Device, make: Callable[[Device], Resource]) -> None:
+    resource = await make(device).open()
+    assert verbs_left(device)
+    await resource.aclose()
+    assert not verbs_left(device)
+
+
+@every_kind
+async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[[Device], Resource]) -> None:
+    other = await open_device("soft0").open()
+    resource = make(other)
+    await other.aclose()
+    with pytest.raises(ClosedResourceError, match="is not open: nothing can be made from it"):
+        await resource.open()
+    with pytest.raises(ClosedResourceError, match="is not open"):
+        make(other)
+    assert resource.state is State.NEW
+
+
+@every_kind
+async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
+    resource = make(device)
+    await resource.aclose()
+    assert resource.state is State.NEW
+
+
+async def test_what_the_block_raises_is_what_the_caller_hears(device: Device) -> None:
+    faults = device.handle.faults
+    pd = device.protection_domain()
+
+    async def body() -> None:
+        async with pd:
+            faults.fail("dealloc_pd", errno.EIO)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        await body()
+    assert any("closing" in note and "EIO" in note for note in caught.value.__notes__)
+    await pd.aclose()
+
+
+async def test_parents_close_their_children_newest_first_with_a_warning_each(device: Device) -> None:
+    pd = await device.protection_domain().open()
+    td = await device.thread_domain().open()
+    domain = await pd.parent_domain(td).open()
+    with pytest.warns(ResourceWarning) as caught:
+        await pd.aclose()
+    assert ["ParentDomain" in str(warning.message) for warning in caught] == [True]
+    assert __file__ in str(caught[0].message)
+    assert domain.closed
+    assert pd.closed
+    assert td.state is State.OPEN
+    await td.aclose()
+
+
+async def test_a_warning_that_is_an_error_stops_nothing(device: Device) -> None:
+    pd = await device.protection_domain().open()
+    domains = [await pd.parent_domain().open() for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ResourceWarning):
+            await pd.aclose()
+    assert pd.closed
+    assert all(domain.closed for domain in domains)
+
+
+async def test_closing_in_the_wrong_order_is_closing(device: Device) -> None:
+    pd, td = await device.protection_domain().open(), await device.thread_domain().open()
+    domain = await pd.parent_domain(td).open()
+    with pytest.warns(ResourceWarning, match="ParentDomain"):
+        await td.aclose()
+    assert domain.closed
+    await pd.aclose()
+
+
+async def test_a_child_of_another_loop_is_not_touched() -> None:
+    async with open_device("soft0") as device, device.protection_domain() as pd:
+        opened = asyncio.Event()
+        here = asyncio.get_running_loop()
+        domains: list[ParentDomain] = []
+
+        async def elsewhere() -> asyncio.Event:
+            async with device.thread_domain() as td, pd.parent_domain(td) as domain:
+                domains.append(domain)
+                done = asyncio.Event()
+                loops.append((asyncio.get_running_loop(), done))
+                here.call_soon_threadsafe(opened.set)
+                await done.wait()
+            return done
+
+        loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        thread = asyncio.create_task(asyncio.to_thread(asyncio.run, elsewhere()))
+        await opened.wait()
+        (domain,) = domains
+        for resource in (pd, device):
+            with pytest.raises(BusyResourceError, match=r"cannot be closed here: .* belongs to <Affinity of thread"):
+                await resource.aclose()
+        with pytest.raises(AffinityError, match="aclose on"):
+            await domain.aclose()
+        assert [each.state for each in (device, pd, domain)] == [State.OPEN] * 3
+        loop, done = loops[0]
+        loop.call_soon_threadsafe(done.set)
+        await thread
+        assert domain.closed
+
+
+async def test_orphans_are_reaped_by_their_device() -> None:
+    device = await open_device("soft0").open()
+
+    async def leave_open() -> ResourceDomain:
+        return await device.resource_domain().open()
+
+    domain = await asyncio.to_thread(asyncio.run, leave_open())
+    assert domain.owner is not None
+    assert domain.owner.orphaned
+    with pytest.warns(ResourceWarning, match="ResourceDomain"):
+        await device.aclose()
+    assert domain.closed
+    assert engine.open_handles() == []
+
+
+async def test_what_is_forgotten_goes_to_its_owner(device: Device) -> None:
+    with pytest.warns(ResourceWarning, match=r"ThreadDomain .* was still open: it was forgotten"):
+        await forget(device.thread_domain())
+    assert verbs_left(device) == {"thread_domains": 1}, "a finalizer calls no verb"
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not verbs_left(device)
+
+
+async def test_what_anyone_may_use_waits_for_its_device_when_it_is_forgotten() -> None:
+    device = await open_device("soft0").open()
+    with pytest.warns(ResourceWarning, match="ProtectionDomain"):
+        await forget(device.protection_domain())
+    assert verbs_left(device) == {"pds": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await device.aclose()  # it was said before
+
+
+@pytest.mark.parametrize("kind", ["native", "anyio"])
+async def test_a_cancelled_close_closes(device: Device, kind: str) -> None:
+    resource = await device.resource_domain().open()
+    if kind == "anyio":
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await resource.aclose()
+    else:
+        task = asyncio.create_task(resource.aclose())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    assert resource.closed
+    assert not verbs_left(device)
+
+
+@every_kind
+async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make: Callable[[Device], Resource]) -> None:
+    faults = device.handle.faults
+    faults.count_calls()
+    async with make(device):
+        pass
+    calls = faults.calls()
+    faults.count_calls(False)
+    assert calls >= 2
+    for k in range(1, calls + 1):
+        faults.fail(None, errno.EIO, first=k)
+        resource = make(device)
+        with pytest.raises(VerbsError, match="EIO"):
+            async with resource:
+                pass
+        faults.clear()
+        # What could not be destroyed is still open, and closes now.
+        await resource.aclose()
+        assert not verbs_left(device)
+
+
+async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
+    pd = device.protection_domain()
+    device.handle.faults.fail("alloc_pd", errno.ENOMEM)
+    with pytest.raises(VerbsError, match="ENOMEM"):
+        await pd.open()
+    assert pd.state is State.NEW
+    async with pd:
+        assert verbs_left(device) == {"pds": 1}
+
+
+async def test_the_tree(device: Device) -> None:
+    async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
+        tree = device.resources()
+        assert (tree.kind, tree.label, tree.state, tree.owner) == ("Device", "soft0", State.OPEN, None)
+        assert [child.kind for child in tree.children] == ["ProtectionDomain", "ThreadDomain"]
+        assert [child.kind for child in tree.children[0].children] == ["ParentDomain"]
+        assert tree.children[1].owner is not None
+        assert "MainThread" in tree.children[1].owner
+        text = str(tree)
+        assert Path(__file__).name in text
+        assert text.count("\n") == 3
+    assert device.resources().children == ()

@@ -1,0 +1,206 @@
+"""Memory regions, their parts, and what is known of a peer's."""
+
+import array
+import asyncio
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs import AccessFlags, ClosedResourceError, RemoteRegion, VerbsError
+from aioverbs.device import Device
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
+LARGE = 32 << 20
+
+
+def a_file(folder: Path) -> mmap.mmap:
+    path = folder / "file"
+    path.write_bytes(bytes(8192))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+BUFFERS: dict[str, Callable[[Path], "Buffer | int"]] = {
+    "bytearray": lambda _: bytearray(8192),
+    "memoryview": lambda _: memoryview(bytearray(10000))[100:8292],
+    "array": lambda _: array.array("d", bytes(8192)),
+    "anonymous mapping": lambda _: mmap.mmap(-1, 8192),
+    "file mapping": a_file,
+    "bytes to allocate": lambda _: 8192,
+}
+
+
+@pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
+async def test_whatever_has_the_buffer_protocol(
+    device: Device, tmp_path: Path, make: Callable[[Path], "Buffer | int"]
+) -> None:
+    async with device.protection_domain() as pd, pd.register(make(tmp_path), REMOTE) as region:
+        assert len(region) == len(region.buffer) == 8192
+        assert region.access == REMOTE
+        region.buffer[8191] = 7
+        part = region[4096:][4095:]
+        assert bytes(part.buffer) == b"\x07"
+        assert part.sge == (region.address + 8191, 1, region.lkey)
+        assert part.remote() == RemoteRegion(region.address + 8191, 1, region.rkey) == region.remote()[8191:]
+        assert (len(part), part.offset) == (1, 8191)
+        assert region.address == region.handle.address
+
+
+async def test_read_only_memory_is_read(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        async with pd.register(bytes(64), AccessFlags.REMOTE_READ) as region:
+            assert region.buffer.readonly
+        with pytest.raises(BufferError):
+            await pd.register(bytes(64)).open()
+
+
+async def test_memory_stays_where_it_is(device: Device) -> None:
+    memory, mapping = bytearray(64), mmap.mmap(-1, 4096)
+    async with device.protection_domain() as pd:
+        async with pd.register(memory), pd.register(mapping):
+            with pytest.raises(BufferError):
+                memory.extend(b"more")
+            with pytest.raises(BufferError):
+                mapping.close()
+        memory.extend(b"more")
+        mapping.close()
+
+
+async def test_a_parent_domain_registers_for_its_protection_domain(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.parent_domain() as domain, domain.register(64) as region:
+        assert region.handle.pd is pd.handle
+        assert await asyncio.to_thread(lambda: region.handle.lkey) == region.lkey, "anybody may use it"
+
+
+async def test_closed_ones_have_no_keys(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        async with pd.register(64) as region:
+            part = region[:8]
+        for ask in (
+            lambda: region.lkey,
+            lambda: region.rkey,
+            lambda: region.address,
+            lambda: region.buffer,
+            lambda: region.handle,
+            lambda: part.sge,
+            lambda: part.buffer,
+            part.remote,
+        ):
+            with pytest.raises(ClosedResourceError):
+                ask()
+
+
+async def test_wrong_memory(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        with pytest.raises(ValueError, match="1 byte at least, not 0"):
+            pd.register(0)
+        for memory in (memoryview(bytearray(64))[::2], b""):
+            with pytest.raises((BufferError, ValueError)):
+                await pd.register(memory, AccessFlags.REMOTE_READ).open()
+        with pytest.raises(TypeError):
+            await pd.register("text").open()  # type: ignore[arg-type]
+        with pytest.raises(VerbsError, match="EOPNOTSUPP"):
+            await pd.register(64, AccessFlags.LOCAL_WRITE | AccessFlags.ON_DEMAND).open()
+
+
+async def test_large_memory_is_registered_beside_the_loop(device: Device) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    ticker = asyncio.create_task(tick())
+    async with device.protection_domain() as pd, pd.register(LARGE) as region:
+        assert len(region) == LARGE
+    assert ticks > 1
+    ticker.cancel()
+
+
+async def test_a_cancelled_registration_leaves_nothing(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        region = pd.register(LARGE)
+        task = asyncio.create_task(region.open())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert dict(device.statistics().objects)["mrs"] == 0
+    assert region.closed
+
+
+async def test_slices_are_inside(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.register(100) as region:
+        for whole in (region, region[:], region.remote()):
+            assert len(whole[-10:]) == 10
+            assert len(whole[100:]) == 0
+            for key in (slice(0, 101), slice(-101, 3), slice(5, 4), slice(101, None)):
+                with pytest.raises(IndexError, match="does not lie in the 100 bytes of"):
+                    whole[key]
+            with pytest.raises(ValueError, match="no step, not 2"):
+                whole[::2]
+            with pytest.raises(TypeError, match=r"is sliced, as \[3:4\], not indexed"):
+                whole[3]  # type: ignore[index]
+
+
+@given(
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 32) - 1),
+    st.integers(),
+    st.integers(),
+)
+def test_the_wire_form_and_parts(address: int, length: int, rkey: int, start: int, stop: int) -> None:
+    if address + length > 1 << 64:
+        with pytest.raises(ValueError, match="leave the address space"):
+            RemoteRegion(address, length, rkey)
+        return
+    region = RemoteRegion(address, length, rkey)
+    assert len(bytes(region)) == 20
+    assert RemoteRegion.from_bytes(bytes(region)) == region
+    try:
+        part = region[start:stop]
+    except IndexError:
+        return
+    assert address <= part.address <= part.address + part.length <= address + length
+    assert part.rkey == rkey
+
+
+def test_what_is_no_wire_form() -> None:
+    with pytest.raises(ValueError, match="20 bytes on the wire, not 19"):
+        RemoteRegion.from_bytes(bytes(19))
+    for arguments in ((-1, 0, 0), (0, 1 << 64, 0), (0, 0, 1 << 32)):
+        with pytest.raises(ValueError, match="bits"):
+            RemoteRegion(*arguments)
+
+
+async def test_shared_protection_domains(device: Device) -> None:
+    from aioverbs.device import open_device
+
+    async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(0x1234) as shared:
+        async with other.shared_protection_domain(shared.id, 0x1234) as instance:
+            region = await instance.register(64).open()
+            with pytest.warns(ResourceWarning, match="MemoryRegion"):
+                await instance.aclose()
+            assert region.closed, "it dies with its instance"
+            assert not pd.closed
+        with pytest.raises(VerbsError, match="EACCES"):
+            await other.shared_protection_domain(shared.id, 0x4321).open()
+        with pytest.raises(VerbsError, match="ENOENT"):
+            await other.shared_protection_domain(shared.id + 77, 0x1234).open()
+        with pytest.raises(VerbsError, match="EEXIST"):
+            await pd.share(1).open()
+        with pytest.raises(ValueError, match="share key has 64 bits"):
+            pd.share(1 << 64)
+        with pytest.raises(ValueError, match="share_key has 64 bits"):
+            other.shared_protection_domain(1, 1 << 64)

@@ -1,0 +1,99 @@
+"""Servers that fork workers after import: what is opened after the fork works, what was opened before says so."""
+
+import asyncio
+import gc
+import os
+import warnings
+
+import pytest
+
+from aioverbs import AccessFlags, Device, ForkedProcessError, ResourceDomain, open_device
+from tests.core.children import in_child
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+SAYS = "was opened before fork: open the device again"
+
+
+async def serve() -> bytes:
+    """What a worker does: its own device, domain and queues."""
+    async with (
+        open_device("soft0", engine_mode=True) as device,
+        device.resource_domain() as domain,
+        domain.register(64, ACCESS) as region,
+        domain.completion_queue(4) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.address, ACCESS)
+        far.connect(near.address, ACCESS)
+        region.buffer[:4] = os.getpid().to_bytes(4, "big")
+        await near.write(region[:4], region.remote()[32:36])
+        return bytes(region.buffer[32:36])
+
+
+def test_workers_that_open_after_the_fork() -> None:
+    for _ in range(4):
+        pid, moved = in_child(lambda: (os.getpid(), asyncio.run(serve())))
+        assert moved == pid.to_bytes(4, "big")
+
+
+def test_a_worker_forked_beside_an_open_device() -> None:
+    async def parent() -> bytes:
+        async with open_device("soft0", engine_mode=True) as device, device.resource_domain():
+            return in_child(in_the_child)
+
+    def in_the_child() -> bytes:
+        # The parent's loop is not running here; the child makes its own.
+        asyncio.events._set_running_loop(None)
+        return asyncio.run(serve())
+
+    assert len(asyncio.run(parent())) == 4
+
+
+def test_what_was_opened_before_the_fork_says_so() -> None:
+    opened: list[tuple[Device, ResourceDomain]] = []
+
+    def in_the_child() -> int:
+        asyncio.events._set_running_loop(None)
+        device, domain = opened.pop()
+
+        async def use() -> int:
+            refusals = 1
+            with pytest.raises(ForkedProcessError, match=SAYS):
+                device.attributes()
+            for call in (device.thread_domain().open, device.resource_domain().open, domain.aclose):
+                with pytest.raises(ForkedProcessError, match=SAYS):
+                    await call()
+                refusals += 1
+            return refusals
+
+        return asyncio.run(use())
+
+    async def parent() -> int:
+        async with open_device("soft0") as device, device.resource_domain() as domain:
+            opened.append((device, domain))
+            return in_child(in_the_child)
+
+    assert asyncio.run(parent()) == 4
+
+
+def test_a_child_that_forgets_what_it_inherited_is_silent() -> None:
+    opened: list[Device] = []
+
+    def in_the_child() -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opened.clear()
+            gc.collect()
+        return len(caught)
+
+    async def parent() -> int:
+        device = open_device("soft0")
+        await device.open()
+        opened.append(device)
+        try:
+            return in_child(in_the_child)
+        finally:
+            await device.aclose()
+
+    assert asyncio.run(parent()) == 0

@@ -1,0 +1,312 @@
+"""The first awaited verb: a write, its cancellation, its errors, and who may not call it."""
+
+import asyncio
+import errno
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    AffinityError,
+    BrokenResourceError,
+    ClosedResourceError,
+    MemoryRegion,
+    Mtu,
+    QpCapabilities,
+    QpState,
+    QpType,
+    QueuePair,
+    QueuePairAddress,
+    RemoteRegion,
+    Resource,
+    ThreadModel,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+)
+from aioverbs.completion import CompletionQueue
+from aioverbs.device import Device
+from aioverbs.domains import ParentDomain, ResourceDomain
+from aioverbs.resource import State
+from tests.core.pairs import wait_until
+
+REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+every_model = pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
+
+
+@dataclass
+class Ends:
+    """Two connected queue pairs on one completion queue, with memory."""
+
+    domain: ResourceDomain
+    cq: CompletionQueue
+    near: QueuePair
+    far: QueuePair
+    source: MemoryRegion
+    target: MemoryRegion
+
+    async def write(self, data: bytes, offset: int = 0) -> None:
+        self.source.buffer[offset : offset + len(data)] = data
+        part = slice(offset, offset + len(data))
+        await self.near.write(self.source[part], self.target.remote()[part])
+
+
+@asynccontextmanager
+async def ends(device: Device, model: ThreadModel = ThreadModel.SINGLE) -> AsyncIterator[Ends]:
+    async with (
+        device.resource_domain(thread_model=model) as domain,
+        domain.register(4096, REMOTE) as source,
+        domain.register(4096, REMOTE) as target,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.address, REMOTE)
+        far.connect(near.address, REMOTE)
+        yield Ends(domain, cq, near, far, source, target)
+
+
+@every_model
+async def test_a_write_is_awaited(device: Device, model: ThreadModel) -> None:
+    async with ends(device, model) as pair:
+        await pair.write(b"hello")
+        assert bytes(pair.target.buffer[:5]) == b"hello"
+        await asyncio.gather(*(pair.write(bytes([each]) * 16, each * 16) for each in range(16)))
+        assert bytes(pair.target.buffer[:256]) == b"".join(bytes([each]) * 16 for each in range(16))
+        statistics = pair.cq.statistics()
+        assert (statistics.depth, statistics.under_way, statistics.completions) == (64, 0, 17)
+        assert statistics.events >= 1
+        assert len(pair.source.pins) == 0
+        assert pair.near.query().qp_state is QpState.RTS
+    assert not any(count for _, count in device.statistics().objects)
+
+
+async def test_queues_of_a_protection_domain_are_anybodys(device: Device) -> None:
+    async with (
+        device.protection_domain() as pd,
+        pd.register(64, REMOTE) as region,
+        pd.completion_queue(16) as cq,
+        pd.queue_pair(cq, capabilities=QpCapabilities(max_send_wr=4)) as near,
+        pd.queue_pair(cq) as far,
+    ):
+        near.connect(far.address, REMOTE)
+        far.connect(near.address, REMOTE)
+        assert near.owner is cq.owner is None
+        assert near.capabilities.max_send_wr >= 4
+        region.buffer[:2] = b"ok"
+
+        async def elsewhere() -> None:
+            await near.write(region[:2], region.remote()[32:34])
+
+        await asyncio.to_thread(asyncio.run, elsewhere())
+        assert bytes(region.buffer[32:34]) == b"ok"
+
+
+async def test_a_failed_write_is_an_error(device: Device) -> None:
+    async with ends(device) as pair:
+        bad = RemoteRegion(pair.target.address, 5, pair.target.rkey ^ 0x5500)
+        with pytest.raises(WorkCompletionError) as caught:
+            await pair.near.write(pair.source[:5], bad)
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR
+        assert caught.value.qp_num == pair.near.qp_num
+        assert pair.near.query().qp_state is QpState.ERR
+        with pytest.raises(WorkCompletionError) as caught:
+            await pair.write(b"more")
+        assert caught.value.status is WcStatus.WR_FLUSH_ERR
+
+
+async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
+    async with ends(device) as pair:
+        with pytest.raises(ValueError, match="5 bytes do not fill the 6"):
+            await pair.near.write(pair.source[:5], pair.target.remote()[:6])
+        with pytest.raises(IndexError):
+            await pair.near.write(pair.source[:5], pair.target.remote()[4095:4100])
+        with pytest.raises(ValueError, match="1 completion at least"):
+            pair.domain.completion_queue(0)
+        assert pair.near.query().qp_state is QpState.RTS
+    with pytest.raises(ClosedResourceError):
+        await pair.near.write(pair.source[:5], RemoteRegion(0, 5, 0))
+
+
+async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
+    async with ends(device) as pair:
+        device.handle.faults.fail("post_send", errno.ENOMEM)
+        with pytest.raises(VerbsError, match="ENOMEM"):
+            await pair.write(b"hello")
+        assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
+        await pair.write(b"hello")
+
+
+@pytest.mark.parametrize("kind", ["native", "anyio"])
+async def test_a_cancelled_write_goes_on_with_its_memory(device: Device, kind: str) -> None:
+    async with ends(device) as pair:
+        device.handle.faults.hold()
+        if kind == "anyio":
+            with anyio.move_on_after(0.01) as scope:
+                await pair.write(b"hello")
+            assert scope.cancelled_caught
+        else:
+            task = asyncio.create_task(pair.write(b"hello"))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert len(pair.source.pins) == 1
+        closing = asyncio.create_task(pair.source.aclose())
+        await asyncio.sleep(0.02)
+        assert not closing.done(), "it waits for the write"
+        device.handle.faults.unhold()
+        await closing
+        assert len(pair.source.pins) == 0
+
+
+async def test_closing_the_queue_pair_ends_its_writes(device: Device) -> None:
+    async with ends(device) as pair:
+        # Nobody answers: the far end was reset.
+        pair.far.handle.modify(QpState.RESET)
+        writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
+        await asyncio.sleep(0.01)
+        await pair.near.aclose()
+        results = await asyncio.gather(*writes, return_exceptions=True)
+        assert all(isinstance(result, WorkCompletionError) for result in results), results
+        assert {result.status for result in results if isinstance(result, WorkCompletionError)} == {
+            WcStatus.WR_FLUSH_ERR
+        }
+
+
+async def test_what_never_completes_ends_with_its_queue_pair(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    async with ends(device) as pair:
+        device.handle.faults.hold()
+        write = asyncio.create_task(pair.write(b"hello"))
+        await asyncio.sleep(0.01)
+        await pair.near.aclose()
+        with pytest.raises(BrokenResourceError, match="was closed before this was done"):
+            await write
+        device.handle.faults.unhold()
+
+
+async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None:
+    async with ends(device) as pair:
+        device.handle.faults.hold()
+        writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
+        await asyncio.sleep(0.01)
+        device.handle.faults.break_completion_queue(pair.cq.handle)
+        results = await asyncio.gather(*writes, return_exceptions=True)
+        assert [type(result) for result in results] == [BrokenResourceError] * 3
+        device.handle.faults.unhold()
+
+
+async def test_nobody_else_writes(device: Device) -> None:
+    async with ends(device) as pair:
+
+        async def wrong() -> None:
+            with pytest.raises(AffinityError, match="ibv_post_send on <QueuePair"):
+                await pair.near.write(pair.source[:5], pair.target.remote()[:5])
+            with pytest.raises(AffinityError, match="ibv_query_qp"):
+                pair.near.query()
+            with pytest.raises(AffinityError, match="ibv_modify_qp"):
+                pair.near.connect(pair.far.address)
+            for resource in (pair.near, pair.cq, pair.domain):
+                with pytest.raises(AffinityError, match="aclose on"):
+                    await resource.aclose()
+            for make in (
+                lambda: pair.domain.completion_queue(4),
+                lambda: pair.domain.queue_pair(pair.cq),
+            ):
+                made: Resource = make()
+                with pytest.raises(AffinityError):
+                    await made.open()
+
+        await asyncio.to_thread(asyncio.run, wrong())
+        assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
+        await pair.write(b"still")
+        assert (await pair.domain.run(pair.near.query)).qp_state is QpState.RTS
+
+
+async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
+    faults = device.handle.faults
+
+    async def use() -> None:
+        async with ends(device) as pair:
+            await pair.write(b"hello")
+
+    faults.count_calls()
+    await use()
+    calls = faults.calls()
+    faults.count_calls(False)
+    assert calls > 25
+    for k in range(1, calls + 1):
+        faults.fail(None, errno.EIO, first=k)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # what could not be closed is closed by its parents
+            with pytest.raises((VerbsError, BrokenResourceError)):
+                await use()
+            faults.clear()
+            for life in reversed(tuple(device._life.children.values())):
+                await life.close()
+        assert not any(count for _, count in device.statistics().objects), k
+
+
+def test_addresses_on_the_wire() -> None:
+    address = QueuePairAddress(bytes(range(16)), 17, 0xFFFFFF, Mtu.MTU_4096)
+    assert len(bytes(address)) == 25
+    assert QueuePairAddress.from_bytes(bytes(address)) == address
+    for wrong in (bytes(24), bytes(26), bytes(24) + b"\x09"):
+        with pytest.raises(ValueError, match=r"25 bytes|Mtu"):
+            QueuePairAddress.from_bytes(wrong)
+    makers: list[Callable[[], object]] = [
+        lambda: QueuePairAddress(b"", 1, 1, Mtu.MTU_256),
+        lambda: QueuePairAddress(bytes(16), 1 << 24, 1, Mtu.MTU_256),
+        lambda: QueuePairAddress(bytes(16), 1, -1, Mtu.MTU_256),
+    ]
+    for make in makers:
+        with pytest.raises(ValueError, match=r"16 bytes|24 bits"):
+            make()
+
+
+async def test_states_of_what_is_made(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        cq = domain.completion_queue(4)
+        qp = domain.queue_pair(cq)
+        with pytest.raises(ClosedResourceError):
+            await qp.open()
+        assert (cq.state, qp.state) == (State.NEW, State.NEW)
+        assert isinstance(domain.parent, ParentDomain)
+
+
+@pytest.mark.parametrize("kind", [QpType.UC, QpType.RC], ids=lambda kind: kind.name)
+async def test_types_that_write(device: Device, kind: QpType) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.register(64, REMOTE) as region,
+        domain.completion_queue(16) as cq,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(cq, qp_type=kind, srq=srq) as near,
+        domain.queue_pair(cq, qp_type=kind) as far,
+    ):
+        assert near.handle.srq is srq.handle
+        assert near.owner is srq.owner is domain.owner
+        near.connect(far.address, REMOTE)
+        far.connect(near.address, REMOTE)
+        region.buffer[:2] = b"ok"
+        await near.write(region[:2], region.remote()[8:10])
+        wait_until(lambda: bytes(region.buffer[8:10]) == b"ok")  # of an unreliable one it is only known that it left
+
+
+async def test_datagrams_are_not_connected(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(4) as cq,
+        domain.queue_pair(cq, qp_type=QpType.UD) as qp,
+        domain.register(64) as region,
+    ):
+        with pytest.raises(ValueError, match="of type UD: its datagrams go by address handles"):
+            qp.connect(qp.address)
+        with pytest.raises(ValueError, match="write on one of type RC or UC"):
+            await qp.write(region, region.remote())

@@ -1,0 +1,156 @@
+"""ibv_alloc_parent_domain(3), sentence by sentence."""
+
+import asyncio
+import errno
+import threading
+
+import pytest
+
+from aioverbs import ParentDomain, QpType, ThreadDomain, VerbsError
+from aioverbs._core import domains, engine
+from aioverbs.attributes import AddressVector
+from aioverbs.device import Device
+from tests.core.allocators import Recording
+
+
+async def test_allocates_a_parent_domain_object_for_the_context(device: Device) -> None:
+    """ "ibv_alloc_parent_domain() allocates a parent domain object for the RDMA device context context." """
+    async with device.protection_domain() as pd, pd.parent_domain() as domain:
+        assert domain.native
+        assert domain.handle.context is device.handle
+        assert dict(device.statistics().objects)["parent_domains"] == 1
+
+
+async def test_extends_the_protection_domain_with_additional_objects(device: Device) -> None:
+    """ "The parent domain object extends the normal protection domain with additional objects, such as a thread
+    domain." """
+    async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
+        assert (domain.base, domain.td) == (pd, td)
+        assert domain.owner is td.owner
+
+
+async def test_is_completely_interchangeable_with_its_protection_domain(device: Device) -> None:
+    """ "A parent domain is completely interchangeable with the struct ibv_pd used to create it, and can be used as an
+    input argument to any function accepting a struct ibv_pd." """
+    async with device.protection_domain() as pd, pd.parent_domain() as domain:
+        made: list[engine.Handle] = []
+        for one, other in ((pd, domain), (domain, pd)):
+            queue = engine.CompletionQueue(device.handle, 4)
+            way = AddressVector(device.handle.query_gid(1, 1), sgid_index=1)
+            async with one.register(64) as region:
+                near = engine.QueuePair(other.handle, queue, queue, qp_type=QpType.UD)
+                made += [queue, near, engine.SharedReceiveQueue(one.handle, 4), engine.AddressHandle(one.handle, way)]
+                made.append(engine.MemoryWindow(one.handle, 1))
+                assert region.handle.pd is pd.handle
+        for handle in reversed(made):
+            handle.destroy()
+
+
+async def test_the_protection_domain_cannot_be_null(device: Device) -> None:
+    """ "reference to a protection domain, can't be NULL" """
+    with pytest.raises(TypeError, match="is made from a protection domain, and None is none"):
+        ParentDomain(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("with_td", [False, True])
+async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> None:
+    """ "reference to a thread domain, or NULL"; "An optional thread domain that the parent domain uses." """
+    async with device.protection_domain() as pd, device.thread_domain() as td:
+        given: ThreadDomain | None = td if with_td else None
+        async with pd.parent_domain(given) as domain:
+            assert domain.td is given
+            assert isinstance(domain.handle, domains.ParentDomain)
+            assert domain.handle.td is (td.handle if with_td else None)
+
+
+async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device) -> None:
+    """ "ibv_dealloc_pd() will deallocate the parent domain … All resources created with the parent domain should be
+    destroyed prior to deallocating the parent domain." """
+    async with device.protection_domain() as pd, pd.parent_domain() as domain:
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        device.handle.faults.count_calls()
+        with pytest.raises(Exception, match="cannot be destroyed"):
+            await domain.aclose()
+        assert device.handle.faults.calls("dealloc_pd") == 0, "it was refused before the verb"
+        queue.destroy()
+
+
+async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
+    """ "Provider memory allocations will use this function to allocate the needed memory. The allocation function is
+    passed the parent domain pd and the user-specified context pd_context. In addition, the callback receives
+    the size and the alignment of the requested buffer, as well a vendor-specific resource_type" """
+    allocator = Recording()
+    async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator, context="mine") as domain:
+        assert domain.native_allocators
+        assert domain.context == "mine"
+        queue = engine.CompletionQueue(device.handle, 16, parent_domain=domain.handle)
+        qp = engine.QueuePair(domain.handle, queue, queue)
+        provider, codes = {piece.resource_type >> 32 for piece in allocator.live}, set(allocator.asked)
+        assert provider == {1}
+        assert {code & 0xFFFFFFFF for code in codes} == {1, 3, 5}
+        assert all(piece.size > 0 and piece.address % piece.alignment == 0 for piece in allocator.live)
+        qp.destroy()
+        queue.destroy()
+    assert not allocator.live
+
+
+async def test_null_designates_an_error(device: Device) -> None:
+    """ "The function returns the pointer to the allocated buffer, or NULL to designate an error." """
+    async with device.resource_domain(allocator=Recording(lambda *_: None)) as domain:
+        with pytest.raises(VerbsError) as caught:
+            engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        assert caught.value.errno == errno.ENOMEM
+
+
+async def test_the_default_allocator_may_be_asked_for(device: Device) -> None:
+    """ "It may also return IBV_ALLOCATOR_USE_DEFAULT asking the callee to allocate the buffer using the default
+    allocator." What the default allocator gave is not given to the other one's `free`."""
+    allocator = Recording(lambda *_: domains.USE_DEFAULT)
+    async with device.resource_domain(allocator=allocator) as domain:
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue.destroy()
+    assert allocator.pieces == []
+
+
+async def test_the_buffer_is_zeroed(device: Device) -> None:
+    """ "The callback makes sure the allocated buffer is initialized with zeros." """
+
+    def dirty(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
+        piece = recording.piece(size, alignment, resource_type)
+        piece.memory[:] = b"\x01" * len(piece.memory)
+        return piece.address
+
+    allocator = Recording(dirty)
+    async with device.resource_domain(allocator=allocator) as domain:
+        with pytest.raises(VerbsError) as caught:
+            engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        assert "zero" in str(caught.value.__cause__)
+    assert not allocator.live
+
+
+async def test_buffers_of_a_successful_alloc_are_freed(device: Device) -> None:
+    """ "Callback to free memory buffers that were allocated using a successful alloc()": each once, with its type."""
+    allocator = Recording()
+    async with device.resource_domain(allocator=allocator) as domain:
+        engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle).destroy()
+        assert allocator.pieces
+    assert [piece.freed for piece in allocator.pieces] == [1] * len(allocator.pieces)
+
+
+async def test_the_allocator_is_asked_in_the_calling_thread(device: Device) -> None:
+    """The verbs say nothing of it; a NIC's provider asks within the verb, and so does the software device."""
+    allocator = Recording()
+    async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator) as domain:
+        queue = await asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
+        assert threading.get_ident() not in {piece.thread for piece in allocator.pieces}
+        queue.destroy()
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EIO], ids=errno.errorcode.get)
+async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:
+    """ "or NULL if the request fails (and sets errno to indicate the failure reason)" """
+    device.handle.faults.fail("alloc_parent_domain", number)
+    async with device.protection_domain() as pd:
+        with pytest.raises(VerbsError) as caught:
+            await pd.parent_domain().open()
+    assert (caught.value.verb, caught.value.errno) == ("ibv_alloc_parent_domain", number)

@@ -1,0 +1,122 @@
+"""ibv_open_xrcd(3), sentence by sentence."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from aioverbs import AccessFlags, BusyResourceError, QpType, SendOpcode, VerbsError
+from aioverbs.device import Device, open_device
+from tests.core.pairs import succeed
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> int:
+    return os.open(tmp_path / "inode", os.O_CREAT | os.O_RDONLY)
+
+
+async def test_opens_an_xrc_domain_for_the_context(device: Device) -> None:
+    """ "ibv_open_xrcd() open an XRC domain for the RDMA device context context" """
+    async with device.xrc_domain() as domain:
+        assert domain.handle.context is device.handle
+        assert domain.owner is None
+
+
+async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device, fd: int) -> None:
+    """ "Indicates that an XRCD should be created and associated with the inode referenced by the given fd. If the XRCD
+    exists, this flag has no effect" """
+    with pytest.raises(VerbsError, match="EAGAIN"):
+        await device.xrc_domain(fd, 0).open()
+    async with device.xrc_domain(fd, os.O_CREAT), device.xrc_domain(fd, os.O_CREAT), device.xrc_domain(fd, 0):
+        pass
+    os.close(fd)
+
+
+async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
+    """ "If O_EXCL and O_CREAT are set, open will fail if an XRCD associated with the inode exists." """
+    async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
+        with pytest.raises(VerbsError, match="EINVAL"):
+            await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
+    async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
+        pass
+    os.close(fd)
+
+
+async def test_without_an_inode_it_is_created(device: Device) -> None:
+    """ "If fd equals -1, no inode is associated with the XRCD. To indicate that XRCD should be created, use oflag =
+    O_CREAT" """
+    with pytest.raises(VerbsError, match="EINVAL"):
+        await device.xrc_domain(-1, 0).open()
+    async with device.xrc_domain() as one, device.xrc_domain(-1, os.O_CREAT) as another:
+        assert one.handle is not another.handle
+
+
+async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
+    """ "ibv_close_xrcd() closes the XRCD xrcd. If this is the last reference, the XRCD will be destroyed." """
+    async with open_device("soft0") as other:
+        first = await device.xrc_domain(fd).open()
+        async with other.xrc_domain(fd, 0):
+            await first.aclose()
+            async with other.xrc_domain(fd, 0):
+                pass
+        with pytest.raises(VerbsError, match="EAGAIN"):
+            await other.xrc_domain(fd, 0).open()
+    os.close(fd)
+
+
+async def test_errno_indicates_the_failure_reason(device: Device) -> None:
+    """ "NULL if the request fails"; "ibv_close_xrcd() returns 0 on success, or the value of errno on failure" """
+    with pytest.raises(VerbsError) as caught:
+        await device.xrc_domain(1 << 20).open()
+    assert (caught.value.verb, caught.value.errno) == ("ibv_open_xrcd", errno.EBADF)
+    domain = await device.xrc_domain().open()
+    device.handle.faults.fail("close_xrcd", errno.EIO)
+    with pytest.raises(VerbsError, match="ibv_close_xrcd"):
+        await domain.aclose()
+    await domain.aclose()
+
+
+async def test_closing_fails_while_something_is_associated(device: Device) -> None:
+    """ "ibv_close_xrcd() may fail if any other resource is still associated with the XRCD being closed." """
+    domain = await device.xrc_domain().open()
+    async with domain.queue_pair():
+        with pytest.raises(BusyResourceError, match=r"QueuePair .* is associated with it"):
+            await domain.aclose()
+    async with (
+        device.protection_domain() as pd,
+        pd.completion_queue(4) as cq,
+        pd.shared_receive_queue(4, xrc_domain=domain, cq=cq),
+    ):
+        with pytest.raises(BusyResourceError, match=r"SharedReceiveQueue .* is associated with it"):
+            await domain.aclose()
+    await domain.aclose()
+    assert domain.closed
+
+
+async def test_messages_reach_the_shared_receive_queue_that_they_name(device: Device) -> None:
+    """ "ibv_create_srq_ex(3), ibv_create_qp_ex(3)": what is made with an XRC domain."""
+    async with (
+        device.xrc_domain() as xrc,
+        device.resource_domain() as domain,
+        domain.register(64, AccessFlags.LOCAL_WRITE) as region,
+        domain.completion_queue(4) as cq,
+        domain.completion_queue(4) as received,
+        domain.shared_receive_queue(4, xrc_domain=xrc, cq=received) as srq,
+        domain.queue_pair(cq, qp_type=QpType.XRC_SEND) as sender,
+        xrc.queue_pair() as receiver,
+    ):
+        sender.connect(receiver.address)
+        receiver.connect(sender.address)
+        srq.handle.post_recv([region[32:].sge], wr_id=7)
+        region.buffer[:4] = b"sent"
+        sender.handle.post_send(SendOpcode.SEND, [region[:4].sge], remote_srqn=srq.number)
+        succeed(received.handle)
+        assert bytes(region.buffer[32:36]) == b"sent"
+        assert (srq.query().max_wr, srq.query().limit) == (4, 0)
+        with pytest.raises(ValueError, match="write on one of type RC or UC"):
+            await sender.write(region[:4], region.remote()[:4])
+        with pytest.raises(ValueError, match="takes both xrc_domain and cq"):
+            domain.shared_receive_queue(4, cq=cq)
+        with pytest.raises(ValueError, match=r"make it by XrcDomain.queue_pair\(\)"):
+            domain.queue_pair(cq, qp_type=QpType.XRC_RECV)

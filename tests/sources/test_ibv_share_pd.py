@@ -1,0 +1,83 @@
+"""ibv_share_pd(3), sentence by sentence."""
+
+import pytest
+
+from aioverbs import AccessFlags, SendFlags, SendOpcode, VerbsError
+from aioverbs._core import engine
+from aioverbs.device import Device, open_device
+from tests.core.pairs import succeed
+from tests.rdma.seam import connect
+
+KEY = 0xFEDCBA9876543210
+
+
+async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> None:
+    """ "ibv_share_pd() shares the protection domain specified by a unique identifier shpd for the RDMA device context
+    context. share_key is the 64 bit key used to generate the unique identifier shpd." """
+    async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
+        async with other.shared_protection_domain(shared.id, KEY) as instance:
+            assert instance.handle.context is other.handle
+        with pytest.raises(VerbsError, match="EACCES"):
+            await other.shared_protection_domain(shared.id, KEY ^ 1).open()
+    async with open_device("soft0") as other:
+        with pytest.raises(VerbsError, match="ENOENT"):
+            await other.shared_protection_domain(shared.id, KEY).open()
+
+
+async def test_every_instance_is_deallocated_and_the_last_removes_it(device: Device) -> None:
+    """ "ibv_pds created using ibv_share_pd() can be deallocated using ibv_dealloc_pd(). Libibverbs keeps track of each
+    instance of the shared PD and removes the PD from RDMA device when the last instance of the shared PD is
+    deallocated." """
+    async with open_device("soft0") as other:
+        pd = await device.protection_domain().open()
+        async with pd.share(KEY) as shared:
+            first = await other.shared_protection_domain(shared.id, KEY).open()
+        await pd.aclose()
+        async with other.shared_protection_domain(shared.id, KEY):
+            await first.aclose()
+        with pytest.raises(VerbsError, match="ENOENT"):
+            await other.shared_protection_domain(shared.id, KEY).open()
+
+
+async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device: Device) -> None:
+    """ "the same PD is shared by multiple contexts of an RDMA device" """
+    async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
+        access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+        async with other.shared_protection_domain(shared.id, KEY) as instance, instance.register(64, access) as region:
+            region.buffer[:4] = b"ours"
+            queue = engine.CompletionQueue(device.handle, 4)
+            near, far = engine.QueuePair(pd.handle, queue, queue), engine.QueuePair(pd.handle, queue, queue)
+            connect(near, far)
+            connect(far, near)
+            near.post_send(
+                SendOpcode.RDMA_WRITE,
+                [region[:4].sge],
+                flags=SendFlags.SIGNALED,
+                remote_addr=region.address + 32,
+                rkey=region.rkey,
+            )
+            succeed(queue)
+            assert bytes(region[32:36].buffer) == b"ours"
+            for handle in (near, far, queue):
+                handle.destroy()
+
+
+async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
+    """ "The life span of an MR mr1 created under ibv_pd pd1 (which is an instance of shared PD shPD1) will end whenever
+    pd1 is deallocated, even though underlying shPD1 may continue to live on." """
+    async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
+        instance = await other.shared_protection_domain(shared.id, KEY).open()
+        region = await instance.register(64).open()
+        with pytest.warns(ResourceWarning, match="MemoryRegion"):
+            await instance.aclose()
+        assert region.closed
+        async with other.shared_protection_domain(shared.id, KEY), pd.register(64):
+            pass
+
+
+async def test_a_parent_domain_is_not_shared(device: Device) -> None:
+    """It stands for its protection domain in the making of objects only."""
+    async with device.protection_domain() as pd, pd.parent_domain() as domain:
+        assert not hasattr(domain, "share")
+        with pytest.raises(VerbsError, match="EINVAL"):
+            domain.handle.share(KEY)

@@ -1,0 +1,99 @@
+"""The resource domain's document, sentence by sentence."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from aioverbs import AffinityError, MessageModel, ThreadModel, VerbsError
+from aioverbs._core import engine
+from aioverbs.device import Device
+
+MODELS = list(itertools.product(ThreadModel, MessageModel))
+
+
+@pytest.mark.parametrize(("threads", "messages"), MODELS, ids=lambda model: model.name)
+async def test_queues_and_queue_pairs_are_associated_with_it_when_they_are_made(
+    device: Device, threads: ThreadModel, messages: MessageModel
+) -> None:
+    """ "Resource domain is a verb object that may be associated with QP and CQ objects upon creation to enhance data-
+    path performance." """
+    async with device.resource_domain(thread_model=threads, message_model=messages) as domain:
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        qp = engine.QueuePair(domain.handle, queue, queue)
+        assert (domain.thread_model, domain.message_model) == (threads, messages)
+        assert queue.affinity is qp.affinity is domain.owner
+        qp.destroy()
+        queue.destroy()
+
+
+async def test_safe(device: Device) -> None:
+    """ "Access to the associated objects are thread safe. Such objects may be accessed by any thread without concern
+    for thread safety issues." """
+    async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        await asyncio.gather(*(asyncio.to_thread(queue.poll) for _ in range(32)))
+        queue.destroy()
+    assert device.statistics().overlaps == 0
+
+
+async def test_unsafe(device: Device) -> None:
+    """ "Access to the associated objects are not thread safe. Access to such objects must be coordinated by the
+    calling threads": one after the other, from wherever. (That overlapping calls are refused is shown with
+    real ones elsewhere.)"""
+    async with device.resource_domain(thread_model=ThreadModel.UNSAFE) as domain:
+        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        for _ in range(8):
+            assert await asyncio.to_thread(queue.poll) == []
+            assert queue.poll() == []
+        await asyncio.to_thread(queue.destroy)
+
+
+async def test_single(device: Device) -> None:
+    """ "Access to the associated objects are from only one thread over the lifetime of the object. In addition,
+    different objects associated with the same resource domain must be called by the same thread." """
+    async with device.resource_domain(thread_model=ThreadModel.SINGLE) as domain:
+        first, second = (engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle) for _ in range(2))
+        for queue in (first, second):
+            with pytest.raises(AffinityError):
+                await asyncio.to_thread(queue.poll)
+            assert queue.poll() == []
+        with pytest.raises(AffinityError, match="ibv_create_cq_ex"):
+            await asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
+        with pytest.raises(AffinityError, match="ibv_destroy_cq"):
+            await asyncio.to_thread(first.destroy)
+        first.destroy()
+        second.destroy()
+
+
+def test_the_thread_models_are_those_of_the_document() -> None:
+    """ "Thread model - defines the threading module for the objects (QP/CQ) associated with this resource domain." """
+    assert [model.name for model in ThreadModel] == ["SAFE", "UNSAFE", "SINGLE"]
+
+
+def test_the_message_models_are_those_of_the_document() -> None:
+    """ "Message model - defines whether associated objects connection is optimized for low latency or high
+    bandwidth": forced to low latency, suggested low latency, suggested high bandwidth, the provider's
+    default."""
+    assert [model.name for model in MessageModel] == ["FORCE_LOW_LATENCY", "LOW_LATENCY", "HIGH_BANDWIDTH", "DEFAULT"]
+
+
+async def test_the_example(device: Device) -> None:
+    """ "Example - creating a CQ and QP that may be called from one thread only" """
+    async with device.resource_domain(
+        thread_model=ThreadModel.SINGLE, message_model=MessageModel.HIGH_BANDWIDTH
+    ) as domain:
+        cq = engine.CompletionQueue(device.handle, 128, parent_domain=domain.handle)
+        qp = engine.QueuePair(domain.handle, cq, cq)
+        assert qp.query().qp_state == 0
+        qp.destroy()
+        cq.destroy()
+
+
+async def test_creating_one_may_fail(device: Device) -> None:
+    """ "if (!_domain) { fprintf(stderr, "Can't create resource domain\\n")" """
+    for verb in ("alloc_pd", "alloc_td", "alloc_parent_domain"):
+        device.handle.faults.fail(verb, 5)
+        with pytest.raises(VerbsError, match=f"ibv_{verb} failed: EIO"):
+            await device.resource_domain().open()
+        assert not any(count for _, count in device.statistics().objects)

@@ -1,7 +1,7 @@
 from typing_extensions import disjoint_base
 
 from aioverbs._core.allocators import USE_DEFAULT as USE_DEFAULT
-from aioverbs._core.allocators import _Allocator
+from aioverbs._core.allocators import _Allocator as _Allocator
 from aioverbs._core.engine import Affinity, Context, Handle, ProtectionDomain
 from aioverbs._core.engine import XrcDomain as XrcDomain
 

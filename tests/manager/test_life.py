@@ -3,12 +3,14 @@
 import asyncio
 import errno
 import gc
+import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
+from rich.console import Console
 
 from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, VerbsError
 from aioverbs._core import engine
@@ -256,3 +258,11 @@ async def test_the_tree(device: Device) -> None:
         assert Path(__file__).name in text
         assert text.count("\n") == 3
     assert device.resources().children == ()
+
+
+async def test_rich_prints_the_tree(device: Device) -> None:
+    console = Console(record=True, width=300, file=io.StringIO())
+    async with device.protection_domain() as pd, pd.parent_domain():
+        console.print(device.resources())
+    lines = console.export_text().splitlines()
+    assert [line.lstrip("│ └─").split(",")[0] for line in lines] == ["Device soft0", "ProtectionDomain", "ParentDomain"]

@@ -240,13 +240,14 @@ class Device(Resource):
             await domain.open()
             self._loop_domains[loop] = domain, users
         users.append(None)
-        try:
-            yield domain
-        finally:
-            users.pop()
-            if not users:
-                del self._loop_domains[loop]
-                await domain.aclose()
+        async with contextlib.AsyncExitStack() as last:
+            try:
+                yield domain
+            finally:
+                users.pop()
+                if not users:
+                    del self._loop_domains[loop]
+                    last.push_async_exit(domain.__aexit__)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
         """An XRC domain: see there."""

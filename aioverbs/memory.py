@@ -7,10 +7,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-import anyio
-
 from aioverbs._core import engine
-from aioverbs.errors import ClosedResourceError
+from aioverbs.affinity import to_the_end
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags
 
@@ -176,12 +174,13 @@ class MemoryRegion(Resource):
         self, pd: Resource, handle: engine.ProtectionDomain, memory: "Buffer | int", access: AccessFlags
     ) -> None:
         super().__init__(pd)
+        self._life.late = True
+        self._own: mmap.mmap | None = None
         self._pd_handle = handle
         if isinstance(memory, int):
             if memory < 1:
                 raise ValueError(f"a memory region has 1 byte at least, not {memory}")
-            memory = mmap.mmap(-1, memory)
-            memory.madvise(mmap.MADV_DONTFORK)
+            memory = self._own = mmap.mmap(-1, memory)
         self._memory: Buffer = memory
         self._access = AccessFlags(access)
         self._handle: engine.MemoryRegion | None = None
@@ -189,6 +188,8 @@ class MemoryRegion(Resource):
         self.pins = Pins()
 
     def _open(self) -> None:
+        if self._own is not None:
+            self._own.madvise(mmap.MADV_DONTFORK)
         handle = engine.MemoryRegion(self._pd_handle, self._memory, self._access)
         self._life.hold(handle)
         self._handle = handle
@@ -207,13 +208,10 @@ class MemoryRegion(Resource):
             return await super().open()
         opening = asyncio.get_running_loop().run_in_executor(None, self._open_now)
         try:
-            await asyncio.shield(opening)
+            await to_the_end(opening)
         except asyncio.CancelledError:
             # The thread cannot be stopped: what it made is undone when it has made it.
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([opening])
-            if not opening.cancelled() and opening.exception() is None:
-                await self.aclose()
+            await self.aclose()
             raise
         return self
 
@@ -264,7 +262,7 @@ class MemoryRegion(Resource):
     def buffer(self) -> memoryview:
         """Its bytes, flat."""
         if self.closed:
-            raise ClosedResourceError(f"{self!r} is not open")
+            self._check_open()
         return memoryview(self._memory).cast("B")
 
     def remote(self) -> RemoteRegion:

@@ -1,5 +1,6 @@
 """Queue pairs, and what is awaited on them."""
 
+import asyncio
 import random
 import struct
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity
 from aioverbs.attributes import AddressVector, QpAttributes, QpCapabilities
 from aioverbs.completion import CompletionQueue, Placement, Work
-from aioverbs.errors import ConcurrentAccessError
+from aioverbs.errors import ConcurrentAccessError, VerbsError
 from aioverbs.memory import MemoryRegion, RegionSlice, RemoteRegion
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendFlags, SendOpcode
@@ -23,6 +24,7 @@ __all__ = ["QueuePair", "QueuePairAddress"]
 
 _WIRE = struct.Struct(">16sIIB")
 _FLUSH_S = 10.0  # the longest that hardware is given to flush what is under way
+_TRIES = 1000  # of a verb that met another thread inside of its domain
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class QueuePair(Resource):
             affinity=self._placement.owner,
         )
         self._handle = handle
+        self._life.hold(_End(self, self._send_cq))
         self._life.hold(handle)
         self._life.label = str(handle.qp_num)
         self._life.drain = self._flush
@@ -195,8 +198,8 @@ class QueuePair(Resource):
         Where this is cancelled the write goes on, and `local` stays registered until it is done.
 
         :raises ValueError: the two differ in length.
-        :raises WorkCompletionError: it failed; the queue pair is in the error state.
-        :raises BrokenResourceError: the queue pair was closed meanwhile, or the completion queue broke.
+        :raises WorkCompletionError: it failed, or was flushed when the queue pair was closed; that is in the error state.
+        :raises BrokenResourceError: the queue pair was closed and did not flush it, or the completion queue broke.
         :raises VerbsError: it was not posted, with ENOMEM where the send queue is full.
         """
         part = local[:] if isinstance(local, MemoryRegion) else local
@@ -221,21 +224,32 @@ class QueuePair(Resource):
         await work.future
 
     async def _flush(self) -> None:
-        # Whatever is under way completes with an error now, and everybody is told.
-        assert self._handle is not None
-        try:
-            if self._send_cq.under_way(self):
-                self._to_error()
-                with anyio.move_on_after(_FLUSH_S, shield=True):
-                    await self._send_cq.settled(self)
-        finally:
-            self._send_cq.abandon(self)
+        # Whatever is under way completes with an error now, and everybody is told. Where that cannot be, it ends with
+        # the queue pair.
+        if self._send_cq.under_way(self) and await self._to_error():
+            with anyio.move_on_after(_FLUSH_S, shield=True):
+                await self._send_cq.settled(self)
 
-    def _to_error(self) -> None:
+    async def _to_error(self) -> bool:
         assert self._handle is not None
-        for _ in range(1000):
+        for _ in range(_TRIES):
             try:
                 self._handle.modify(QpState.ERR)
             except ConcurrentAccessError:  # another thread is inside of a domain that any may use
-                continue
-            return
+                await asyncio.sleep(0)
+            except VerbsError:  # as where the device is lost
+                return False
+            else:
+                return self._send_cq.watched
+        return False
+
+
+class _End:
+    """What is under way when a queue pair is destroyed completes no more; until then it has its memory."""
+
+    def __init__(self, qp: QueuePair, cq: CompletionQueue) -> None:
+        self._qp = qp
+        self._cq = cq
+
+    def destroy(self) -> None:
+        self._cq.abandon(self._qp)

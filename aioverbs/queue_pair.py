@@ -198,7 +198,7 @@ class QueuePair(Resource):
         Where this is cancelled the write goes on, and `local` stays registered until it is done.
 
         :raises ValueError: the two differ in length.
-        :raises WorkCompletionError: it failed, or was flushed when the queue pair was closed; that is in the error state.
+        :raises WorkCompletionError: it failed, and the queue pair is in the error state; or that was closed meanwhile.
         :raises BrokenResourceError: the queue pair was closed and did not flush it, or the completion queue broke.
         :raises VerbsError: it was not posted, with ENOMEM where the send queue is full.
         """

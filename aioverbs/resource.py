@@ -216,8 +216,9 @@ class Life:
             await self._settled()
         interruptions: list[BaseException] = []
         try:
-            # What others work with goes last.
-            for child in sorted(tuple(self.children.values())[::-1], key=lambda life: life.late):
+            children = list(reversed(tuple(self.children.values())))
+            children.sort(key=lambda life: life.late)
+            for child in children:
                 await self._close_child(child, interruptions)
             if self.drain is not None:
                 try:

@@ -140,7 +140,7 @@ class CompletionQueue(Resource):
         self._channel: engine.CompletionChannel | None = None
         self._handle: engine.CompletionQueue | None = None
         self._driver: Affinity | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # its driver's, when it was opened
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
         self._under_way: dict[int, Work] = {}
         self._completions = 0
         self._events = 0
@@ -291,7 +291,7 @@ class CompletionQueue(Resource):
                 loop.call_soon_threadsafe(event.set)
 
     def _broken_by(self, error: VerbsError | None) -> BrokenResourceError:
-        broken = BrokenResourceError(f"{self!r} is broken: {error or 'the loop that opened it is gone'}")
+        broken = BrokenResourceError(f"{self!r} is broken: {error or 'no loop watches it any more'}")
         broken.__cause__ = error
         return broken
 
@@ -322,3 +322,4 @@ class CompletionQueue(Resource):
     def _remove_reader(self) -> None:
         assert self._channel is not None
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._loop = None

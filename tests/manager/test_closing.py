@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import threading
+import time
 import warnings
 
 import pytest
@@ -233,11 +234,12 @@ async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: De
             descriptor = cq.handle.channel
             assert descriptor is not None
             fd = descriptor.fileno()
+            elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)  # what is sent there comes in one turn
             task = asyncio.create_task(cq.aclose())
             for _ in range(times):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
                 task.cancel()
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=5)
             assert cq.closed
 
             async def removed() -> bool:

@@ -1,12 +1,13 @@
 """Completion queues wake whom they should: more than a turn, events that meet other threads, queues that break."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from aioverbs import BrokenResourceError, ConcurrentAccessError, QpCapabilities, ThreadModel
+from aioverbs import BrokenResourceError, ConcurrentAccessError, QpCapabilities, ThreadModel, VerbsError
 from aioverbs.completion import Work
 from aioverbs.device import Device
 from tests.manager.test_write import REMOTE, ends
@@ -46,7 +47,7 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
             results = await asyncio.gather(*writes, return_exceptions=True)
             assert {type(result) for result in results} == {type(None), BrokenResourceError}
             for _ in range(2):
-                with pytest.raises(BrokenResourceError, match="is broken: .*EIO"):
+                with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                     await near.write(region[:1], region.remote()[:1])
         assert cq.statistics().under_way == len(region.pins) == 0
 
@@ -58,9 +59,23 @@ async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
         async with pd.queue_pair(cq) as near, pd.queue_pair(cq) as far:
             near.connect(far.address, REMOTE)
             far.connect(near.address, REMOTE)
-            with pytest.raises(BrokenResourceError, match="the loop that opened it is gone"):
+            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
                 await near.write(region, region.remote())
             assert len(region.pins) == 0
+        await cq.aclose()
+
+
+async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
+        cq = await pd.completion_queue(8).open()
+        device.handle.faults.fail("destroy_cq", errno.EIO)
+        with pytest.raises(VerbsError, match="EIO"):
+            await cq.aclose()
+        async with pd.queue_pair(cq) as near, pd.queue_pair(cq) as far, asyncio.timeout(5):
+            near.connect(far.address, REMOTE)
+            far.connect(near.address, REMOTE)
+            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+                await near.write(region, region.remote())
         await cq.aclose()
 
 

@@ -13,7 +13,7 @@ import anyio
 from aioverbs._core.engine import Affinity
 from aioverbs.errors import AffinityError, BrokenResourceError, ForkedProcessError
 
-__all__ = ["Affinity", "ThreadModel", "owner_for", "run_on_owner", "to_the_end"]
+__all__ = ["Affinity", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,11 @@ def owner_for(model: ThreadModel) -> Affinity | None:
             return None
 
 
-def _asyncio_loop() -> asyncio.AbstractEventLoop:
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The running asyncio event loop.
+
+    :raises RuntimeError: there is none, as in a trio task.
+    """
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -85,7 +89,7 @@ class _Errand:
     def __init__(self, call: Callable[[], Coroutine[Any, Any, object]], loop: asyncio.AbstractEventLoop) -> None:
         self._call = call
         self._loop = loop  # the owner's
-        self._caller = _asyncio_loop()
+        self._caller = running_loop()
         self._back = asyncio.Event()
         self._task: asyncio.Task[object] | None = None  # the owner's, like all but the event from `start` on
         self.result: object = None

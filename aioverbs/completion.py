@@ -6,7 +6,6 @@ import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 
@@ -68,11 +67,6 @@ class Placement:
     native: bool
 
 
-class _Poster(Protocol):
-    @property
-    def label(self) -> str: ...
-
-
 class Work:
     """A work request that was posted: what it needs until it is done, and who waits for it.
 
@@ -81,7 +75,7 @@ class Work:
 
     __slots__ = ("future", "loop", "number", "poster", "regions")
 
-    def __init__(self, poster: _Poster, regions: Iterable[MemoryRegion]) -> None:
+    def __init__(self, poster: object, regions: Iterable[MemoryRegion]) -> None:
         self.number = next(_numbers)
         self.poster = poster
         self.regions = tuple(regions)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioverbs._core import domains as core
 from aioverbs._core import engine
-from aioverbs.affinity import ThreadModel
+from aioverbs.affinity import ThreadModel, running_loop
 from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
 from aioverbs.domains import ProtectionDomain, ResourceDomain, ThreadDomain, ThreadDomainBudget, XrcDomain
@@ -234,7 +234,7 @@ class Device(Resource):
 
         It is opened by whoever comes first and closed by whoever leaves last.
         """
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         domain, users = self._loop_domains.get(loop) or (self.resource_domain(), [])
         if not users:
             await domain.open()

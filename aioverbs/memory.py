@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from aioverbs._core import engine
-from aioverbs.affinity import to_the_end
+from aioverbs.affinity import running_loop, to_the_end
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags
 
@@ -206,7 +206,7 @@ class MemoryRegion(Resource):
         """
         if memoryview(self._memory).nbytes < _OFF_LOOP_BYTES:
             return await super().open()
-        opening = asyncio.get_running_loop().run_in_executor(None, self._open_now)
+        opening = running_loop().run_in_executor(None, self._open_now)
         try:
             await to_the_end(opening)
         except asyncio.CancelledError:

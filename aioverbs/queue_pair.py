@@ -96,6 +96,7 @@ class QueuePair(Resource):
         self._gid_index = gid_index
         self._psn = random.getrandbits(24)
         self._handle: engine.QueuePair | None = None
+        self._posted: _Posted | None = None
 
     def _owner(self) -> Affinity | None:
         return self._placement.owner
@@ -110,10 +111,11 @@ class QueuePair(Resource):
             affinity=self._placement.owner,
         )
         self._handle = handle
-        self._life.hold(_End(self, self._send_cq))
-        self._life.hold(handle)
         self._life.label = str(handle.qp_num)
-        self._life.drain = self._flush
+        self._posted = _Posted(handle, self._send_cq)
+        self._life.hold(self._posted)
+        self._life.hold(handle)
+        self._life.drain = self._posted.flush
 
     @property
     def handle(self) -> engine.QueuePair:
@@ -207,9 +209,12 @@ class QueuePair(Resource):
             raise ValueError(
                 f"{len(part)} bytes do not fill the {len(remote)} of {remote!r}: give it slices of one length"
             )
-        work = Work(self, [part.region])
+        self._check_open()
+        assert self._posted is not None
+        work = Work(self._posted, [part.region])
         self._send_cq.add(work)
         try:
+            # Asked for again: who closes looks at what is under way after it has said that it closes.
             self.handle.post_send(
                 SendOpcode.RDMA_WRITE,
                 [part.sge],
@@ -223,15 +228,24 @@ class QueuePair(Resource):
             raise
         await work.future
 
-    async def _flush(self) -> None:
-        # Whatever is under way completes with an error now, and everybody is told. Where that cannot be, it ends with
-        # the queue pair.
-        if self._send_cq.under_way(self) and await self._to_error():
+
+class _Posted:
+    """What a queue pair has under way, and how that ends. Its life keeps this, and not the user's object."""
+
+    def __init__(self, handle: engine.QueuePair, cq: CompletionQueue) -> None:
+        self._handle = handle
+        self._cq = cq
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    async def flush(self) -> None:
+        """Have what is under way completed with an error; what cannot be ends with the queue pair."""
+        if self._cq.under_way(self) and await self._to_error():
             with anyio.move_on_after(_FLUSH_S, shield=True):
-                await self._send_cq.settled(self)
+                await self._cq.settled(self)
 
     async def _to_error(self) -> bool:
-        assert self._handle is not None
         for _ in range(_TRIES):
             try:
                 self._handle.modify(QpState.ERR)
@@ -240,16 +254,9 @@ class QueuePair(Resource):
             except VerbsError:  # as where the device is lost
                 return False
             else:
-                return self._send_cq.watched
+                return self._cq.watched
         return False
 
-
-class _End:
-    """What is under way when a queue pair is destroyed completes no more; until then it has its memory."""
-
-    def __init__(self, qp: QueuePair, cq: CompletionQueue) -> None:
-        self._qp = qp
-        self._cq = cq
-
     def destroy(self) -> None:
-        self._cq.abandon(self._qp)
+        """The queue pair was destroyed: what is left completes no more. Until then it had its memory."""
+        self._cq.abandon(self)

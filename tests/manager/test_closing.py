@@ -260,3 +260,29 @@ async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: 
         warnings.simplefilter("ignore", ResourceWarning)
         for life in tuple(device._life.children.values()):
             await life.close()
+
+
+async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+
+        async def forget() -> None:
+            await domain.queue_pair(cq).open()
+
+        with pytest.warns(ResourceWarning, match=r"QueuePair .* was still open: it was forgotten"):
+            await forget()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert dict(device.statistics().objects)["qps"] == 0
+
+
+async def test_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    async with device.protection_domain() as pd:
+        region = pd.register(64)
+
+        def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match="aioverbs needs an asyncio event loop"):
+                region.open().send(None)
+
+        await asyncio.to_thread(elsewhere)
+        assert region.state is State.NEW

@@ -102,7 +102,7 @@ class Work:
 class CompletionQueueStatistics:
     """What a completion queue holds and has seen.
 
-    :param depth: completions that fit.
+    :param depth: completions that fit; at least those that were asked for.
     :param under_way: work requests that are to complete here.
     :param completions: that were taken.
     :param events: that woke the loop.
@@ -129,7 +129,7 @@ class CompletionQueue(Resource):
             raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
         super().__init__(domain)
         self._placement = placement
-        self._depth = depth
+        self._depth = self._holds = depth
         self._comp_vector = comp_vector
         self._channel: engine.CompletionChannel | None = None
         self._handle: engine.CompletionQueue | None = None
@@ -163,6 +163,7 @@ class CompletionQueue(Resource):
             affinity=owner,
         )
         self._life.hold(self._handle)
+        self._holds = self._handle.cqe
         self._handle.request_notify()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._readable)
@@ -180,7 +181,7 @@ class CompletionQueue(Resource):
 
     def statistics(self) -> CompletionQueueStatistics:
         """What it holds and has seen."""
-        return CompletionQueueStatistics(self._depth, len(self._under_way), self._completions, self._events)
+        return CompletionQueueStatistics(self._holds, len(self._under_way), self._completions, self._events)
 
     # ---- Work. Entries of `_under_way` are added by who posts and removed by the loop that takes completions: single
     # operations of a dictionary, whatever the threads.

@@ -346,6 +346,7 @@ class Resource(anyio.abc.AsyncResource):
         """Open it; what its block would do at its beginning.
 
         :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
+        :raises ForkedProcessError: so it was in the process that this one was forked from.
         """
         self._open_now()
         return self
@@ -368,7 +369,8 @@ class Resource(anyio.abc.AsyncResource):
     async def aclose(self) -> None:
         """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
 
-        Closing twice is fine. Where this is cancelled, it is closed nevertheless.
+        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless.
+        In the child of a fork nothing is done: it is the parent's.
 
         :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
         :raises AffinityError: another event loop owns it; nothing was done.

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 
+import anyio
 import pytest
 
 from aioverbs import BusyResourceError, MemoryRegion, Resource
@@ -62,6 +63,39 @@ async def test_a_parent_waits_for_a_child_that_is_being_closed(
         await first
         assert pair.domain.closed
         device.handle.faults.unhold()
+
+
+async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is_being_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    async with ends(device) as pair:
+        await begin_write(device, pair)
+        first = asyncio.create_task(pair.near.aclose())
+        await asyncio.sleep(0.01)
+        with warnings.catch_warnings(), anyio.move_on_after(0.01) as scope:
+            warnings.simplefilter("ignore", ResourceWarning)
+            await pair.domain.aclose()
+        assert scope.cancelled_caught
+        assert pair.domain.closed
+        await first
+        device.handle.faults.unhold()
+
+
+async def test_a_cancelled_opener_of_many_closes_what_it_opened(device: Device) -> None:
+    """Each await of a block's beginning and end is cancelled in turn: nothing is left, wherever it was."""
+    for turns in range(12):
+        task = asyncio.create_task(ends_and_write(device))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert not any(count for _, count in device.statistics().objects), turns
+
+
+async def ends_and_write(device: Device) -> None:
+    async with ends(device) as pair:
+        await pair.write(b"hello")
 
 
 class Slow:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from aioverbs import ForkedProcessError, Resource
+from aioverbs.affinity import Affinity, run_on_owner
 from aioverbs.device import Device, open_device
 from aioverbs.resource import _tree
 from tests.core.children import in_child
@@ -111,3 +112,14 @@ def test_memory_that_was_not_registered_before_is_there() -> None:
             return in_child(lambda: region.buffer[0])
 
     assert asyncio.run(use()) == 1
+
+
+async def test_no_call_is_carried_to_the_parent() -> None:
+    owner = Affinity.of_running_loop()
+
+    async def call() -> None:
+        with pytest.raises(ForkedProcessError, match="was opened before fork"):
+            await asyncio.wait_for(run_on_owner(owner, print), 5)
+
+    assert not owner.inherited
+    assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)

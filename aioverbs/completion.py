@@ -15,7 +15,6 @@ from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
     BusyResourceError,
-    ClosedResourceError,
     ConcurrentAccessError,
     VerbsError,
     WorkCompletionError,
@@ -236,9 +235,10 @@ class CompletionQueue(Resource):
     # ---- The loop that opened it
 
     def _readable(self) -> None:
-        if self._handle is None or self._handle.closed:
-            return  # it was called again after the end
+        if self._loop is None:
+            return  # it was to be called again, and let go of meanwhile
         assert self._channel is not None
+        assert self._handle is not None
         try:
             while self._channel.get_event() is not None:
                 self._events += 1
@@ -249,8 +249,6 @@ class CompletionQueue(Resource):
             self._drain()
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
             asyncio.get_running_loop().call_soon(self._readable)
-        except ClosedResourceError:  # by another thread, meanwhile
-            return
         except VerbsError as error:
             self._broken(error)
 

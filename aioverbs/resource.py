@@ -374,6 +374,7 @@ class Resource(anyio.abc.AsyncResource):
 
         :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
         :raises AffinityError: another event loop owns it; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside of its domain; it is still open.
         :raises VerbsError: a verb failed; it is still open, and can be closed again.
         """
         await self._life.close()

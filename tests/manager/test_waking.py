@@ -79,6 +79,18 @@ async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) ->
         await cq.aclose()
 
 
+async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> None:
+    """A further turn that was due comes while another thread closes the queue: it must not be inside then."""
+    async with device.protection_domain() as pd:
+        cq = await pd.completion_queue(8).open()
+        meeting = Meeting(cq._handle, "request_notify")
+        cq._handle = meeting  # type: ignore[assignment]
+        await cq._stop()
+        cq._readable()
+        assert not meeting.met
+        await cq.aclose()
+
+
 class Meeting:
     """A handle whose method meets another thread once."""
 

@@ -11,9 +11,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 import anyio
 
 from aioverbs._core.engine import Affinity
-from aioverbs.errors import AffinityError, BrokenResourceError
+from aioverbs.errors import AffinityError, BrokenResourceError, ForkedProcessError
 
-__all__ = ["Affinity", "ThreadModel", "owner_for", "run_on_owner"]
+__all__ = ["Affinity", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,53 +50,80 @@ def owner_for(model: ThreadModel) -> Affinity | None:
             return None
 
 
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The running asyncio event loop.
+
+    :raises RuntimeError: there is none, as in a trio task.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("aioverbs needs an asyncio event loop, and none is running here") from None
+
+
 async def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     result = function(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result
 
 
+async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+    """Wait for something whatever cancels who waits; only then raise the cancellation."""
+    future = asyncio.ensure_future(awaited)
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled():
+        future.exception()  # it was looked at
+    raise cancelled
+
+
 class _Errand:
     """A call on its way to another loop and back. What is not said to be of a loop is the caller's."""
 
-    def __init__(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, object]], loop: asyncio.AbstractEventLoop) -> None:
         self._call = call
-        self._caller = asyncio.get_running_loop()
+        self._loop = loop  # the owner's
+        self._caller = running_loop()
         self._back = asyncio.Event()
-        self._withdrawn = False
-        self._task: asyncio.Task[None] | None = None  # the owner's, like all but the event from `start` on
+        self._task: asyncio.Task[object] | None = None  # the owner's, like all but the event from `start` on
         self.result: object = None
         self.error: BaseException | None = None
 
     def start(self) -> None:
         """On the owner's loop."""
-        self._task = asyncio.get_running_loop().create_task(self._work())
-        if self._withdrawn:
-            self._task.cancel()
+        self._task = self._loop.create_task(self._call())
+        self._task.add_done_callback(self._done)  # comes also where it is cancelled before it began
 
     def withdraw(self) -> None:
-        """On the owner's loop."""
-        self._withdrawn = True
+        """On the owner's loop, after the start."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _work(self) -> None:
-        try:
-            self.result = await self._call()
-        except BaseException as error:
-            self.error = error
-            if not isinstance(error, Exception | asyncio.CancelledError):
-                raise  # the end of the program is for its own loop, too
-        finally:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
-                self._caller.call_soon_threadsafe(self._back.set)
+    def _done(self, task: asyncio.Task[object]) -> None:
+        if task.cancelled():
+            self.error = asyncio.CancelledError()
+        else:
+            self.error = task.exception()
+            self.result = None if self.error is not None else task.result()
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+            self._caller.call_soon_threadsafe(self._back.set)
 
-    async def wait(self, owner: Affinity) -> None:
-        """Until it is back, or cannot come any more."""
+    async def wait(self, owner: Affinity, *, withdrawn: bool = False) -> None:
+        """Until it is back, or cannot come any more; where it was withdrawn, not for a loop that stands still."""
         while not self._back.is_set():
             with anyio.move_on_after(_LOOK_S):
                 await self._back.wait()
-            if owner.orphaned and not self._back.is_set():
-                raise AffinityError(f"{owner!r} is gone, and with it the call that was carried there")
+            if self._back.is_set() or (withdrawn and not self._loop.is_running()):
+                return
+            # Somebody may have taken over what the loop owned.
+            if owner.orphaned or owner.loop is not self._loop:
+                raise AffinityError(f"the owner {self._loop!r} is gone, and with it the call that was carried there")
 
 
 @overload
@@ -114,25 +141,30 @@ async def run_on_owner(
     called at once. A cancellation goes there, too, and is raised here when the function has ended.
 
     :raises AffinityError: the owner is gone.
+    :raises RuntimeError: it is called from elsewhere than an asyncio event loop.
+    :raises ForkedProcessError: the owner is of the process that this one was forked from.
     :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends.
     """
     call = functools.partial(_call, function, *args, **kwargs)
     if owner is None or owner.owns():
         return await call()
+    if owner.inherited:
+        raise ForkedProcessError(repr(owner))
     if owner.loop is None or owner.orphaned:
         raise AffinityError(f"{owner!r} is gone: nothing can be called there")
-    errand = _Errand(call)
+    loop = owner.loop
+    errand = _Errand(call, loop)
     try:
-        owner.loop.call_soon_threadsafe(errand.start)
+        loop.call_soon_threadsafe(errand.start)
     except RuntimeError as error:
         raise AffinityError(f"{owner!r} is gone: nothing can be called there") from error
     try:
         await errand.wait(owner)
     except asyncio.CancelledError:
         with contextlib.suppress(RuntimeError):
-            owner.loop.call_soon_threadsafe(errand.withdraw)
+            loop.call_soon_threadsafe(errand.withdraw)
         with anyio.CancelScope(shield=True), contextlib.suppress(AffinityError):
-            await errand.wait(owner)
+            await errand.wait(owner, withdrawn=True)
         raise
     if isinstance(errand.error, asyncio.CancelledError):
         raise BrokenResourceError(f"{owner!r} cancelled what was called there") from errand.error

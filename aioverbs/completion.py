@@ -6,15 +6,15 @@ import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 
 from aioverbs._core import engine
-from aioverbs.affinity import Affinity, run_on_owner
+from aioverbs.affinity import Affinity, run_on_owner, to_the_end
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
+    BusyResourceError,
     ConcurrentAccessError,
     VerbsError,
     WorkCompletionError,
@@ -27,6 +27,11 @@ __all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Plac
 
 # How many completions are taken in one turn of the loop, at most.
 _TURN = 256
+
+# How long another loop may take to let go of a queue's descriptor.
+_STOP_S = 10.0
+# How often a verb is tried again that met another thread inside of its domain.
+_TRIES = 1000
 
 _numbers = itertools.count(1)  # of work requests: none is ever used again
 
@@ -61,11 +66,6 @@ class Placement:
     native: bool
 
 
-class _Poster(Protocol):
-    @property
-    def label(self) -> str: ...
-
-
 class Work:
     """A work request that was posted: what it needs until it is done, and who waits for it.
 
@@ -74,7 +74,7 @@ class Work:
 
     __slots__ = ("future", "loop", "number", "poster", "regions")
 
-    def __init__(self, poster: _Poster, regions: Iterable[MemoryRegion]) -> None:
+    def __init__(self, poster: object, regions: Iterable[MemoryRegion]) -> None:
         self.number = next(_numbers)
         self.poster = poster
         self.regions = tuple(regions)
@@ -101,7 +101,7 @@ class Work:
 class CompletionQueueStatistics(ResourceStatistics):
     """What a completion queue holds and has seen.
 
-    :param depth: completions that fit.
+    :param depth: completions that fit; at least those that were asked for.
     :param under_way: work requests that are to complete here.
     :param completions: that were taken.
     :param events: that woke the loop.
@@ -128,14 +128,17 @@ class CompletionQueue(Resource):
             raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
         super().__init__(domain)
         self._placement = placement
-        self._depth = depth
+        self._depth = self._holds = depth
         self._comp_vector = comp_vector
         self._channel: engine.CompletionChannel | None = None
         self._handle: engine.CompletionQueue | None = None
         self._driver: Affinity | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
         self._under_way: dict[int, Work] = {}
         self._completions = 0
         self._events = 0
+        self._unacknowledged = 0  # events that were taken
+        self._error: VerbsError | None = None  # that it broke by
         self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def _owner(self) -> Affinity | None:
@@ -159,9 +162,10 @@ class CompletionQueue(Resource):
             affinity=owner,
         )
         self._life.hold(self._handle)
+        self._holds = self._handle.cqe
         self._handle.request_notify()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._channel.fileno(), self._readable)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel.fileno(), self._readable)
         self._life.drain = self._stop
 
     @property
@@ -177,23 +181,30 @@ class CompletionQueue(Resource):
     def statistics(self) -> CompletionQueueStatistics:
         """What it holds and has seen."""
         return CompletionQueueStatistics(
-            len(self._life.children), self._depth, len(self._under_way), self._completions, self._events
+            len(self._life.children), self._holds, len(self._under_way), self._completions, self._events
         )
 
     # ---- Work. Entries of `_under_way` are added by who posts and removed by the loop that takes completions: single
     # operations of a dictionary, whatever the threads.
 
     def add(self, work: Work) -> None:
-        """Before it is posted: from here on its completion has somebody to go to."""
+        """Before it is posted: from here on its completion has somebody to go to.
+
+        :raises BrokenResourceError: nothing completes here any more.
+        """
         for region in work.regions:
             region.pins.add(work)
         self._under_way[work.number] = work
+        if not self.watched:  # looked at last: who breaks it says so first
+            self.withdraw(work)
+            raise self._broken_by(self._error)
 
     def withdraw(self, work: Work) -> None:
         """It was not posted."""
         self._under_way.pop(work.number, None)
         for region in work.regions:
             region.pins.discard(work)
+        self._wake_watchers()
 
     def under_way(self, poster: object) -> list[Work]:
         """What a poster has under way here."""
@@ -217,60 +228,93 @@ class CompletionQueue(Resource):
             self._under_way.pop(work.number, None)
             work.done(BrokenResourceError(f"{poster!r} was closed before this was done"))
 
+    @property
+    def watched(self) -> bool:
+        """Whether a loop still takes what completes."""
+        driver = self._driver
+        return self._error is None and driver is not None and driver.loop is self._loop and not driver.orphaned
+
     # ---- The loop that opened it
 
     def _readable(self) -> None:
+        if self._loop is None:
+            return  # it was to be called again, and let go of meanwhile
         assert self._channel is not None
         assert self._handle is not None
         try:
             while self._channel.get_event() is not None:
-                self._handle.ack_events()
                 self._events += 1
+                self._unacknowledged += 1
+            self._acknowledge()
             # Armed before it is drained: what completes in between is either taken now or an event.
             self._handle.request_notify()
             self._drain()
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
-            asyncio.get_running_loop().call_soon(self._again)
+            asyncio.get_running_loop().call_soon(self._readable)
         except VerbsError as error:
             self._broken(error)
 
-    def _again(self) -> None:
-        if self._handle is not None and not self._handle.closed:
-            self._readable()
+    def _acknowledge(self) -> None:
+        assert self._handle is not None
+        if self._unacknowledged:
+            self._handle.ack_events(self._unacknowledged)
+            self._unacknowledged = 0
 
     def _drain(self) -> None:
+        # Until there is nothing: only then a broken queue says so, and it may never wake anybody again.
         assert self._handle is not None
-        taken = self._handle.poll(_TURN)
-        self._completions += len(taken)
-        for completion in taken:
-            work = self._under_way.pop(completion.wr_id, None)
-            if work is None:
-                continue  # of a poster that is gone
-            if completion.status is WcStatus.SUCCESS:
-                work.done(None)
-            else:
-                work.done(WorkCompletionError(completion.status, None, completion.vendor_err, completion.qp_num))
+        left = _TURN
+        while taken := self._handle.poll(left):
+            self._completions += len(taken)
+            for completion in taken:
+                work = self._under_way.pop(completion.wr_id, None)
+                if work is None:
+                    continue  # of a poster that is gone
+                if completion.status is WcStatus.SUCCESS:
+                    work.done(None)
+                else:
+                    work.done(WorkCompletionError(completion.status, None, completion.vendor_err, completion.qp_num))
+            self._wake_watchers()
+            left -= len(taken)
+            if not left:  # others' turn first
+                asyncio.get_running_loop().call_soon(self._readable)
+                return
+
+    def _wake_watchers(self) -> None:
         for loop, event in tuple(self._watchers):
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(event.set)
-        if len(taken) == _TURN:  # others' turn first
-            asyncio.get_running_loop().call_soon(self._again)
+
+    def _broken_by(self, error: VerbsError | None) -> BrokenResourceError:
+        broken = BrokenResourceError(f"{self!r} is broken: {error or 'no loop watches it any more'}")
+        broken.__cause__ = error
+        return broken
 
     def _broken(self, error: VerbsError) -> None:
-        assert self._channel is not None
-        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._error = error
+        self._remove_reader()
         while self._under_way:
             _, work = self._under_way.popitem()
-            broken = BrokenResourceError(f"{self!r} is broken: {error}")
-            broken.__cause__ = error
-            work.done(broken)
+            work.done(self._broken_by(error))
+        self._wake_watchers()
 
     async def _stop(self) -> None:
+        await to_the_end(self._let_go())
+        for _ in range(_TRIES):
+            with contextlib.suppress(ConcurrentAccessError):  # a thread is inside of a domain that any may use
+                self._acknowledge()
+                return
+            await asyncio.sleep(0)
+
+    async def _let_go(self) -> None:
         assert self._driver is not None
-        with contextlib.suppress(AffinityError):  # the loop is gone, and nothing is woken any more
-            with anyio.CancelScope(shield=True):
-                await run_on_owner(self._driver, self._remove_reader)
+        # A loop that is gone wakes nothing any more.
+        with anyio.move_on_after(_STOP_S) as scope, contextlib.suppress(AffinityError):
+            await run_on_owner(self._driver, self._remove_reader)
+        if scope.cancelled_caught:
+            raise BusyResourceError(f"{self!r} is watched by {self._loop!r}, which does not answer: run or close that")
 
     def _remove_reader(self) -> None:
         assert self._channel is not None
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._loop = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioverbs._core import domains as core
 from aioverbs._core import engine
-from aioverbs.affinity import ThreadModel
+from aioverbs.affinity import ThreadModel, running_loop
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
@@ -264,19 +264,20 @@ class Device(Resource):
 
         It is opened by whoever comes first and closed by whoever leaves last.
         """
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         domain, users = self._loop_domains.get(loop) or (self.resource_domain(), [])
         if not users:
             await domain.open()
             self._loop_domains[loop] = domain, users
         users.append(None)
-        try:
-            yield domain
-        finally:
-            users.pop()
-            if not users:
-                del self._loop_domains[loop]
-                await domain.aclose()
+        async with contextlib.AsyncExitStack() as last:
+            try:
+                yield domain
+            finally:
+                users.pop()
+                if not users:
+                    del self._loop_domains[loop]
+                    last.push_async_exit(domain.__aexit__)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
         """An XRC domain: see there."""

@@ -9,9 +9,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-import anyio
-
 from aioverbs._core import engine
+from aioverbs.affinity import running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags
@@ -204,6 +203,7 @@ class MemoryRegion(Resource):
         if allocator is not None and not isinstance(memory, int):
             raise ValueError("an allocator goes with a number of bytes: memory that is there already needs none")
         super().__init__(pd)
+        self._life.late = True
         self._pd_handle = handle
         self._length = memory if isinstance(memory, int) else memoryview(memory).nbytes
         self._memory: Buffer | None = None if isinstance(memory, int) else memory
@@ -245,15 +245,12 @@ class MemoryRegion(Resource):
         """
         if self._length < _OFF_LOOP_BYTES:
             return await super().open()
-        opening = asyncio.get_running_loop().run_in_executor(None, self._open_now)
+        opening = running_loop().run_in_executor(None, self._open_now)
         try:
-            await asyncio.shield(opening)
+            await to_the_end(opening)
         except asyncio.CancelledError:
             # The thread cannot be stopped: what it made is undone when it has made it.
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([opening])
-            if not opening.cancelled() and opening.exception() is None:
-                await self.aclose()
+            await self.aclose()
             raise
         return self
 

@@ -1,5 +1,6 @@
 """Queue pairs, and what is awaited on them."""
 
+import asyncio
 import random
 import struct
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity
 from aioverbs.attributes import AddressVector, QpAttributes, QpCapabilities, SrqAttributes
 from aioverbs.completion import CompletionQueue, Placement, Work
-from aioverbs.errors import ConcurrentAccessError
+from aioverbs.errors import ConcurrentAccessError, VerbsError
 from aioverbs.memory import MemoryRegion, RegionSlice, RemoteRegion
 from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendFlags, SendOpcode
@@ -23,6 +24,7 @@ __all__ = ["QueuePair", "QueuePairAddress", "QueuePairStatistics", "SharedReceiv
 
 _WIRE = struct.Struct(">16sIIB")
 _FLUSH_S = 10.0  # the longest that hardware is given to flush what is under way
+_TRIES = 1000  # of a verb that met another thread inside of its domain
 
 
 class XrcParent(Resource):
@@ -188,6 +190,7 @@ class QueuePair(Resource):
         self._gid_index = gid_index
         self._psn = random.getrandbits(24)
         self._handle: engine.QueuePair | None = None
+        self._posted: _Posted | None = None
 
     def _owner(self) -> Affinity | None:
         return self._placement.owner if self._placement is not None else None
@@ -204,9 +207,12 @@ class QueuePair(Resource):
             affinity=self._life.owner,
         )
         self._handle = handle
-        self._life.hold(handle)
         self._life.label = str(handle.qp_num)
-        self._life.drain = self._flush
+        if self._send_cq is not None:
+            self._posted = _Posted(handle, self._send_cq)
+            self._life.hold(self._posted)
+            self._life.drain = self._posted.flush
+        self._life.hold(handle)
 
     @property
     def handle(self) -> engine.QueuePair:
@@ -235,7 +241,7 @@ class QueuePair(Resource):
 
     def statistics(self) -> QueuePairStatistics:
         """What it has under way."""
-        under_way = len(self._send_cq.under_way(self)) if self._send_cq is not None else 0
+        under_way = self._posted.under_way() if self._posted is not None else 0
         return QueuePairStatistics(len(self._life.children), under_way)
 
     @property
@@ -303,8 +309,8 @@ class QueuePair(Resource):
         Where this is cancelled the write goes on, and `local` stays registered until it is done.
 
         :raises ValueError: the two differ in length, or it is of a type that has no writes.
-        :raises WorkCompletionError: it failed; the queue pair is in the error state.
-        :raises BrokenResourceError: the queue pair was closed meanwhile, or the completion queue broke.
+        :raises WorkCompletionError: it failed, and the queue pair is in the error state; or that was closed meanwhile.
+        :raises BrokenResourceError: the queue pair was closed and did not flush it, or the completion queue broke.
         :raises VerbsError: it was not posted, with ENOMEM where the send queue is full.
         """
         if self.qp_type not in (QpType.RC, QpType.UC) or self._send_cq is None:
@@ -314,9 +320,12 @@ class QueuePair(Resource):
             raise ValueError(
                 f"{len(part)} bytes do not fill the {len(remote)} of {remote!r}: give it slices of one length"
             )
-        work = Work(self, [part.region])
+        self._check_open()
+        assert self._posted is not None
+        work = Work(self._posted, [part.region])
         self._send_cq.add(work)
         try:
+            # Asked for again: who closes looks at what is under way after it has said that it closes.
             self.handle.post_send(
                 SendOpcode.RDMA_WRITE,
                 [part.sge],
@@ -330,24 +339,39 @@ class QueuePair(Resource):
             raise
         await work.future
 
-    async def _flush(self) -> None:
-        # Whatever is under way completes with an error now, and everybody is told.
-        assert self._handle is not None
-        if self._send_cq is None:
-            return
-        try:
-            if self._send_cq.under_way(self):
-                self._to_error()
-                with anyio.move_on_after(_FLUSH_S, shield=True):
-                    await self._send_cq.settled(self)
-        finally:
-            self._send_cq.abandon(self)
 
-    def _to_error(self) -> None:
-        assert self._handle is not None
-        for _ in range(1000):
+class _Posted:
+    """What a queue pair has under way, and how that ends. Its life keeps this, and not the user's object."""
+
+    def __init__(self, handle: engine.QueuePair, cq: CompletionQueue) -> None:
+        self._handle = handle
+        self._cq = cq
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    def under_way(self) -> int:
+        """How many work requests."""
+        return len(self._cq.under_way(self))
+
+    async def flush(self) -> None:
+        """Have what is under way completed with an error; what cannot be ends with the queue pair."""
+        if self._cq.under_way(self) and await self._to_error():
+            with anyio.move_on_after(_FLUSH_S, shield=True):
+                await self._cq.settled(self)
+
+    async def _to_error(self) -> bool:
+        for _ in range(_TRIES):
             try:
                 self._handle.modify(QpState.ERR)
             except ConcurrentAccessError:  # another thread is inside of a domain that any may use
-                continue
-            return
+                await asyncio.sleep(0)
+            except VerbsError:  # as where the device is lost
+                return False
+            else:
+                return self._cq.watched
+        return False
+
+    def destroy(self) -> None:
+        """The queue pair was destroyed: what is left completes no more. Until then it had its memory."""
+        self._cq.abandon(self)

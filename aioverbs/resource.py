@@ -18,7 +18,8 @@ import anyio
 import anyio.abc
 
 from aioverbs._core.engine import Affinity
-from aioverbs.errors import BusyResourceError, ClosedResourceError
+from aioverbs.affinity import to_the_end
+from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -27,8 +28,18 @@ __all__ = ["Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
 
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
-_tree = threading.Lock()
+_tree = threading.RLock()  # a user's finalizer may open something all the same
 _serials = itertools.count(1)
+_forks = 0  # of this process and those that it comes from
+
+
+def _forked() -> None:
+    global _forks, _tree
+    _forks += 1
+    _tree = threading.RLock()  # who held it is not here
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class State(enum.Enum):
@@ -103,19 +114,21 @@ class Life:
         self.parents: tuple[Life, ...] = ()
         self.children: dict[int, Life] = {}
         self.drain: Callable[[], Awaitable[None]] | None = None
+        self.late = False  # its siblings' work needs it: it is closed after them
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
         self.user: weakref.ref[Resource] | None = None
         self._serial = next(_serials)
-        self._process = os.getpid()
+        self._forks = _forks  # when it was opened
         self._handles: list[_Destroyable] = []
+        self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def __repr__(self) -> str:
         return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
 
     @property
     def inherited(self) -> bool:
-        """Whether it is of the process that this one was forked from."""
-        return self._process != os.getpid()
+        """Whether it was opened in the process that this one was forked from."""
+        return self._forks != _forks and self.state is not State.NEW
 
     # ---- Beginning
 
@@ -123,8 +136,12 @@ class Life:
         """Become a child of its parents, which cannot close without it from here on.
 
         :raises ClosedResourceError: it was open before, or a parent is not open.
+        :raises ForkedProcessError: so it was in the process that this one was forked from.
         """
         with _tree:
+            for life in (self, *parents):
+                if life.inherited:
+                    raise ForkedProcessError(repr(life))
             if self.state is not State.NEW:
                 raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
             for parent in parents:
@@ -132,7 +149,7 @@ class Life:
                     raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
             for parent in parents:
                 parent.children[self._serial] = self
-            self.parents, self.owner, self.state = parents, owner, State.OPENING
+            self.parents, self.owner, self._forks, self.state = parents, owner, _forks, State.OPENING
 
     def hold(self, handle: _Destroyable) -> None:
         """Destroy that handle at the end, before those that are held already."""
@@ -140,7 +157,7 @@ class Life:
 
     def opened(self) -> None:
         """The end of its making."""
-        self.state = State.OPEN
+        self._settle(State.OPEN)
 
     def undo(self) -> None:
         """Its making failed: it is as it was before. Its parts had no use yet."""
@@ -148,21 +165,46 @@ class Life:
             part.undo()
         self._destroy_handles()
         self._leave_parents()
-        self.state = State.NEW
+        self._settle(State.NEW)
+
+    # ---- Who waits for the end of its opening or closing, which others do
+
+    def _settle(self, state: State) -> None:
+        with _tree:
+            self.state = state
+            watchers, self._watchers = self._watchers, []
+        for loop, event in watchers:
+            with contextlib.suppress(RuntimeError):  # closed: nobody waits
+                loop.call_soon_threadsafe(event.set)
+
+    async def _settled(self) -> None:
+        watcher = asyncio.get_running_loop(), asyncio.Event()
+        with _tree:
+            if self.state not in (State.OPENING, State.CLOSING):
+                return
+            self._watchers.append(watcher)
+        await watcher[1].wait()
 
     # ---- Ending
 
     def _check_can_close(self) -> None:
         # Under the tree's lock. Who is not the owner must not close what another thread may be inside of; where the
-        # owner is gone nobody is.
+        # owner is gone nobody is, and who closes it takes its place.
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, "aclose")
+        orphans = []
         for life in self.subtree():
             owner = life.owner
-            if owner is not None and not owner.owns() and not owner.orphaned:
+            if owner is None or owner.owns():
+                continue
+            if not owner.orphaned:
                 raise BusyResourceError(
                     f"{self!r} cannot be closed here: {life!r} belongs to {owner!r}; close that there first"
                 )
+            orphans.append(owner)
+        for owner in orphans:
+            if owner.orphaned:  # it may have come more than once
+                owner.take_over()
 
     def subtree(self) -> "Iterator[Life]":
         """It and all that was made from it."""
@@ -174,43 +216,60 @@ class Life:
         """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
 
         Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. Where a verb fails
-        it stays open, and can be closed again.
+        it stays open, and can be closed again. What somebody else is opening or closing is waited for. What was opened
+        before a fork is not ended in the child.
 
         :raises BusyResourceError: another owner's object is made from it; nothing was touched.
         :raises VerbsError: a verb failed.
         """
-        with _tree:
-            if self.state is not State.OPEN:
+        while not self._begin_closing():
+            if self.inherited or self.state in (State.NEW, State.CLOSED):
                 return
-            self._check_can_close()
-            self.state = State.CLOSING
-        interruption: BaseException | None = None
+            await self._settled()
+        interruptions: list[BaseException] = []
         try:
-            for child in reversed(tuple(self.children.values())):
-                try:
-                    await child.close()
-                except _interruptions(ResourceWarning) as raised:
-                    interruption = raised
-                if not child.quiet:
-                    try:
-                        _warn_open(child, f"{self!r} was closed before it")
-                    except ResourceWarning as raised:  # warnings are errors
-                        interruption = raised
+            children = list(reversed(tuple(self.children.values())))
+            children.sort(key=lambda life: life.late)
+            for child in children:
+                await self._close_child(child, interruptions)
             if self.drain is not None:
                 try:
                     await self.drain()
                 except _interruptions() as raised:
-                    interruption = raised
-            if self.owner is not None and self.owner.orphaned:
-                self.owner.take_over()
+                    interruptions.append(raised)
             self._destroy_handles()
         except BaseException:
-            self.state = State.OPEN
+            self._settle(State.OPEN)
             raise
-        self.state = State.CLOSED
         self._leave_parents()
-        if interruption is not None:
-            raise interruption
+        self._settle(State.CLOSED)
+        if interruptions:
+            raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
+
+    def _begin_closing(self) -> bool:
+        with _tree:
+            if self.state is not State.OPEN or self.inherited:
+                return False
+            self._check_can_close()
+            self.state = State.CLOSING
+            return True
+
+    async def _close_child(self, child: "Life", interruptions: list[BaseException]) -> None:
+        left_open = not child.quiet and child.state is not State.CLOSING
+        while child.state not in (State.NEW, State.CLOSED):
+            try:
+                await child.close()
+            except _interruptions(ResourceWarning) as raised:
+                interruptions.append(raised)
+                try:
+                    await to_the_end(child._settled())
+                except _interruptions() as another:
+                    interruptions.append(another)
+        if left_open and child.state is State.CLOSED:
+            try:
+                _warn_open(child, f"{self!r} was closed before it")
+            except ResourceWarning as raised:  # warnings are errors
+                interruptions.append(raised)
 
     def _destroy_handles(self) -> None:
         while self._handles:
@@ -289,8 +348,8 @@ class Resource(anyio.abc.AsyncResource):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._life.state is State.CLOSED
+        """Whether it was closed, or is of the process that this one was forked from."""
+        return self._life.state is State.CLOSED or self._life.inherited
 
     @property
     def owner(self) -> Affinity | None:
@@ -302,6 +361,8 @@ class Resource(anyio.abc.AsyncResource):
         return ResourceStatistics(len(self._life.children))
 
     def _check_open(self) -> None:
+        if self._life.inherited:
+            raise ForkedProcessError(repr(self))
         if self._life.state is not State.OPEN:
             raise ClosedResourceError(f"{self!r} is not open")
 
@@ -309,6 +370,7 @@ class Resource(anyio.abc.AsyncResource):
         """Open it; what its block would do at its beginning.
 
         :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
+        :raises ForkedProcessError: so it was in the process that this one was forked from.
         """
         self._open_now()
         return self
@@ -331,10 +393,12 @@ class Resource(anyio.abc.AsyncResource):
     async def aclose(self) -> None:
         """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
 
-        Closing twice is fine. Where this is cancelled, it is closed nevertheless.
+        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless.
+        In the child of a fork nothing is done: it is the parent's.
 
         :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
         :raises AffinityError: another event loop owns it; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside of its domain; it is still open.
         :raises VerbsError: a verb failed; it is still open, and can be closed again.
         """
         await self._life.close()

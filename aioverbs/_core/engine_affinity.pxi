@@ -81,6 +81,11 @@ cdef class Affinity:
         return (<affinity_thread *>self._thread).number if self._thread else None
 
     @property
+    def inherited(self):
+        """Whether it is of the process that this one was forked from."""
+        return self._forks != v.soft_fork_count()
+
+    @property
     def orphaned(self):
         """Whether its owner is gone: the loop is closed or its thread has ended, so that nobody can be inside."""
         if not self._thread:

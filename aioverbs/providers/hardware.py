@@ -1,10 +1,13 @@
 """RDMA devices of this machine: pyverbs lists and opens them, every other verb goes through the core's own table."""
 
+import contextlib
+import errno
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from aioverbs._core import engine
-from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError
+from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 
 if TYPE_CHECKING:
     from pyverbs.device import Context as PyverbsContext
@@ -22,12 +25,27 @@ def _pyverbs_device() -> ModuleType:
     return pyverbs.device
 
 
+@contextlib.contextmanager
+def _as_verbs_error(verb: str) -> Iterator[None]:
+    """What pyverbs raises is no OSError, and means one."""
+    from pyverbs.pyverbs_error import PyverbsError
+
+    try:
+        yield
+    except PyverbsError as error:
+        number = getattr(error, "error_code", -1)
+        raise VerbsError(verb, number if number > 0 else errno.EIO) from error
+
+
 def names() -> list[str]:
     """The RDMA devices of this machine.
 
     :raises LibraryNotFoundError: pyverbs or the libibverbs that it was built for is not installed.
+    :raises VerbsError: they cannot be listed.
     """
-    found = _pyverbs_device().get_device_list()
+    device = _pyverbs_device()
+    with _as_verbs_error("ibv_get_device_list"):
+        found = device.get_device_list()
     return [device.name.decode() for device in found]
 
 
@@ -36,13 +54,15 @@ def open_context(name: str) -> engine.Context:
 
     :raises DeviceNotFoundError: there is no such device.
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
+    :raises VerbsError: it cannot be opened, as with EACCES.
     """
     available = names()
     if name not in available:
         raise DeviceNotFoundError(name, available)
     from aioverbs._core import pyverbs_bridge
 
-    context = _pyverbs_device().Context(name=name)
+    with _as_verbs_error("ibv_open_device"):
+        context = _pyverbs_device().Context(name=name)
     return engine.Context.adopt(pyverbs_bridge.context_capsule(context), context)
 
 

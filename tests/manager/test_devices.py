@@ -1,6 +1,9 @@
 """Which device is opened, and what is said where it is not the one that was hoped for."""
 
+import errno
 import logging
+import sys
+import types
 
 import pytest
 
@@ -105,3 +108,26 @@ async def test_attributes_and_statistics() -> None:
 def test_a_budget_is_a_number_of_things() -> None:
     with pytest.raises(ValueError, match="max_native_thread_domains is 0 or more"):
         open_device(max_native_thread_domains=-1)
+
+
+def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PyverbsError(Exception):
+        error_code = errno.EACCES
+
+    def refuse(name: str) -> None:
+        raise PyverbsError(f"Failed to open device {name}")
+
+    fake = types.SimpleNamespace(
+        get_device_list=lambda: [types.SimpleNamespace(name=b"mlx5_7")], Context=refuse, PyverbsError=PyverbsError
+    )
+    monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
+    monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", fake)
+    # The bridge, which needs the real one, is imported before the device is opened.
+    monkeypatch.setitem(sys.modules, "aioverbs._core.pyverbs_bridge", types.ModuleType("pyverbs_bridge"))
+    monkeypatch.setattr(hardware, "_pyverbs_device", lambda: fake)
+    (found, _) = devices()
+    assert found.name == "mlx5_7"
+    assert found.problem is not None
+    assert "ibv_open_device failed: EACCES" in found.problem
+    fake.get_device_list = lambda: refuse("any")
+    assert [each.name for each in devices()] == ["soft0"]

@@ -1,0 +1,322 @@
+"""Ends that meet: two who close, one who opens while another closes, cancellations, loops that are gone."""
+
+import asyncio
+import errno
+import threading
+import time
+import warnings
+
+import anyio
+import pytest
+
+from aioverbs import BusyResourceError, MemoryRegion, Resource
+from aioverbs._core import engine
+from aioverbs.device import Device, open_device
+from aioverbs.resource import State
+from tests.manager.test_domains import Elsewhere
+from tests.manager.test_write import REMOTE, Ends, ends
+
+
+async def begin_write(device: Device, pair: Ends) -> None:
+    """One that never completes, and that nobody waits for."""
+    device.handle.faults.hold()
+    task = asyncio.create_task(pair.write(b"hello"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+    assert len(pair.source.pins) == 1
+
+
+async def test_who_closes_second_waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    async with ends(device) as pair:
+        await begin_write(device, pair)
+        first = asyncio.create_task(pair.near.aclose())
+        await asyncio.sleep(0.01)
+        assert pair.near.state is State.CLOSING
+        await pair.near.aclose()
+        assert pair.near.closed
+        await first
+        device.handle.faults.unhold()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_parent_waits_for_a_child_that_is_being_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    async with ends(device) as pair:
+        await begin_write(device, pair)
+        first = asyncio.create_task(pair.near.aclose())
+        await asyncio.sleep(0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            second = asyncio.create_task(pair.domain.aclose())
+            for _ in range(2):
+                await asyncio.sleep(0.01)
+                if cancelled:
+                    second.cancel()
+            await asyncio.wait([second])
+        assert second.cancelled() == cancelled
+        if not cancelled:
+            second.result()
+        await first
+        assert pair.domain.closed
+        device.handle.faults.unhold()
+
+
+async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is_being_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    async with ends(device) as pair:
+        await begin_write(device, pair)
+        first = asyncio.create_task(pair.near.aclose())
+        await asyncio.sleep(0.01)
+        with warnings.catch_warnings(), anyio.move_on_after(0.01) as scope:
+            warnings.simplefilter("ignore", ResourceWarning)
+            await pair.domain.aclose()
+        assert scope.cancelled_caught
+        assert pair.domain.closed
+        await first
+        device.handle.faults.unhold()
+
+
+async def test_a_cancelled_opener_of_many_closes_what_it_opened(device: Device) -> None:
+    """Each await of a block's beginning and end is cancelled in turn: nothing is left, wherever it was."""
+    for turns in range(12):
+        task = asyncio.create_task(ends_and_write(device))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert not any(count for _, count in device.statistics().objects), turns
+
+
+async def ends_and_write(device: Device) -> None:
+    async with ends(device) as pair:
+        await pair.write(b"hello")
+
+
+class Slow:
+    """Registering stays inside until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+        register = MemoryRegion._open
+
+        def slowly(region: MemoryRegion) -> None:
+            self.entered.set()
+            assert self.go_on.wait(10)
+            register(region)
+
+        monkeypatch.setattr(MemoryRegion, "_open", slowly)
+
+
+async def test_a_parent_waits_for_a_child_that_is_being_opened(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    pd = await device.protection_domain().open()
+    region = pd.register(4096)
+    opening = asyncio.create_task(region.open())
+    await asyncio.to_thread(slow.entered.wait, 10)
+    closing = asyncio.create_task(pd.aclose())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    slow.go_on.set()
+    with pytest.warns(ResourceWarning, match="MemoryRegion"):
+        await closing
+    await opening
+    assert region.closed
+    assert pd.closed
+
+
+async def test_opening_that_is_cancelled_again_and_again_leaves_nothing(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    async with device.protection_domain() as pd:
+        region = pd.register(4096)
+        opening = asyncio.create_task(region.open())
+        await asyncio.to_thread(slow.entered.wait, 10)
+        for _ in range(3):
+            opening.cancel()
+            await asyncio.sleep(0.01)
+        slow.go_on.set()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        assert region.closed
+
+
+async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
+    domain = await device.resource_domain().open()
+    cq = await domain.completion_queue(4).open()
+    region = await domain.register(64).open()
+    region.pins.add(region)  # closing waits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = asyncio.create_task(domain.aclose())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+    assert task.cancelled()
+    assert cq.closed
+    assert domain.closed
+    region.pins.discard(region)
+
+
+async def test_memory_is_closed_after_the_queues_that_work_with_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    pd = await device.protection_domain().open()
+    cq = await pd.completion_queue(4).open()
+    near, far = await pd.queue_pair(cq).open(), await pd.queue_pair(cq).open()
+    near.connect(far.address, REMOTE)
+    far.connect(near.address, REMOTE)
+    source = await pd.register(64, REMOTE).open()
+    device.handle.faults.hold()
+    task = asyncio.create_task(near.write(source, source.remote()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    async with asyncio.timeout(5):
+        with pytest.warns(ResourceWarning) as caught:
+            await pd.aclose()
+    assert "MemoryRegion" in str(caught[-1].message)
+    device.handle.faults.unhold()
+
+
+async def test_an_orphan_with_work_under_way_is_reaped() -> None:
+    device = await open_device("soft0").open()
+
+    async def leave_open() -> None:
+        domain = await device.resource_domain().open()
+        source, target = await domain.register(4096, REMOTE).open(), await domain.register(4096, REMOTE).open()
+        cq = await domain.completion_queue(16).open()
+        near, far = await domain.queue_pair(cq).open(), await domain.queue_pair(cq).open()
+        near.connect(far.address, REMOTE)
+        far.connect(near.address, REMOTE)
+        kept.append(Ends(domain, cq, near, far, source, target))
+        await begin_write(device, kept[0])
+
+    kept: list[Ends] = []
+    await asyncio.to_thread(asyncio.run, leave_open())
+    async with asyncio.timeout(5):
+        with pytest.warns(ResourceWarning):
+            await device.aclose()
+    assert engine.open_handles() == []
+
+
+async def test_two_orphans_of_one_owner_are_anyones(device: Device) -> None:
+    async def leave_open() -> None:
+        domain = await device.resource_domain().open()
+        kept.append(domain)
+        kept.append(await domain.completion_queue(4).open())
+
+    kept: list[Resource] = []
+    await asyncio.to_thread(asyncio.run, leave_open())
+    for resource in reversed(kept):
+        await resource.aclose()
+        assert resource.closed
+
+
+async def test_what_cannot_be_flushed_is_closed_all_the_same(device: Device) -> None:
+    async with ends(device) as pair:
+        await begin_write(device, pair)
+        device.handle.faults.fail("modify_qp", errno.EIO)
+        await pair.near.aclose()
+        assert pair.near.closed
+        assert len(pair.source.pins) == 0
+        device.handle.faults.unhold()
+
+
+async def test_writes_keep_their_memory_where_destroying_fails(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    async with ends(device) as pair:
+        await begin_write(device, pair)
+        device.handle.faults.fail("destroy_qp", errno.EIO)
+        with pytest.raises(OSError, match="EIO"):
+            await pair.near.aclose()
+        assert len(pair.source.pins) == 1
+        await pair.near.aclose()
+        assert len(pair.source.pins) == 0
+        device.handle.faults.unhold()
+
+
+async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.completion._STOP_S", 0.05)
+    pd = await device.protection_domain().open()
+    loop = asyncio.new_event_loop()
+    cq = pd.completion_queue(4)
+    await asyncio.to_thread(loop.run_until_complete, cq.open())
+    async with asyncio.timeout(5):
+        with pytest.raises(BusyResourceError, match="does not answer"):
+            await cq.aclose()
+        assert cq.state is State.OPEN
+        loop.close()
+        await cq.aclose()
+    await pd.aclose()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: Device, times: int) -> None:
+    async with device.protection_domain() as pd:
+        with Elsewhere() as elsewhere:
+            cq = pd.completion_queue(4)
+            opened = asyncio.run_coroutine_threadsafe(cq.open(), elsewhere.loop)
+            await asyncio.wrap_future(opened)
+            descriptor = cq.handle.channel
+            assert descriptor is not None
+            fd = descriptor.fileno()
+            elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)  # what is sent there comes in one turn
+            task = asyncio.create_task(cq.aclose())
+            for _ in range(times):
+                await asyncio.sleep(0.01)
+                task.cancel()
+            await asyncio.wait([task], timeout=5)
+            assert cq.closed
+
+            async def removed() -> bool:
+                return not asyncio.get_running_loop().remove_reader(fd)
+
+            assert await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(removed(), elsewhere.loop))
+
+
+async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: Device) -> None:
+    async def body() -> None:
+        async with device.loop_domain():
+            device.handle.faults.fail("dealloc_td", errno.EIO)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await body()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for life in tuple(device._life.children.values()):
+            await life.close()
+
+
+async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+
+        async def forget() -> None:
+            await domain.queue_pair(cq).open()
+
+        with pytest.warns(ResourceWarning, match=r"QueuePair .* was still open: it was forgotten"):
+            await forget()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert dict(device.statistics().objects)["qps"] == 0
+
+
+async def test_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    async with device.protection_domain() as pd:
+        region = pd.register(64)
+
+        def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match="aioverbs needs an asyncio event loop"):
+                region.open().send(None)
+
+        await asyncio.to_thread(elsewhere)
+        assert region.state is State.NEW

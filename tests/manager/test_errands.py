@@ -1,0 +1,92 @@
+"""Calls that are carried to another loop end, whatever becomes of that loop and of who waits."""
+
+import asyncio
+import time
+
+import anyio
+import pytest
+
+from aioverbs import AffinityError
+from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+from tests.manager.test_domains import Elsewhere
+
+
+async def standing() -> tuple[asyncio.AbstractEventLoop, Affinity]:
+    """A loop that ran, does not, and is not closed; its thread lives."""
+    loop = asyncio.new_event_loop()
+
+    async def make() -> Affinity:
+        return Affinity.of_running_loop()
+
+    return loop, await asyncio.to_thread(loop.run_until_complete, make())
+
+
+@pytest.mark.parametrize("kind", ["native", "anyio"])
+async def test_one_that_is_cancelled_before_it_began_ends(kind: str) -> None:
+    called: list[int] = []
+    with Elsewhere() as elsewhere:
+        elsewhere.loop.call_soon_threadsafe(time.sleep, 0.1)  # what is sent there comes in one turn
+        async with asyncio.timeout(5):
+            if kind == "anyio":
+                with anyio.move_on_after(0.01) as scope:
+                    await run_on_owner(elsewhere.owner, called.append, 1)
+                assert scope.cancelled_caught
+            else:
+                task = asyncio.create_task(run_on_owner(elsewhere.owner, called.append, 1))
+                await asyncio.sleep(0.01)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+    assert called == []
+
+
+async def test_one_on_a_loop_that_stands_still_can_be_cancelled() -> None:
+    loop, owner = await standing()
+    called: list[int] = []
+    async with asyncio.timeout(5):
+        with anyio.move_on_after(0.01) as scope:
+            await run_on_owner(owner, called.append, 1)
+    assert scope.cancelled_caught
+    await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0))
+    assert called == [], "it was withdrawn"
+    loop.close()
+
+
+async def test_one_whose_owner_is_replaced_is_an_error() -> None:
+    loop, owner = await standing()
+    task = asyncio.create_task(run_on_owner(owner, lambda: None))
+    await asyncio.sleep(0.01)
+    loop.close()
+    owner.take_over()
+    async with asyncio.timeout(5):
+        with pytest.raises(AffinityError, match="is gone, and with it the call"):
+            await task
+
+
+async def test_to_the_end_is_to_the_end() -> None:
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(to_the_end(future))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    future.set_result(1)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_without_asyncio_it_says_so() -> None:
+    async def call() -> None:
+        await run_on_owner(owner, print)
+
+    loop = asyncio.new_event_loop()
+
+    async def make() -> Affinity:
+        return Affinity.of_running_loop()
+
+    owner = loop.run_until_complete(make())
+    coroutine = call()
+    with pytest.raises(RuntimeError, match="aioverbs needs an asyncio event loop, and none is running here"):
+        coroutine.send(None)
+    loop.close()

@@ -1,0 +1,113 @@
+"""In the child of a fork: what was open is closed and says why, nothing hangs or warns, and new devices work."""
+
+import asyncio
+import gc
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import ForkedProcessError, Resource
+from aioverbs.affinity import Affinity, run_on_owner
+from aioverbs.device import Device, open_device
+from aioverbs.resource import _tree
+from tests.core.children import in_child
+from tests.manager.test_write import REMOTE, ends
+
+
+async def write_once(device: Device) -> bytes:
+    async with ends(device) as pair:
+        await pair.write(b"hello")
+        return bytes(pair.target.buffer[:5])
+
+
+async def test_what_was_opened_before_says_so(device: Device) -> None:
+    async with (
+        device.protection_domain() as pd,
+        pd.register(4096, REMOTE) as region,
+        device.thread_domain() as td,
+        pd.parent_domain(td) as domain,
+        pd.completion_queue(4) as cq,
+        pd.queue_pair(cq) as qp,
+    ):
+        everything: list[Resource] = [qp, cq, domain, td, region, pd, device]
+        calls: list[Callable[[], object]] = [
+            lambda: device.handle,
+            device.protection_domain,
+            device.statistics,
+            lambda: pd.handle,
+            lambda: pd.completion_queue(4),
+            lambda: region.buffer,
+            lambda: region.rkey,
+            lambda: qp.query(),
+        ]
+        unopened = pd.register(64)
+
+        async def use() -> None:
+            for call in calls:
+                with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                    call()
+            for resource in [*everything, unopened]:
+                with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                    await resource.open()
+            for resource in everything:
+                assert resource.closed
+                async with asyncio.timeout(5):
+                    await resource.aclose()
+
+        in_child(lambda: asyncio.run(use()))
+        in_child(lambda: asyncio.run(device.aclose()))
+        assert not any(resource.closed for resource in everything)
+
+
+def test_a_device_that_was_not_opened_before_is_opened_by_each_child() -> None:
+    device = open_device("soft0")
+
+    async def use() -> bytes:
+        async with device:
+            return await write_once(device)
+
+    assert [in_child(lambda: asyncio.run(use())) for _ in range(2)] == [b"hello"] * 2
+    assert asyncio.run(use()) == b"hello"
+
+
+def test_who_was_inside_of_the_tree_is_not_in_the_child() -> None:
+    async def use() -> bytes:
+        async with open_device("soft0") as device:
+            return await write_once(device)
+
+    def child() -> bytes:
+        return asyncio.run(asyncio.wait_for(use(), 5))
+
+    async def hold() -> bytes:
+        return await asyncio.to_thread(in_child, child)
+
+    with _tree:
+        assert asyncio.run(hold()) == b"hello"
+
+
+async def test_what_is_forgotten_there_is_not_warned_of(device: Device) -> None:
+    async with device.protection_domain():
+        td = await device.thread_domain().open()
+
+        def forget() -> list[str]:
+            nonlocal td
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                del td
+                gc.collect()
+            return [str(warning.message) for warning in caught if "was still open" in str(warning.message)]
+
+        assert in_child(forget) == []
+        await td.aclose()
+
+
+async def test_no_call_is_carried_to_the_parent() -> None:
+    owner = Affinity.of_running_loop()
+
+    async def call() -> None:
+        with pytest.raises(ForkedProcessError, match="was opened before fork"):
+            await asyncio.wait_for(run_on_owner(owner, print), 5)
+
+    assert not owner.inherited
+    assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)

@@ -187,7 +187,7 @@ class CompletionQueue(Resource):
     # ---- Work. Entries of `_under_way` are added by who posts and removed by the loop that takes completions: single
     # operations of a dictionary, whatever the threads.
 
-    def add(self, work: Work) -> None:
+    def _add(self, work: Work) -> None:
         """Before it is posted: from here on its completion has somebody to go to.
 
         :raises BrokenResourceError: nothing completes here any more.
@@ -195,41 +195,41 @@ class CompletionQueue(Resource):
         for region in work.regions:
             region.pins.add(work)
         self._under_way[work.number] = work
-        if not self.watched:  # looked at last: who breaks it says so first
-            self.withdraw(work)
+        if not self._watched:  # looked at last: who breaks it says so first
+            self._withdraw(work)
             raise self._broken_by(self._error)
 
-    def withdraw(self, work: Work) -> None:
+    def _withdraw(self, work: Work) -> None:
         """It was not posted."""
         self._under_way.pop(work.number, None)
         for region in work.regions:
             region.pins.discard(work)
         self._wake_watchers()
 
-    def under_way(self, poster: object) -> list[Work]:
+    def _under_way_of(self, poster: object) -> list[Work]:
         """What a poster has under way here."""
         return [work for work in tuple(self._under_way.values()) if work.poster is poster]
 
-    async def settled(self, poster: object) -> None:
+    async def _settled(self, poster: object) -> None:
         """Until a poster has nothing under way here."""
         watcher = asyncio.get_running_loop(), asyncio.Event()
         self._watchers.append(watcher)
         try:
-            while self.under_way(poster):
+            while self._under_way_of(poster):
                 watcher[1].clear()
-                if self.under_way(poster):
+                if self._under_way_of(poster):
                     await watcher[1].wait()
         finally:
             self._watchers.remove(watcher)
 
-    def abandon(self, poster: object) -> None:
+    def _abandon(self, poster: object) -> None:
         """The poster is destroyed: what it had under way completes no more."""
-        for work in self.under_way(poster):
+        for work in self._under_way_of(poster):
             self._under_way.pop(work.number, None)
             work.done(BrokenResourceError(f"{poster!r} was closed before this was done"))
 
     @property
-    def watched(self) -> bool:
+    def _watched(self) -> bool:
         """Whether a loop still takes what completes."""
         driver = self._driver
         return self._error is None and driver is not None and driver.loop is self._loop and not driver.orphaned

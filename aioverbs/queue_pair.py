@@ -323,7 +323,7 @@ class QueuePair(Resource):
         self._check_open()
         assert self._posted is not None
         work = Work(self._posted, [part.region])
-        self._send_cq.add(work)
+        self._send_cq._add(work)
         try:
             # Asked for again: who closes looks at what is under way after it has said that it closes.
             self.handle.post_send(
@@ -335,7 +335,7 @@ class QueuePair(Resource):
                 rkey=remote.rkey,
             )
         except BaseException:
-            self._send_cq.withdraw(work)
+            self._send_cq._withdraw(work)
             raise
         await work.future
 
@@ -352,13 +352,13 @@ class _Posted:
 
     def under_way(self) -> int:
         """How many work requests."""
-        return len(self._cq.under_way(self))
+        return len(self._cq._under_way_of(self))
 
     async def flush(self) -> None:
         """Have what is under way completed with an error; what cannot be ends with the queue pair."""
-        if self._cq.under_way(self) and await self._to_error():
+        if self._cq._under_way_of(self) and await self._to_error():
             with anyio.move_on_after(_FLUSH_S, shield=True):
-                await self._cq.settled(self)
+                await self._cq._settled(self)
 
     async def _to_error(self) -> bool:
         for _ in range(_TRIES):
@@ -369,9 +369,9 @@ class _Posted:
             except VerbsError:  # as where the device is lost
                 return False
             else:
-                return self._cq.watched
+                return self._cq._watched
         return False
 
     def destroy(self) -> None:
         """The queue pair was destroyed: what is left completes no more. Until then it had its memory."""
-        self._cq.abandon(self)
+        self._cq._abandon(self)

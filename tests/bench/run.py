@@ -104,6 +104,26 @@ def affinity(rounds: int, operations: int) -> dict[str, object]:
     return figures
 
 
+def resource_domains(rounds: int, operations: int) -> dict[str, object]:
+    """Resource domains opened and closed one after the other, with a protection domain of their own or over one."""
+    import aioverbs
+
+    async def measure() -> dict[str, list[float]]:
+        rates: dict[str, list[float]] = {"own_pd_per_s": [], "one_pd_per_s": []}
+        async with aioverbs.open_device("soft0") as device, device.protection_domain() as pd:
+            for _ in range(rounds):
+                for name, given in (("own_pd_per_s", None), ("one_pd_per_s", pd)):
+                    start = time.perf_counter()
+                    for _ in range(operations):
+                        async with device.resource_domain(given):
+                            pass
+                    rates[name].append(operations / (time.perf_counter() - start))
+        return rates
+
+    medians = {name: statistics.median(rates) for name, rates in asyncio.run(measure()).items()}
+    return {"name": "resource_domain_open_close", **medians}
+
+
 def poll(function: Callable[[], object], operations: int) -> float:
     """Nanoseconds for each of so many calls."""
     start = time.perf_counter_ns()
@@ -118,7 +138,13 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each C program")
     options = parser.parse_args()
     table = Table("benchmark", "figure", "value")
-    for result in (*native(options.timeout), imports(15), handles(20, 20_000), affinity(101, 20_000)):
+    for result in (
+        *native(options.timeout),
+        imports(15),
+        handles(20, 20_000),
+        affinity(101, 20_000),
+        resource_domains(15, 2000),
+    ):
         if options.json:
             print(json.dumps(result), flush=True)
             continue

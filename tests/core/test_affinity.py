@@ -7,6 +7,7 @@ resource domain's thread model SINGLE is "from only one thread over the lifetime
 import asyncio
 import concurrent.futures
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -335,6 +336,41 @@ async def test_an_allocator_does_not_come_back_into_its_domain(binding: str) -> 
         engine.CompletionQueue(context, 4, parent_domain=domain)
         assert len(caught) == 3 * 2  # a ring and a doorbell record
         queue.poll()
+
+
+@pytest.mark.parametrize("way", ["finalizer", "signal handler"])
+async def test_what_runs_in_between_does_not_come_back_either(way: str) -> None:
+    caught: list[BaseException] = []
+
+    def come_back(*_: object) -> None:
+        try:
+            queue.poll()
+        except ConcurrentAccessError as refusal:
+            caught.append(refusal)
+
+    class Forgotten:
+        def __del__(self) -> None:
+            come_back()
+
+    def meanwhile() -> None:
+        if way == "finalizer":
+            Forgotten()
+        else:
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, come_back)
+    try:
+        with opened("inline") as context:
+            owner = engine.Affinity.of_running_loop()
+            domain = domains.ParentDomain(
+                engine.ProtectionDomain(context), allocator=Meanwhile(meanwhile), affinity=owner
+            )
+            queue = engine.CompletionQueue(context, 4, affinity=owner)
+            engine.CompletionQueue(context, 4, parent_domain=domain)
+            assert [str(refusal).count("is under way in its domain") for refusal in caught] == [1, 1]
+            assert queue.poll() == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 async def test_threads_that_overlap_for_real() -> None:

@@ -123,11 +123,11 @@ async def test_an_event_that_meets_another_thread_is_not_lost(
 async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(5):
         work = Work(pair.near, [pair.source])
-        pair.cq.add(work)
-        settled = asyncio.create_task(pair.cq.settled(pair.near))
+        pair.cq._add(work)
+        settled = asyncio.create_task(pair.cq._settled(pair.near))
         await asyncio.sleep(0)
         assert not settled.done()
-        pair.cq.withdraw(work)
+        pair.cq._withdraw(work)
         await settled
 
 

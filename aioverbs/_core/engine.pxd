@@ -34,6 +34,7 @@ cdef class Affinity:
     cdef int _enter(self, object what, str verb) except -1
     cdef void _leave(self) noexcept
     cdef bint _is_owner(self) except -1
+    cdef bint _is_of_same(self, Affinity other) noexcept
     cdef str _refusal(self, object what, str verb)
     cdef str _overlap(self, object what, str verb)
     cdef str _owner(self)

@@ -277,13 +277,17 @@ cdef class Handle:
 
 
 cdef Affinity _common(tuple handles, Affinity affinity):
-    # What is made of several handles belongs to the one owner among them; those without one are anyone's.
+    # What is made of several handles belongs to the first one's owner among them; those without one are anyone's. Two
+    # domains of one loop have one owner: it alone is ever inside of either.
+    cdef Affinity other
     for handle in handles:
-        if handle is None or (<Handle>handle).affinity is None or (<Handle>handle).affinity is affinity:
+        other = (<Handle>handle).affinity if handle is not None else None
+        if other is None or other is affinity:
             continue
-        if affinity is not None:
-            raise ValueError(f"{handle!r} belongs to {(<Handle>handle).affinity!r}, and something else to {affinity!r}")
-        affinity = (<Handle>handle).affinity
+        if affinity is None:
+            affinity = other
+        elif not affinity._is_of_same(other):
+            raise ValueError(f"{handle!r} belongs to {other!r}, and something else to {affinity!r}")
     return affinity
 
 

@@ -148,6 +148,9 @@ cdef class Affinity:
             self._run = <object>run                 # kept, so that no other run is ever at its address
         return True
 
+    cdef bint _is_of_same(self, Affinity other) noexcept:
+        return self._thread != NULL and self._thread == other._thread and self.loop is other.loop
+
     cdef str _refusal(self, object what, str verb):
         cdef affinity_thread *thread = affinity_thread_self()
         loop = _running_loop()

@@ -249,8 +249,12 @@ async def test_what_is_made_of_bound_parts_belongs_to_their_owner() -> None:
         assert engine.QueuePair(pd, anyones, ours).affinity is owner
         assert engine.QueuePair(pd, anyones, anyones).affinity is None
         another = engine.Affinity.of_running_loop()
-        with pytest.raises(ValueError, match="belongs to <Affinity of thread"):
-            engine.QueuePair(domain, ours, engine.CompletionQueue(context, 4, affinity=another))
+        # Two domains of one loop have one owner.
+        assert engine.QueuePair(domain, ours, engine.CompletionQueue(context, 4, affinity=another)).affinity is owner
+        theirs = engine.CompletionQueue(context, 4, affinity=engine.Affinity.unbound())
+        for first, second in ((ours, theirs), (theirs, ours)):
+            with pytest.raises(ValueError, match=r"belongs to <Affinity of .*, and something else to <Affinity of"):
+                engine.QueuePair(pd, first, second)
         with pytest.raises(ValueError, match="belongs to <Affinity of thread"):
             domains.ParentDomain(pd, domains.ThreadDomain(context, affinity=owner), affinity=another)
 

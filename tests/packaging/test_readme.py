@@ -28,8 +28,8 @@ def test_two_lines_to_start_from() -> None:
 def test_the_code_works_as_pasted() -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=True)
+    command = [sys.executable, "-P", "-W", "error", "-c", code]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=50, check=True)
     assert (done.stdout, done.stderr) == ("b'hello'\n", "")
 
 

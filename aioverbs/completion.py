@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import errno
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
+from aioverbs.events import EventPump
 from aioverbs.memory import MemoryRegion
 from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.types import WcStatus
@@ -166,6 +168,8 @@ class CompletionQueue(Resource):
         self._handle.request_notify()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._readable)
+        self._pump = EventPump.of(pd.context)
+        self._watcher = self._pump.watch(self._lost)
         self._life.drain = self._stop
 
     @property
@@ -285,6 +289,20 @@ class CompletionQueue(Resource):
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(event.set)
 
+    def _lost(self) -> None:
+        # The device is gone: beyond what it completed before, nothing that is under way completes any more.
+        if self._loop is None:
+            return
+        try:
+            self._drain()
+        except ConcurrentAccessError:
+            self._loop.call_soon(self._lost)
+            return
+        except VerbsError as error:
+            self._broken(error)
+            return
+        self._broken(VerbsError("ibv_get_async_event", errno.EIO, "the device was lost (DEVICE_FATAL)"))
+
     def _broken_by(self, error: VerbsError | None) -> BrokenResourceError:
         broken = BrokenResourceError(f"{self!r} is broken: {error or 'no loop watches it any more'}")
         broken.__cause__ = error
@@ -316,5 +334,8 @@ class CompletionQueue(Resource):
 
     def _remove_reader(self) -> None:
         assert self._channel is not None
-        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        if self._loop is None:
+            return
+        self._loop.remove_reader(self._channel.fileno())
+        self._pump.unwatch(self._watcher)
         self._loop = None

@@ -178,7 +178,8 @@ class Device(Resource):
         self._context = context
         self._life.hold(context)
         self._life.label = context.name
-        self._pump = EventPump(context, self._life.find)
+        self._pump = EventPump.of(context)
+        self._pump.find = self._life.find
         self._life.drain = self._stop_events
 
     async def _stop_events(self) -> None:
@@ -284,9 +285,9 @@ class Device(Resource):
         return XrcDomain(self, self.handle, fd, oflag)
 
     def events(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
-        """Asynchronous events from here on, of the device and of all that was made from it: ``async for``.
+        """Asynchronous events of the device and of all that was made from it: ``async for``.
 
-        It ends when the device is closed. Events that come while nobody listens wait in the device.
+        It ends when the device is closed. Events that come while nobody listens wait, the latest 1,024 of them.
 
         :param resource: only what happens to this queue pair, completion queue or shared receive queue.
         """

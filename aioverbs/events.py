@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from aioverbs._core import engine
 from aioverbs.errors import VerbsError
@@ -13,6 +15,8 @@ from aioverbs.resource import Resource
 from aioverbs.types import EventType
 
 __all__ = ["DeviceEvent", "EventPump"]
+
+_KEPT = 1024  # events that nobody heard of yet, at most; then the oldest are forgotten
 
 
 @dataclass(frozen=True)
@@ -55,50 +59,110 @@ class _Listener:
         return self._events.popleft()
 
 
+class _Watcher:
+    """Who is to be told in one loop that the device is lost."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, lost: Callable[[], None]) -> None:
+        self.loop = loop
+        self._lost = lost
+
+    def tell(self) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # its loop is closed
+            self.loop.call_soon_threadsafe(self._lost)
+
+
 class EventPump:
-    """Takes the events of a context while somebody listens, on the loops of those who do, and tells all of them.
+    """Takes the events of a context on the loops of those who listen or watch, and tells all of them.
 
-    Whichever loop is woken first takes what there is: the others find nothing, and are told by it.
-
-    :param find: the user's object for a handle.
+    Whichever loop is woken first takes what there is: the others find nothing, and are told by it. There is one for
+    each context: `EventPump.of`.
     """
 
-    def __init__(self, context: engine.Context, find: Callable[[engine.Handle], Resource | None]) -> None:
-        self._context = context
-        self._find = find
-        # Replaced, never changed: read by all threads, replaced under the lock.
-        self._listeners: tuple[_Listener, ...] = ()
+    _of: ClassVar[weakref.WeakKeyDictionary[engine.Context, "EventPump"]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, context: engine.Context) -> "EventPump":
+        """The pump of a context. Who opens the context asks first, before any other thread knows it."""
+        pump = cls._of.get(context)
+        if pump is None:
+            pump = cls._of[context] = cls(context)
+        return pump
+
+    def __init__(self, context: engine.Context) -> None:
+        # Weakly, or no pump would ever go: what listens and watches keeps the context.
+        self._context = weakref.ref(context)
+        self._fd = context.async_fd
         self._lock = threading.Lock()
+        # Both are replaced, never changed: read by all threads, replaced under the lock.
+        self._listeners: tuple[_Listener, ...] = ()
+        self._watchers: tuple[_Watcher, ...] = ()
+        self._unheard: deque[DeviceEvent] = deque(maxlen=_KEPT)
+        self.find: Callable[[engine.Handle], Resource | None] = lambda _: None  # the user's object for a handle
 
     async def listen(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
-        """Events from here on, of everything or of one object, until the pump is stopped."""
+        """Events of everything or of one object, from those on that nobody heard of, until the pump is stopped."""
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
-        listener.loop.add_reader(self._context.async_fd, self._readable)  # once for each loop: it replaces
+        self._wake_in(listener.loop)
+        while self._unheard:
+            self._tell(self._unheard.popleft())
         try:
             while (event := await listener.next()) is not None:
                 yield event
         finally:
             with self._lock:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
-            if all(other.loop is not listener.loop for other in self._listeners):
-                listener.loop.remove_reader(self._context.async_fd)
+            self._let_sleep(listener.loop)
+
+    def watch(self, lost: Callable[[], None]) -> "_Watcher":
+        """Have a function called on the running loop when the device is lost; until `unwatch` there."""
+        watcher = _Watcher(asyncio.get_running_loop(), lost)
+        with self._lock:
+            self._watchers += (watcher,)
+        self._wake_in(watcher.loop)
+        return watcher
+
+    def unwatch(self, watcher: "_Watcher") -> None:
+        """Do not. On the watcher's loop."""
+        with self._lock:
+            self._watchers = tuple(other for other in self._watchers if other is not watcher)
+        self._let_sleep(watcher.loop)
 
     def stop(self) -> None:
         """There are no more events: the device is about to be closed."""
         for listener in self._listeners:
             listener.tell(None)
 
+    # ---- Loops that are woken by the descriptor
+
+    def _wake_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_reader(self._fd, self._readable)  # once for each loop: it replaces
+
+    def _let_sleep(self, loop: asyncio.AbstractEventLoop) -> None:
+        loops = [listener.loop for listener in self._listeners] + [watcher.loop for watcher in self._watchers]
+        if loop not in loops:
+            loop.remove_reader(self._fd)
+
     def _readable(self) -> None:
+        context = self._context()
         try:
-            while (taken := self._context.get_async_event()) is not None:
-                event = DeviceEvent(
-                    taken.event_type, self._find(taken.element) if taken.element is not None else None, taken.port_num
-                )
+            while context is not None and (taken := context.get_async_event()) is not None:
+                found = self.find(taken.element) if taken.element is not None else None
+                event = DeviceEvent(taken.event_type, found, taken.port_num)
                 taken.ack()
-                for listener in self._listeners:
-                    if listener.resource is None or listener.resource is event.resource:
-                        listener.tell(event)
+                self._tell(event)
         except VerbsError:
             self.stop()
+
+    def _tell(self, event: DeviceEvent) -> None:
+        if event.event_type is EventType.DEVICE_FATAL:
+            for watcher in self._watchers:
+                watcher.tell()
+        listeners = self._listeners
+        if not listeners:
+            self._unheard.append(event)
+        for listener in listeners:
+            if listener.resource is None or listener.resource is event.resource:
+                listener.tell(event)

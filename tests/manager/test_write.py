@@ -15,6 +15,7 @@ from aioverbs import (
     AffinityError,
     BrokenResourceError,
     ClosedResourceError,
+    EventType,
     MemoryRegion,
     Mtu,
     QpCapabilities,
@@ -30,7 +31,7 @@ from aioverbs import (
     WorkCompletionError,
 )
 from aioverbs.completion import CompletionQueue
-from aioverbs.device import Device
+from aioverbs.device import Device, open_device
 from aioverbs.domains import ParentDomain, ResourceDomain
 from aioverbs.resource import State
 from tests.core.pairs import wait_until
@@ -200,6 +201,22 @@ async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(result) for result in results] == [BrokenResourceError] * 3
         device.handle.faults.unhold()
+
+
+@every_model
+async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel) -> None:
+    async with open_device("soft0", engine_mode=True) as other, ends(other, model) as pair:
+        pair.far.handle.modify(QpState.RESET)  # nobody answers
+        writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
+        await asyncio.sleep(0.01)
+        other.handle.faults.lose_device()
+        results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), 10)
+        assert [type(result) for result in results] == [BrokenResourceError] * 3
+        assert "DEVICE_FATAL" in str(results[0])
+        with pytest.raises(BrokenResourceError, match="DEVICE_FATAL"):
+            await pair.write(b"more")
+        events = other.events()
+        assert (await anext(events)).event_type is EventType.DEVICE_FATAL, "whoever asks hears of it still"
 
 
 async def test_nobody_else_writes(device: Device) -> None:

@@ -13,7 +13,7 @@ import anyio
 from aioverbs._core.engine import Affinity
 from aioverbs.errors import AffinityError, BrokenResourceError, ForkedProcessError
 
-__all__ = ["Affinity", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end"]
+__all__ = ["Affinity", "Bell", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,6 +81,32 @@ async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     if not future.cancelled():
         future.exception()  # it was looked at
     raise cancelled
+
+
+class Bell:
+    """Wakes, from any thread, who waits on whatever loop for something to become so."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def ring(self) -> None:
+        """It may be so now."""
+        for loop, event in tuple(self._waiting):
+            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: nobody waits
+                loop.call_soon_threadsafe(event.set)
+
+    async def wait_while(self, condition: Callable[[], object]) -> None:
+        """Wait as long as a condition holds, which is looked at now and at each ring."""
+        waiting = running_loop(), asyncio.Event()
+        self._waiting.append(waiting)
+        try:
+            while condition():
+                # Whoever rings after this is heard, and what became so before it is seen here.
+                waiting[1].clear()
+                if condition():
+                    await waiting[1].wait()
+        finally:
+            self._waiting.remove(waiting)
 
 
 class _Errand:

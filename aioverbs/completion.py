@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import anyio
 
 from aioverbs._core import engine
-from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+from aioverbs.affinity import Affinity, Bell, run_on_owner, to_the_end
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -141,7 +141,7 @@ class CompletionQueue(Resource):
         self._events = 0
         self._unacknowledged = 0  # events that were taken
         self._error: VerbsError | None = None  # that it broke by
-        self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._bell = Bell()  # something is not under way any more
 
     def _owner(self) -> Affinity | None:
         return self._placement.owner
@@ -208,7 +208,7 @@ class CompletionQueue(Resource):
         self._under_way.pop(work.number, None)
         for region in work.regions:
             region.pins.discard(work)
-        self._wake_watchers()
+        self._bell.ring()
 
     def _under_way_of(self, poster: object) -> list[Work]:
         """What a poster has under way here."""
@@ -216,15 +216,7 @@ class CompletionQueue(Resource):
 
     async def _settled(self, poster: object) -> None:
         """Until a poster has nothing under way here."""
-        watcher = asyncio.get_running_loop(), asyncio.Event()
-        self._watchers.append(watcher)
-        try:
-            while self._under_way_of(poster):
-                watcher[1].clear()
-                if self._under_way_of(poster):
-                    await watcher[1].wait()
-        finally:
-            self._watchers.remove(watcher)
+        await self._bell.wait_while(lambda: self._under_way_of(poster))
 
     def _abandon(self, poster: object) -> None:
         """The poster is destroyed: what it had under way completes no more."""
@@ -278,16 +270,11 @@ class CompletionQueue(Resource):
                     work.done(None)
                 else:
                     work.done(WorkCompletionError(completion.status, None, completion.vendor_err, completion.qp_num))
-            self._wake_watchers()
+            self._bell.ring()
             left -= len(taken)
             if not left:  # others' turn first
                 asyncio.get_running_loop().call_soon(self._readable)
                 return
-
-    def _wake_watchers(self) -> None:
-        for loop, event in tuple(self._watchers):
-            with contextlib.suppress(RuntimeError):  # closed
-                loop.call_soon_threadsafe(event.set)
 
     def _lost(self) -> None:
         # The device is gone: beyond what it completed before, nothing that is under way completes any more.
@@ -314,7 +301,7 @@ class CompletionQueue(Resource):
         while self._under_way:
             _, work = self._under_way.popitem()
             work.done(self._broken_by(error))
-        self._wake_watchers()
+        self._bell.ring()
 
     async def _stop(self) -> None:
         await to_the_end(self._let_go())

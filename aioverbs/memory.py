@@ -1,7 +1,6 @@
 """Memory that devices read and write: regions of this process, and what is known of a peer's."""
 
 import asyncio
-import contextlib
 import ctypes
 import mmap
 import struct
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from aioverbs._core import engine
-from aioverbs.affinity import running_loop, to_the_end
+from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags
@@ -88,11 +87,11 @@ class RemoteRegion:
 
 
 class Pins:
-    """What is under way with a region's memory. Any thread adds and discards; one loop at a time waits for the end."""
+    """What is under way with a region's memory. Any thread adds and discards, any loop waits for the end."""
 
     def __init__(self) -> None:
         self._holders: set[object] = set()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._bell = Bell()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -104,22 +103,11 @@ class Pins:
     def discard(self, holder: object) -> None:
         """It is over."""
         self._holders.discard(holder)
-        waiter = self._waiter
-        if waiter is not None:
-            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                waiter[0].call_soon_threadsafe(waiter[1].set)
+        self._bell.ring()
 
     async def wait(self) -> None:
         """Until nothing is."""
-        event = asyncio.Event()
-        self._waiter = asyncio.get_running_loop(), event
-        try:
-            while self._holders:
-                event.clear()
-                if self._holders:
-                    await event.wait()
-        finally:
-            self._waiter = None
+        await self._bell.wait_while(lambda: self._holders)
 
 
 class RegionSlice:

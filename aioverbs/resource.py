@@ -18,7 +18,7 @@ import anyio
 import anyio.abc
 
 from aioverbs._core.engine import Affinity
-from aioverbs.affinity import to_the_end
+from aioverbs.affinity import Bell, to_the_end
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Life:
         self._serial = next(_serials)
         self._forks = _forks  # when it was opened
         self._handles: list[_Destroyable] = []
-        self._watchers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._bell = Bell()  # its opening or closing is over
 
     def __repr__(self) -> str:
         return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
@@ -172,18 +172,10 @@ class Life:
     def _settle(self, state: State) -> None:
         with _tree:
             self.state = state
-            watchers, self._watchers = self._watchers, []
-        for loop, event in watchers:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits
-                loop.call_soon_threadsafe(event.set)
+        self._bell.ring()
 
     async def _settled(self) -> None:
-        watcher = asyncio.get_running_loop(), asyncio.Event()
-        with _tree:
-            if self.state not in (State.OPENING, State.CLOSING):
-                return
-            self._watchers.append(watcher)
-        await watcher[1].wait()
+        await self._bell.wait_while(lambda: self.state in (State.OPENING, State.CLOSING))
 
     # ---- Ending
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import anyio
 import anyio.abc
@@ -24,7 +24,7 @@ from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProces
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-__all__ = ["Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
+__all__ = ["Handled", "Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
 
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
@@ -421,6 +421,25 @@ class Resource(anyio.abc.AsyncResource):
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 owner.loop.call_soon_threadsafe(_close_on_owner, owner.loop, life)
         _warn_open(life, "it was forgotten")
+
+
+H = TypeVar("H", bound=_Destroyable)
+
+
+class Handled(Resource, Generic[H]):
+    """A resource that one object of the compiled core stands for."""
+
+    _handle: H | None = None
+
+    @property
+    def handle(self) -> H:
+        """The verbs object.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._handle is not None
+        return self._handle
 
 
 _closing: set[asyncio.Task[None]] = set()  # loops keep weak references only

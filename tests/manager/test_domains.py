@@ -11,12 +11,11 @@ from typing import Any
 import anyio
 import pytest
 
-from aioverbs import AffinityError, BrokenResourceError, ConcurrentAccessError, VerbsError
+from aioverbs import AffinityError, BrokenResourceError, ConcurrentAccessError, ProtectionDomain, VerbsError
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, run_on_owner
 from aioverbs.completion import MessageModel
 from aioverbs.device import Device, open_device
-from aioverbs.domains import ProtectionDomain
 from tests.core.allocators import Recording
 
 DEGRADES = [errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM]

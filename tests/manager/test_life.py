@@ -12,10 +12,9 @@ import anyio
 import pytest
 from rich.console import Console
 
-from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, VerbsError
+from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, ParentDomain, ResourceDomain, VerbsError
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
-from aioverbs.domains import ParentDomain, ResourceDomain
 from aioverbs.resource import Resource, State
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {

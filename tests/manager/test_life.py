@@ -4,7 +4,9 @@ import asyncio
 import errno
 import gc
 import io
+import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,6 +259,32 @@ async def test_the_tree(device: Device) -> None:
         assert Path(__file__).name in text
         assert text.count("\n") == 3
     assert device.resources().children == ()
+
+
+async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
+    line = sys._getframe().f_lineno
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(4),
+    ):
+        (tree,) = device.resources().children
+        parts = {child.kind: child.created for child in tree.children}
+        assert tree.created == parts["ProtectionDomain"] == f"{__file__}:{line + 2}"
+        assert parts["CompletionQueue"] == f"{__file__}:{line + 3}"
+
+
+@every_kind
+async def test_what_is_closed_is_no_garbage(device: Device, make: Callable[[Device], Resource]) -> None:
+    resource = make(device)
+    async with resource:
+        pass
+    gone = weakref.ref(resource)
+    gc.disable()
+    try:
+        del resource
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_rich_prints_the_tree(device: Device) -> None:

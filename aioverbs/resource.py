@@ -51,10 +51,12 @@ class State(enum.Enum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
+    FAILED = "failed"
+    """Its opening failed, and so did undoing what was made until then. It has no use; closing it tries that again."""
 
 
 # Looking one up in the enumeration costs as much as a lock.
-_NEW, _OPENING, _OPEN, _CLOSING, _CLOSED = State
+_NEW, _OPENING, _OPEN, _CLOSING, _CLOSED, _FAILED = State
 
 
 class _Destroyable(Protocol):
@@ -182,10 +184,18 @@ class Life:
         self._settle(_OPEN)
 
     def undo(self) -> None:
-        """Its making failed: it is as it was before. Its parts had no use yet."""
-        for part in reversed(tuple(self.children.values())):
-            part.undo()
-        self._destroy_handles()
+        """Its making failed: it is as it was before. Its parts had no use yet.
+
+        :raises VerbsError: a verb failed; it and its parts have no use any more, and can be closed.
+        """
+        try:
+            for part in reversed(tuple(self.children.values())):
+                part.undo()
+            self._destroy_handles()
+        except BaseException:
+            for life in self.subtree():
+                life._settle(_FAILED)
+            raise
         self._settle(_NEW)
 
     # ---- Who waits for the end of its opening or closing, which others do
@@ -193,7 +203,7 @@ class Life:
     def _settle(self, state: State) -> None:
         with _tree:
             self.state = state
-            if state is not _OPEN:
+            if state is _NEW or state is _CLOSED:
                 for parent in self.parents:
                     parent.children.pop(self._serial, None)
                 self.parents = ()
@@ -250,14 +260,23 @@ class Life:
         :raises VerbsError: a verb failed.
         """
         interruptions: list[BaseException] = []
-        while not await self._close(interruptions):
-            await self._settled()
+        try:
+            while not await self._close(interruptions):
+                await self._settled()
+        except Exception as error:
+            for each in interruptions:
+                if not isinstance(each, Warning):  # whoever cancelled is to see that, and the error with it
+                    each.add_note(f"and closing {self!r} failed: {type(error).__name__}: {error}")
+                    raise each  # noqa: B904: the error is its context, and no cause
+                error.add_note(f"and a warning was an error: {each}")
+            raise
         if interruptions:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
 
     async def _close(self, interruptions: list[BaseException]) -> bool:
         """Whether it is closed or never was open; if not, somebody else is opening or closing it."""
-        if not self._begin_closing():
+        before = self._begin_closing()
+        if before is None:
             return self.inherited or self.state in (_NEW, _CLOSED)
         try:
             if self.children:
@@ -269,7 +288,7 @@ class Life:
                     interruptions.append(raised)
             self._destroy_handles()
         except BaseException:
-            self._settle(_OPEN)
+            self._settle(before)
             raise
         self._settle(_CLOSED)
         user = self.user()
@@ -277,13 +296,15 @@ class Life:
             user._parents = ()  # a whole and its parts hold each other: no garbage is left
         return True
 
-    def _begin_closing(self) -> bool:
+    def _begin_closing(self) -> State | None:
+        """Its state before, where there is something to close and nobody else is at it."""
         with _tree:
-            if self.state is not _OPEN or self.inherited:
-                return False
+            before = self.state
+            if (before is not _OPEN and before is not _FAILED) or self.inherited:
+                return None
             self._check_can_close()
             self.state = _CLOSING
-            return True
+            return before
 
     async def _close_children(self, interruptions: list[BaseException]) -> None:
         children = list(self.children.values())
@@ -395,7 +416,8 @@ class Resource(anyio.abc.AsyncResource):
         if self._life.inherited:
             raise ForkedProcessError(repr(self))
         if self._life.state is not _OPEN:
-            raise ClosedResourceError(f"{self!r} is not open")
+            advice = ": its opening failed, and it can only be closed" if self._life.state is _FAILED else ""
+            raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
         """Open it; what its block would do at its beginning.
@@ -415,16 +437,16 @@ class Resource(anyio.abc.AsyncResource):
         except BaseException as error:
             try:
                 life.undo()
-            except Exception as another:  # what is left has its handles still: a later close may succeed
-                life.opened()
-                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed again")
+            except Exception as another:
+                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed")
             raise
         life.opened()
 
     async def aclose(self) -> None:
         """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
 
-        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless.
+        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless;
+        where a verb fails then, too, the cancellation is raised, with the error as its context and in a note.
         In the child of a fork nothing is done: it is the parent's.
 
         :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
@@ -451,7 +473,7 @@ class Resource(anyio.abc.AsyncResource):
 
     def __del__(self) -> None:
         life = getattr(self, "_life", None)
-        if life is None or life.state is not _OPEN or life.quiet or life.inherited:
+        if life is None or life.state not in (_OPEN, _FAILED) or life.quiet or life.inherited:
             return
         life.quiet = True
         # Verbs are the owner's to call. Where there is none, or it is gone, the parents' end is also this one's.

@@ -265,9 +265,9 @@ class Life:
                 await self._settled()
         except Exception as error:
             for each in interruptions:
-                if not isinstance(each, Warning):  # whoever cancelled is to see that, and the error with it
+                if not isinstance(each, Warning):  # who cancelled is to see that; the error is no cause
                     each.add_note(f"and closing {self!r} failed: {type(error).__name__}: {error}")
-                    raise each  # noqa: B904: the error is its context, and no cause
+                    raise each  # noqa: B904
                 error.add_note(f"and a warning was an error: {each}")
             raise
         if interruptions:

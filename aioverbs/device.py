@@ -19,7 +19,7 @@ from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
-from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics, State
+from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics, State, reap
 from aioverbs.resource_domain import ResourceDomain
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.types import LinkLayer, Mtu, PortState
@@ -150,7 +150,10 @@ def _native(context: engine.Context) -> list[str]:
 
 
 class Device(Handled[engine.Context]):
-    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`."""
+    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`.
+
+    One that is forgotten is closed by the loop that opened it, or where that is gone by the next that opens a device.
+    """
 
     def __init__(
         self, name: str | None, max_native_thread_domains: int | None, engine_mode: bool, delay_ns: int
@@ -189,10 +192,11 @@ class Device(Handled[engine.Context]):
         self._life.label = context.name
         self._pump = EventPump.of(context)
         self._pump.find = self._life.find
-        self._life.drain = self._stop_events
-
-    async def _stop_events(self) -> None:
-        self._pump.stop()
+        self._life.drain = self._pump.drain  # and nothing of the device's own, or it could not be forgotten
+        with contextlib.suppress(RuntimeError):  # in a trio task, or nowhere
+            self._life.opener = asyncio.get_running_loop()
+        if self._life.opener is not None:
+            reap()
 
     @property
     def name(self) -> str:

@@ -131,8 +131,12 @@ class EventPump:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
         self._let_sleep(watcher.loop)
 
+    async def drain(self) -> None:
+        """The device is about to be closed."""
+        self.stop()
+
     def stop(self) -> None:
-        """There are no more events: the device is about to be closed."""
+        """There are no more events."""
         for listener in self._listeners:
             listener.tell(None)
 

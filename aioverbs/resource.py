@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import functools
 import itertools
 import operator
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
@@ -25,7 +27,7 @@ from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProces
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-__all__ = ["Handled", "Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
+__all__ = ["Handled", "Life", "Resource", "ResourceInfo", "ResourceStatistics", "State", "reap"]
 
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
@@ -113,8 +115,8 @@ class Life:
     """
 
     __slots__ = (
-        "_bell", "_forks", "_handles", "_serial", "_site", "children", "drain", "kind", "label", "late", "owner",
-        "parents", "quiet", "state", "user",
+        "_bell", "_forks", "_handles", "_serial", "_site", "children", "drain", "kind", "label", "late", "opener",
+        "owner", "parents", "quiet", "state", "user",
     )  # fmt: skip
 
     def __init__(self, kind: str, site: tuple[CodeType, int] | None, user: "weakref.ref[Resource]") -> None:
@@ -126,6 +128,7 @@ class Life:
         self.children: dict[int, Life] = {}
         self.drain: Callable[[], Awaitable[None]] | None = None
         self.late = False  # its siblings' work needs it: it is closed after them
+        self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
         self.user = user
         self._site = site
@@ -480,8 +483,40 @@ class Resource(anyio.abc.AsyncResource):
         owner = life.owner
         if owner is not None and owner.loop is not None and not owner.orphaned:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                owner.loop.call_soon_threadsafe(_close_on_owner, owner.loop, life)
+                owner.loop.call_soon_threadsafe(_close_forgotten, life)
+        elif not life.parents:  # a device
+            _forgotten.append(life)
+            if life.opener is not None:
+                with contextlib.suppress(RuntimeError):  # closed: the next who opens a device closes this
+                    life.opener.call_soon_threadsafe(reap)
         _warn_open(life, "it was forgotten")
+
+
+_forgotten: deque[Life] = deque()  # devices that nobody closes yet
+_closing: set[asyncio.Task[None]] = set()  # loops keep weak references only
+
+
+def reap() -> None:
+    """Have the running loop close the devices that were forgotten."""
+    with contextlib.suppress(IndexError):  # another loop took the last
+        while _forgotten:
+            _close_forgotten(_forgotten.popleft())
+
+
+def _close_forgotten(life: Life) -> None:
+    task = asyncio.get_running_loop().create_task(life.close())
+    _closing.add(task)
+    task.add_done_callback(functools.partial(_closed_forgotten, life))
+
+
+def _closed_forgotten(life: Life, task: asyncio.Task[None]) -> None:
+    _closing.discard(task)
+    if life.state is _CLOSED:
+        reap()  # it may be what kept a device
+    elif not life.parents and not life.inherited:
+        _forgotten.append(life)
+    with contextlib.suppress(asyncio.CancelledError, BusyResourceError):  # another loop closes what is its own there
+        task.result()
 
 
 H = TypeVar("H", bound=_Destroyable)
@@ -501,12 +536,3 @@ class Handled(Resource, Generic[H]):
         self._check_open()
         assert self._handle is not None
         return self._handle
-
-
-_closing: set[asyncio.Task[None]] = set()  # loops keep weak references only
-
-
-def _close_on_owner(loop: asyncio.AbstractEventLoop, life: Life) -> None:
-    task = loop.create_task(life.close())
-    _closing.add(task)
-    task.add_done_callback(_closing.discard)

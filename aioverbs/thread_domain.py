@@ -8,7 +8,7 @@ from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for
 from aioverbs.errors import VerbsError
-from aioverbs.resource import Resource
+from aioverbs.resource import Resource, State
 
 __all__ = ["ThreadDomain", "ThreadDomainBudget"]
 
@@ -109,10 +109,14 @@ class ThreadDomain(Resource):
 
     @property
     def native(self) -> bool:
-        """Whether the provider drops its locks for what is made on it."""
-        return self._handle is not None
+        """Whether it is open and the provider drops its locks for what is made on it."""
+        return self._handle is not None and self.state is State.OPEN
 
     @property
     def handle(self) -> core.ThreadDomain | None:
-        """The verbs object, None where it is not native."""
+        """The verbs object, None where it is not native.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
         return self._handle

@@ -7,15 +7,15 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from aioverbs._core import engine
-from aioverbs.affinity import running_loop
+from aioverbs.affinity import Bell, running_loop
 from aioverbs.errors import VerbsError
-from aioverbs.resource import Resource
+from aioverbs.resource import Handled, Resource
 from aioverbs.types import EventType
 
-__all__ = ["DeviceEvent", "EventPump"]
+__all__ = ["DeviceEvent", "EventPump", "Eventful"]
 
 _KEPT = 1024  # events that nobody heard of yet, at most; then the oldest are forgotten
 
@@ -35,29 +35,41 @@ class DeviceEvent:
     port_num: int | None
 
 
+class _Unheard:
+    """An event that nobody listened for. It keeps no object open that its user forgot."""
+
+    def __init__(self, event: DeviceEvent) -> None:
+        self._type = event.event_type
+        self._resource = weakref.ref(event.resource) if event.resource is not None else None
+        self._port_num = event.port_num
+
+    def event(self) -> DeviceEvent:
+        return DeviceEvent(self._type, self._resource() if self._resource is not None else None, self._port_num)
+
+
 class _Listener:
     """Who waits in one loop, for events of everything or of one object."""
 
     def __init__(self, resource: Resource | None) -> None:
-        self.resource = resource
         self.loop = running_loop()
+        self._resource = resource
         self._events: deque[DeviceEvent | None] = deque()
-        self._news = asyncio.Event()
+        self._bell = resource._life.bell() if resource is not None else Bell()  # that rings when it is closed
+
+    def concerns(self, event: DeviceEvent) -> bool:
+        return self._resource is None or self._resource is event.resource
 
     def tell(self, event: DeviceEvent | None) -> None:
         """From any thread; None: there are no more."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed
-            self.loop.call_soon_threadsafe(self._take, event)
-
-    def _take(self, event: DeviceEvent | None) -> None:
         self._events.append(event)
-        self._news.set()
+        self._bell.ring()
 
     async def next(self) -> DeviceEvent | None:
-        while not self._events:
-            self._news.clear()
-            await self._news.wait()
-        return self._events.popleft()
+        await self._bell.wait_while(lambda: not self._events and not self._is_over())
+        return self._events.popleft() if self._events else None
+
+    def _is_over(self) -> bool:
+        return self._resource is not None and self._resource.closed
 
 
 class _Watcher:
@@ -98,17 +110,22 @@ class EventPump:
         # Both are replaced, never changed: read by all threads, replaced under the lock.
         self._listeners: tuple[_Listener, ...] = ()
         self._watchers: tuple[_Watcher, ...] = ()
-        self._unheard: deque[DeviceEvent] = deque(maxlen=_KEPT)
+        self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
         self.find: Callable[[engine.Handle], Resource | None] = lambda _: None  # the user's object for a handle
 
     async def listen(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
-        """Events of everything or of one object, from those on that nobody heard of, until the pump is stopped."""
+        """Events of everything, or of one object until it is closed, from those on that nobody heard of."""
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
+            unheard = tuple(self._unheard)
+            self._unheard.clear()
+            for kept in unheard:
+                if listener.concerns(known := kept.event()):
+                    listener.tell(known)
+                else:
+                    self._unheard.append(kept)
         self._wake_in(listener.loop)
-        while self._unheard:
-            self._tell(self._unheard.popleft())
         try:
             while (event := await listener.next()) is not None:
                 yield event
@@ -165,9 +182,25 @@ class EventPump:
         if event.event_type is EventType.DEVICE_FATAL:
             for watcher in self._watchers:
                 watcher.tell()
-        listeners = self._listeners
-        if not listeners:
-            self._unheard.append(event)
+        with self._lock:
+            listeners = [listener for listener in self._listeners if listener.concerns(event)]
+            if not listeners:
+                self._unheard.append(_Unheard(event))
         for listener in listeners:
-            if listener.resource is None or listener.resource is event.resource:
-                listener.tell(event)
+            listener.tell(event)
+
+
+H = TypeVar("H", bound=engine.Handle)
+
+
+class Eventful(Handled[H]):
+    """What asynchronous events happen to: queue pairs, completion queues and shared receive queues."""
+
+    def events(self) -> AsyncIterator[DeviceEvent]:
+        """Asynchronous events that happen to it: ``async for``, on any asyncio event loop, until it is closed.
+
+        Those that nobody heard of yet come first. `Device.events` has those of everything.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        return EventPump.of(self.handle.context).listen(self)

@@ -135,7 +135,7 @@ class Life:
         self._serial = next(_serials)
         self._forks = _forks  # when it was opened
         self._handles: list[_Destroyable] = []
-        self._bell: Bell | None = None  # its opening or closing is over; made by the first who waits for that
+        self._bell: Bell | None = None  # made by the first who waits
 
     def __repr__(self) -> str:
         return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
@@ -214,12 +214,15 @@ class Life:
         if bell is not None:
             bell.ring()
 
-    async def _settled(self) -> None:
+    def bell(self) -> Bell:
+        """What rings when its opening or closing is over."""
         with _tree:  # whoever settles it after this sees the bell
             if self._bell is None:
                 self._bell = Bell()
-            bell = self._bell
-        await bell.wait_while(lambda: self.state in (_OPENING, _CLOSING))
+            return self._bell
+
+    async def _settled(self) -> None:
+        await self.bell().wait_while(lambda: self.state in (_OPENING, _CLOSING))
 
     # ---- Ending
 

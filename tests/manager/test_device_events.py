@@ -1,11 +1,14 @@
 """A device's asynchronous events, as an iterator, on one loop and on several."""
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from aioverbs import ClosedResourceError, Device, DeviceEvent, EventType, open_device
+from aioverbs import ClosedResourceError, Device, DeviceEvent, EventType, ThreadModel, open_device
+from aioverbs.events import Eventful
 
 
 async def take(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
@@ -56,6 +59,76 @@ async def test_events_of_one_object(device: Device) -> None:
         device.handle.faults.break_queue_pair(qp.handle)
         assert (await first).resource is qp
         assert [(await second).resource, *(event.resource for event in await take(of_all, 1))] == [other, qp]
+
+
+async def test_objects_have_their_own(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(4) as cq,
+        domain.queue_pair(cq) as qp,
+        domain.queue_pair(cq) as other,
+        domain.shared_receive_queue(4) as srq,
+    ):
+        objects: list[Eventful[Any]] = [qp, srq, cq]
+        tasks = [await listening(each.events()) for each in objects]
+        faults = device.handle.faults
+        faults.set_port(False)
+        faults.break_queue_pair(other.handle)
+        faults.break_queue_pair(qp.handle)
+        faults.break_shared_receive_queue(srq.handle)
+        faults.break_completion_queue(cq.handle)
+        types = [EventType.QP_FATAL, EventType.SRQ_ERR, EventType.CQ_ERR]
+        assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [
+            DeviceEvent(kind, each, None) for kind, each in zip(types, objects, strict=True)
+        ]
+        # What they did not listen for waits for somebody who does.
+        rest = await take(device.events(), 2)
+        assert [(event.event_type, event.resource) for event in rest] == [
+            (EventType.PORT_ERR, None),
+            (EventType.QP_FATAL, other),
+        ]
+
+
+@pytest.mark.parametrize("by", ["itself", "its device", "its device's events"])
+async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
+    device = await open_device("soft0").open()
+    domain = await device.resource_domain(thread_model=ThreadModel.SAFE).open()
+    srq = await domain.shared_receive_queue(4).open()
+    events = device.events(srq) if "events" in by else srq.events()
+    here, heard = asyncio.get_running_loop(), asyncio.Event()
+    found: list[EventType] = []
+
+    async def listen() -> None:
+        async for event in events:
+            found.append(event.event_type)
+            here.call_soon_threadsafe(heard.set)
+
+    def elsewhere() -> None:
+        asyncio.run(asyncio.wait_for(listen(), 10))
+
+    thread = asyncio.create_task(asyncio.to_thread(elsewhere))
+    device.handle.faults.break_shared_receive_queue(srq.handle)
+    await asyncio.wait_for(heard.wait(), 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        await (device if "device" in by else srq).aclose()
+        await thread
+        await device.aclose()
+    assert found == [EventType.SRQ_ERR]
+    with pytest.raises(ClosedResourceError, match="SharedReceiveQueue"):
+        srq.events()
+
+
+async def test_what_nobody_heard_of_keeps_no_object(device: Device) -> None:
+    async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
+        kept = [await domain.shared_receive_queue(4).open()]
+        device.handle.faults.break_shared_receive_queue(kept[0].handle)
+        async with domain.shared_receive_queue(4) as other:
+            device.handle.faults.break_shared_receive_queue(other.handle)
+            assert (await take(other.events(), 1))[0].resource is other  # of the first one nobody hears
+        with pytest.warns(ResourceWarning, match="SharedReceiveQueue"):
+            kept.clear()
+        assert await take(device.events(), 1) == [DeviceEvent(EventType.SRQ_ERR, None, None)]
 
 
 async def test_listeners_on_several_loops_all_hear(device: Device) -> None:

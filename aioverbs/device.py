@@ -17,9 +17,10 @@ from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
 from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
+from aioverbs.life import ResourceInfo, State, reap
 from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
-from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics, State, reap
+from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.resource_domain import ResourceDomain
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.types import LinkLayer, Mtu, PortState

@@ -111,7 +111,7 @@ class EventPump:
         self._listeners: tuple[_Listener, ...] = ()
         self._watchers: tuple[_Watcher, ...] = ()
         self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
-        self.find: Callable[[engine.Handle], Resource | None] = lambda _: None  # the user's object for a handle
+        self.find: Callable[[engine.Handle], object] = lambda _: None  # the user's object for a handle
 
     async def listen(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
         """Events of everything, or of one object until it is closed, from those on that nobody heard of."""
@@ -172,7 +172,8 @@ class EventPump:
         try:
             while context is not None and (taken := context.get_async_event()) is not None:
                 found = self.find(taken.element) if taken.element is not None else None
-                event = DeviceEvent(taken.event_type, found, taken.port_num)
+                resource = found if isinstance(found, Resource) else None
+                event = DeviceEvent(taken.event_type, resource, taken.port_num)
                 taken.ack()
                 self._tell(event)
         except VerbsError:

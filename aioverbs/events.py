@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import os
 import threading
 import weakref
 from collections import deque
@@ -11,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 from aioverbs._core import engine
 from aioverbs.affinity import Bell, running_loop
-from aioverbs.errors import VerbsError
+from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import EventType
 
@@ -85,6 +87,33 @@ class _Watcher:
             self.loop.call_soon_threadsafe(self._lost)
 
 
+class _Waker:
+    """Wakes a loop, by a descriptor of its own: who closes the context, on whatever loop, closes none that is polled.
+
+    A loop that polls what was closed misses what has the number next; libuv ends the process.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, readable: Callable[[], None]) -> None:
+        self._loop = loop
+        self._fd = os.dup(fd)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        loop.add_reader(self._fd, readable)
+
+    def stop(self) -> None:
+        """From any thread, once."""
+        if asyncio._get_running_loop() is self._loop:
+            self._stop()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._stop)
+        except RuntimeError:  # closed: it polls nothing
+            self._close()
+
+    def _stop(self) -> None:
+        self._loop.remove_reader(self._fd)
+        self._close()
+
+
 class EventPump:
     """Takes the events of a context on the loops of those who listen or watch, and tells all of them.
 
@@ -107,6 +136,7 @@ class EventPump:
         self._context = weakref.ref(context)
         self._fd = context.async_fd
         self._lock = threading.Lock()
+        self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # each loop adds its own
         # Both are replaced, never changed: read by all threads, replaced under the lock.
         self._listeners: tuple[_Listener, ...] = ()
         self._watchers: tuple[_Watcher, ...] = ()
@@ -125,28 +155,28 @@ class EventPump:
                     listener.tell(known)
                 else:
                     self._unheard.append(kept)
-        self._wake_in(listener.loop)
         try:
+            self._wake(listener.loop)
             while (event := await listener.next()) is not None:
                 yield event
         finally:
             with self._lock:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
-            self._let_sleep(listener.loop)
+            self._let_sleep_unheeded(listener.loop)
 
     def watch(self, lost: Callable[[], None]) -> "_Watcher":
         """Have a function called on the running loop when the device is lost; until `unwatch` there."""
         watcher = _Watcher(running_loop(), lost)
         with self._lock:
             self._watchers += (watcher,)
-        self._wake_in(watcher.loop)
+        self._wake(watcher.loop)
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:
         """Do not. On the watcher's loop."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
-        self._let_sleep(watcher.loop)
+        self._let_sleep_unheeded(watcher.loop)
 
     async def drain(self) -> None:
         """The device is about to be closed."""
@@ -156,33 +186,47 @@ class EventPump:
         """There are no more events."""
         for listener in self._listeners:
             listener.tell(None)
+        for loop in tuple(self._wakers):
+            self._let_sleep(loop)
 
-    # ---- Loops that are woken by the descriptor
+    # ---- Loops that are woken when there are events
 
-    def _wake_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_reader(self._fd, self._readable)  # once for each loop: it replaces
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop not in self._wakers:
+            self._wakers[loop] = _Waker(loop, self._fd, functools.partial(self._readable, loop))
 
     def _let_sleep(self, loop: asyncio.AbstractEventLoop) -> None:
+        waker = self._wakers.pop(loop, None)
+        if waker is not None:
+            waker.stop()
+
+    def _let_sleep_unheeded(self, loop: asyncio.AbstractEventLoop) -> None:
         loops = [listener.loop for listener in self._listeners] + [watcher.loop for watcher in self._watchers]
         if loop not in loops:
-            loop.remove_reader(self._fd)
+            self._let_sleep(loop)
 
-    def _readable(self) -> None:
+    def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
         context = self._context()
         try:
-            while context is not None and (taken := context.get_async_event()) is not None:
+            while context is not None and loop in self._wakers and (taken := context.get_async_event()) is not None:
                 found = self.find(taken.element) if taken.element is not None else None
                 resource = found if isinstance(found, Resource) else None
                 event = DeviceEvent(taken.event_type, resource, taken.port_num)
                 taken.ack()
                 self._tell(event)
-        except VerbsError:
+        except VerbsError:  # as of a device that was unplugged: nobody will hear of anything any more
+            self._tell_watchers()
             self.stop()
+        except ClosedResourceError:  # by another loop, meanwhile
+            self.stop()
+
+    def _tell_watchers(self) -> None:
+        for watcher in self._watchers:
+            watcher.tell()
 
     def _tell(self, event: DeviceEvent) -> None:
         if event.event_type is EventType.DEVICE_FATAL:
-            for watcher in self._watchers:
-                watcher.tell()
+            self._tell_watchers()
         with self._lock:
             listeners = [listener for listener in self._listeners if listener.concerns(event)]
             if not listeners:

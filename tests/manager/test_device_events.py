@@ -1,14 +1,28 @@
 """A device's asynchronous events, as an iterator, on one loop and on several."""
 
 import asyncio
+import errno
+import gc
+import os
 import warnings
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from aioverbs import ClosedResourceError, Device, DeviceEvent, EventType, ThreadModel, open_device
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    DeviceEvent,
+    EventType,
+    ThreadModel,
+    open_device,
+)
 from aioverbs.events import Eventful
+
+WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def take(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
@@ -170,6 +184,67 @@ async def test_the_end_of_the_device_is_their_end() -> None:
     assert found == [EventType.DEVICE_FATAL]
     with pytest.raises(ClosedResourceError):
         device.events()
+
+
+async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
+    """libuv ends a process whose loop polls a descriptor that was closed."""
+    async with open_device("soft0") as device:
+        async with device.resource_domain() as domain, domain.completion_queue(4):
+            device.handle.faults.set_port(False)
+            await asyncio.sleep(0.01)  # the queue's loop takes it, and nobody hears of it
+        await asyncio.sleep(0.01)
+        events = device.events()
+        assert (await anext(events)).event_type is EventType.PORT_ERR
+        device.handle.faults.set_port(True)
+    await asyncio.sleep(0.01)
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("loop_is", ["running", "standing", "closed"])
+async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
+    before = descriptors()
+    device = await open_device("soft0").open()
+    loop = asyncio.new_event_loop()
+    listener = loop.create_task(listen_to_all(device))
+    await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0.01))
+    if loop_is == "closed":
+        loop.close()
+    thread = asyncio.to_thread(loop.run_until_complete, listener) if loop_is == "running" else asyncio.sleep(0)
+    task = asyncio.create_task(thread)
+    await asyncio.sleep(0.01)
+    await device.aclose()
+    await task
+    if loop_is == "standing":
+        await asyncio.to_thread(loop.run_until_complete, listener)
+    if loop_is != "closed":
+        assert listener.result() == 0
+        loop.close()
+    del listener, task, thread
+    gc.collect()
+    assert descriptors() == before
+
+
+async def listen_to_all(device: Device) -> int:
+    return len([event async for event in device.events()])
+
+
+async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -> None:
+    events = device.events()
+    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        device.handle.faults.fail("get_async_event", errno.EIO, times=0)
+        device.handle.faults.set_port(False)
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(waiting, 10)
+        async with asyncio.timeout(10), domain.queue_pair(cq) as qp, domain.register(8, WRITTEN) as region:
+            qp.connect(qp.address, WRITTEN)
+            with pytest.raises(BrokenResourceError, match="the device was lost"):
+                await qp.write(region[:4], region.remote()[4:])
+    device.handle.faults.clear()
 
 
 async def test_an_event_that_was_told_keeps_nothing_from_being_closed(device: Device) -> None:

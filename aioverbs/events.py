@@ -144,7 +144,10 @@ class EventPump:
         self.find: Callable[[engine.Handle], object] = lambda _: None  # the user's object for a handle
 
     async def listen(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
-        """Events of everything, or of one object until it is closed, from those on that nobody heard of."""
+        """Events of everything, or of one object until it is closed, from those on that nobody heard of.
+
+        :raises OSError: there are no more descriptors.
+        """
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
@@ -165,11 +168,18 @@ class EventPump:
             self._let_sleep_unheeded(listener.loop)
 
     def watch(self, lost: Callable[[], None]) -> "_Watcher":
-        """Have a function called on the running loop when the device is lost; until `unwatch` there."""
+        """Have a function called on the running loop when the device is lost; until `unwatch` there.
+
+        :raises OSError: there are no more descriptors.
+        """
         watcher = _Watcher(running_loop(), lost)
         with self._lock:
             self._watchers += (watcher,)
-        self._wake(watcher.loop)
+        try:
+            self._wake(watcher.loop)
+        except BaseException:
+            self.unwatch(watcher)
+            raise
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:

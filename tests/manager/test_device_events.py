@@ -20,7 +20,7 @@ from aioverbs import (
     ThreadModel,
     open_device,
 )
-from aioverbs.events import Eventful
+from aioverbs.events import Eventful, EventPump
 
 WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
@@ -197,6 +197,26 @@ async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
         assert (await anext(events)).event_type is EventType.PORT_ERR
         device.handle.faults.set_port(True)
     await asyncio.sleep(0.01)
+
+
+async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, "too many")
+
+    pump = EventPump.of(device.handle)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", refuse)
+        with pytest.raises(OSError, match="too many"):
+            await anext(device.events())
+        with pytest.raises(OSError, match="too many"):
+            pump.watch(lambda: None)
+    device.handle.faults.set_port(False)
+    device.handle.faults.lose_device()
+    await asyncio.sleep(0.01)
+    assert [event.event_type for event in await take(device.events(), 2)] == [
+        EventType.PORT_ERR,
+        EventType.DEVICE_FATAL,
+    ], "they wait for somebody who listens"
 
 
 def descriptors() -> set[str]:

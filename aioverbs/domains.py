@@ -14,12 +14,15 @@ from aioverbs.allocators import Allocator
 from aioverbs.attributes import QpCapabilities
 from aioverbs.completion import CompletionQueue, MessageModel, Placement
 from aioverbs.errors import BusyResourceError, ClosedResourceError, VerbsError
-from aioverbs.memory import MemoryRegion
+from aioverbs.memory import LentMemoryRegion, MemoryRegion
+from aioverbs.providers import hardware
 from aioverbs.queue_pair import QueuePair, SharedReceiveQueue, XrcParent
 from aioverbs.resource import Resource, State
 from aioverbs.types import AccessFlags, QpType
 
 if TYPE_CHECKING:
+    from pyverbs.mr import MR
+    from pyverbs.pd import PD
     from typing_extensions import Buffer
 
 
@@ -229,6 +232,19 @@ class _Base(Resource):
         """
         return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
 
+    def adopt_memory_region(self, mr: "MR", access: AccessFlags) -> MemoryRegion:
+        """A memory region that the user registered with pyverbs on the `PD` that was adopted, to be opened.
+
+        The user keeps it, and closes it when this is closed; used after that, this raises `LenderClosedError`.
+
+        Opening raises `TypeError` where it is something else, `ValueError` where it is closed or of another domain.
+
+        :param mr: an open `pyverbs.mr.MR`, of any kind.
+        :param access: what it was registered for, which it does not tell: `MemoryRegion.buffer` is read-only without
+            ``LOCAL_WRITE``.
+        """
+        return LentMemoryRegion(self.base, self.base.handle, mr, access)
+
 
 class ProtectionDomain(_Base):
     """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
@@ -242,18 +258,22 @@ class ProtectionDomain(_Base):
         context: engine.Context,
         budget: ThreadDomainBudget,
         shared: tuple[int, int] | None = None,
+        lent: "PD | None" = None,
     ) -> None:
         super().__init__(device)
         self._context = context
         self._budget = budget
         self._shared = shared
+        self._lent = lent  # the user's own pyverbs PD
         self._handle = None
 
     def _open(self) -> None:
-        if self._shared is None:
-            self._handle = engine.ProtectionDomain(self._context)
-        else:
+        if self._lent is not None:
+            self._handle = hardware.adopt_protection_domain(self._context, self._lent)
+        elif self._shared is not None:
             self._handle = engine.ProtectionDomain.open_shared(self._context, *self._shared)
+        else:
+            self._handle = engine.ProtectionDomain(self._context)
         self._life.hold(self._handle)
 
     @property

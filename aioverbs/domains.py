@@ -378,7 +378,8 @@ class ParentDomain(_Base):
         try:
             handle = core.ParentDomain(self._pd.handle, td, self.allocator, affinity=self._life.owner)
         except VerbsError as error:
-            if error.errno not in _NO_PARENT_DOMAIN or self._require_native:
+            of_allocator = error.__cause__ is not None  # it raised, or gave what cannot be used
+            if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:
                 raise
             message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
             self._budget.say_once("parent domain", message, self._context.name, error)

@@ -98,7 +98,7 @@ class PD(laid_out(4)):  # type: ignore[misc]
     @property
     def handle(self) -> int:
         assert self.pointer
-        return _IbvPd.from_address(self.pointer).handle
+        return int(_IbvPd.from_address(self.pointer).handle)
 
     def close(self) -> None:
         while self.mrs:
@@ -119,11 +119,12 @@ class MR(laid_out(6)):  # type: ignore[misc]
 
     def __init__(self, pd: PD, length: int, access: int) -> None:
         self.context = pd.context
-        self.memory = ctypes.create_string_buffer(length)
+        memory = ctypes.create_string_buffer(length)
+        self.memory = memoryview(memory).cast("B")
         register = _verb(
             pd.context, "reg_mr", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         )
-        self.buf = ctypes.addressof(self.memory)
+        self.buf = ctypes.addressof(memory)
         self.pointer = register(pd.pointer, self.buf, length, access)
         assert self.pointer
         pd.mrs.append(self)
@@ -134,15 +135,15 @@ class MR(laid_out(6)):  # type: ignore[misc]
 
     @property
     def lkey(self) -> int:
-        return self._at().lkey
+        return int(self._at().lkey)
 
     @property
     def rkey(self) -> int:
-        return self._at().rkey
+        return int(self._at().rkey)
 
     @property
     def length(self) -> int:
-        return self._at().length
+        return int(self._at().length)
 
     def close(self) -> None:
         if self.pointer:

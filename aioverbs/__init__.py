@@ -59,18 +59,14 @@ if TYPE_CHECKING:
     )
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
-    from .domains import (
-        ParentDomain,
-        ProtectionDomain,
-        ResourceDomain,
-        SharedProtectionDomain,
-        ThreadDomain,
-        XrcDomain,
-    )
     from .events import DeviceEvent
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
+    from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
     from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
     from .resource import Resource, ResourceInfo, ResourceStatistics, State
+    from .resource_domain import ResourceDomain
+    from .thread_domain import ThreadDomain
+    from .xrc_domain import XrcDomain
 
 __all__ = [
     "USE_DEFAULT",
@@ -168,9 +164,9 @@ _LAZY = {
     "MessageModel": "completion",
     "NativeAllocator": "allocators",
     "NumaAllocator": "allocators",
-    "ParentDomain": "domains",
+    "ParentDomain": "protection_domain",
     "PortInfo": "device",
-    "ProtectionDomain": "domains",
+    "ProtectionDomain": "protection_domain",
     "QueuePair": "queue_pair",
     "QueuePairAddress": "queue_pair",
     "QueuePairStatistics": "queue_pair",
@@ -178,19 +174,19 @@ _LAZY = {
     "RegionSlice": "memory",
     "RemoteRegion": "memory",
     "Resource": "resource",
-    "ResourceDomain": "domains",
+    "ResourceDomain": "resource_domain",
     "ResourceInfo": "resource",
     "ResourceKind": "allocators",
     "ResourceStatistics": "resource",
     "SharedPageAllocator": "allocators",
-    "SharedProtectionDomain": "domains",
+    "SharedProtectionDomain": "protection_domain",
     "SharedReceiveQueue": "queue_pair",
     "State": "resource",
-    "ThreadDomain": "domains",
+    "ThreadDomain": "thread_domain",
     "ThreadModel": "affinity",
     "USE_DEFAULT": "allocators",
     "UseDefault": "allocators",
-    "XrcDomain": "domains",
+    "XrcDomain": "xrc_domain",
     "devices": "device",
     "open_device": "device",
 }

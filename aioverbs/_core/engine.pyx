@@ -251,11 +251,6 @@ cdef class Handle:
             self.context._slot == NULL or self.context._slot[0] == self.context._lent
         )
 
-    def check_lender(self):
-        """See that it is open, and that nobody closed it who lent it."""
-        self._enter()
-        self._leave()
-
     cdef int _forgo(self) except -1:
         # Its end where the lender was first: in the kernel it is gone, and the provider cannot be asked any more.
         return 0

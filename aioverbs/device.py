@@ -195,6 +195,13 @@ class Device(Handled[engine.Context]):
         self._pump.find = self._life.find
         self._life.drain = self._stop_events
 
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self._lent is not None:
+            assert self._handle is not None
+            # Asking the handle is what finds that its user closed it, and the descriptor of its events with it.
+            self._handle.address  # noqa: B018
+
     async def _stop_events(self) -> None:
         self._pump.stop()
 

@@ -131,7 +131,7 @@ class LenderClosedError(ClosedResourceError, VerbsError):
     def __init__(self, what: str) -> None:
         self.what = what
         advice = "close what aioverbs made from a pyverbs object before that object"
-        VerbsError.__init__(self, "verb", _errno.ENODEV, advice)
+        VerbsError.__init__(self, "any verb", _errno.ENODEV, advice)
 
     def __str__(self) -> str:
         return f"{self.what} stands on a pyverbs object that was closed: {self.advice}"

@@ -67,7 +67,6 @@ cdef class Handle:
     cdef int _destroy(self) except -1
     cdef int _destroy_verb(self) except? -1
     cdef int _borrow(self, capsule, const char *name, owner) except -1
-    cdef bint _is_there(self) noexcept
     cdef int _forgo(self) except -1
     cdef str _destroy_name(self)
     cdef str _users(self)

@@ -157,7 +157,7 @@ cdef class Handle:
     cdef int _enter(self) except -1:
         # Every use passes here; each success is followed by one _leave.
         self._enter_memory()
-        if not self._is_there():
+        if not _is_there(self):
             self._leave()
             raise LenderClosedError(repr(self))
         return 0
@@ -180,7 +180,7 @@ cdef class Handle:
     # leaves no trace: its owner may destroy the object meanwhile.
     cdef int _use(self, str verb) except -1:
         self._use_memory(verb)
-        if not self._is_there():
+        if not _is_there(self):
             self._unuse()
             raise LenderClosedError(repr(self))
         return 0
@@ -246,11 +246,6 @@ cdef class Handle:
         self._owner = owner
         return 0
 
-    cdef bint _is_there(self) noexcept:
-        return (self._slot == NULL or self._slot[0] == self._lent) and (
-            self.context._slot == NULL or self.context._slot[0] == self.context._lent
-        )
-
     cdef int _forgo(self) except -1:
         # Its end where the lender was first: in the kernel it is gone, and the provider cannot be asked any more.
         return 0
@@ -300,7 +295,7 @@ cdef class Handle:
             if v.gate_holders(&self._gate) < 0:
                 return 0                        # another thread was faster
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
-        there = self._is_there()
+        there = _is_there(self)
         try:
             error = self._destroy_verb() if there else self._forgo()
             if abs(error) == EBUSY and self._dependants() is not None:
@@ -316,6 +311,14 @@ cdef class Handle:
             warnings.warn(f"{self!r} was closed by its user before what was made from it, of which memory leaks",
                           ResourceWarning)
         return 0
+
+
+cdef inline bint _is_there(Handle handle) noexcept:
+    # Neither it nor its context was closed by who lent it.
+    cdef Context context = handle.context
+    return (handle._slot == NULL or handle._slot[0] == handle._lent) and (
+        context._slot == NULL or context._slot[0] == context._lent
+    )
 
 
 cdef Affinity _common(tuple handles, Affinity affinity):

@@ -59,7 +59,7 @@ cdef class Context(Handle):
     def adopt(capsule, owner):
         """Use a context that somebody else opened through libibverbs.
 
-        :param capsule: a capsule "ibv_context *", from `pyverbs_bridge`: where the pointer stands as long as it is open.
+        :param capsule: a capsule "ibv_context *", from `pyverbs_bridge`: where the pointer stands while it is open.
         :param owner: what keeps that place and the context; its ``close()`` is called when the handle was destroyed.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         """

@@ -41,7 +41,7 @@ cdef class ProtectionDomain(Handle):
     def adopt(Context context not None, capsule, owner):
         """Use a protection domain that somebody else made, and destroys after the handle.
 
-        :param capsule: a capsule "ibv_pd *", from `pyverbs_bridge`: where the pointer stands as long as it is open.
+        :param capsule: a capsule "ibv_pd *", from `pyverbs_bridge`: where the pointer stands while it is open.
         :param owner: what keeps that place.
         :raises ValueError: it is of another context.
         """
@@ -174,7 +174,7 @@ cdef class MemoryRegion(Handle):
         """Use a memory region that somebody else registered, and deregisters after the handle was destroyed.
 
         :param pd: its protection domain.
-        :param capsule: a capsule "ibv_mr *", from `pyverbs_bridge`: where the pointer stands as long as it is open.
+        :param capsule: a capsule "ibv_mr *", from `pyverbs_bridge`: where the pointer stands while it is open.
         :param owner: what keeps that place.
         :raises ValueError: it is of another protection domain.
         """

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_type
 
 import pytest
 
@@ -16,6 +16,8 @@ from aioverbs import (
     Device,
     DeviceNotFoundError,
     LenderClosedError,
+    MemoryRegion,
+    ProtectionDomain,
     RemoteRegion,
     ThreadModel,
     VerbsError,
@@ -158,6 +160,8 @@ class TestAdopting:
             ):
                 near.connect(far.address, REMOTE)
                 far.connect(near.address, REMOTE)
+                assert_type(pd, ProtectionDomain)
+                assert_type(region, MemoryRegion)
                 assert (len(region), region.address, region.lkey, region.rkey) == (4096, mr.buf, mr.lkey, mr.rkey)
                 await near.write(region[:5], ours.remote()[:5])
                 assert bytes(ours.buffer[:5]) == b"hello"
@@ -233,12 +237,12 @@ class TestAdopting:
             pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # which nobody answers
             await asyncio.sleep(0)
             context.close()
-            for ask in (near.query, device.attributes, cq.handle.poll, lambda: near.address):
+            for ask in (near.query, device.events, device.protection_domain, cq.handle.poll, lambda: near.address):
                 with pytest.raises(LenderClosedError):
                     ask()
             with pytest.raises(LenderClosedError):
                 await near.write(ours[:5], ours.remote()[5:10])
-            for resource in (device.protection_domain(), domain.register(64), domain.completion_queue(16)):
+            for resource in (domain.register(64), domain.completion_queue(16)):
                 with pytest.raises(LenderClosedError):
                     await resource.open()
             with pytest.warns(ResourceWarning, match="was closed by its user before what was made from it"):

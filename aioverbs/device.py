@@ -28,6 +28,7 @@ from aioverbs.xrc_domain import XrcDomain
 
 if TYPE_CHECKING:
     from pyverbs.device import Context as PyverbsContext
+    from pyverbs.pd import PD
 
 
 __all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device"]
@@ -171,7 +172,10 @@ class Device(Handled[engine.Context]):
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
         """A device over a pyverbs context that the user opened, keeps, and closes when this is closed.
 
-        What is made from it is destroyed before, as libibverbs demands and pyverbs does not see.
+        What is made from it is destroyed before, as libibverbs demands and pyverbs does not see. Where the user closes
+        it first, everything here raises `LenderClosedError` and can only be closed, with a ResourceWarning in the end.
+        Its protection domains and memory regions follow by `adopt_protection_domain` and
+        `ProtectionDomain.adopt_memory_region`.
 
         :param context: an open `pyverbs.device.Context`.
         :param max_native_thread_domains: as for `open_device`.
@@ -199,6 +203,13 @@ class Device(Handled[engine.Context]):
         if self._life.opener is not None:
             reap()
 
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self._lent is not None:
+            assert self._handle is not None
+            # Asking the handle is what finds that its user closed it, and the descriptor of its events with it.
+            self._handle.address  # noqa: B018
+
     @property
     def name(self) -> str:
         """Its name, as ``"soft0"`` or ``"mlx5_0"``."""
@@ -220,6 +231,20 @@ class Device(Handled[engine.Context]):
     def protection_domain(self) -> ProtectionDomain:
         """A protection domain: see there."""
         return ProtectionDomain(self, self.handle, self._budget)
+
+    def adopt_protection_domain(self, pd: "PD") -> ProtectionDomain:
+        """A protection domain that the user made with pyverbs, on the context that `from_pyverbs` adopted.
+
+        The user keeps it, and closes it when this is closed: before that pyverbs fails to, with EBUSY, as long as
+        something that was made from it here is open; else using this raises `LenderClosedError`. Memory that the user
+        registered on it follows by `ProtectionDomain.adopt_memory_region`.
+
+        Opening raises `TypeError` where it is something else, as a parent domain, `ValueError` where it is closed or of
+        another context.
+
+        :param pd: an open `pyverbs.pd.PD`.
+        """
+        return ProtectionDomain(self, self.handle, self._budget, lent=pd)
 
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
         """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.

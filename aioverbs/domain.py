@@ -6,7 +6,7 @@ from aioverbs._core import engine
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import QpCapabilities
 from aioverbs.completion import CompletionQueue, Placement
-from aioverbs.memory import MemoryRegion
+from aioverbs.memory import LentMemoryRegion, MemoryRegion
 from aioverbs.queue_pair import QueuePair, SharedReceiveQueue
 from aioverbs.resource import Handled
 from aioverbs.thread_domain import ThreadDomainBudget
@@ -14,6 +14,7 @@ from aioverbs.types import AccessFlags, QpType
 from aioverbs.xrc_domain import XrcDomain
 
 if TYPE_CHECKING:
+    from pyverbs.mr import MR
     from typing_extensions import Buffer
 
 __all__ = ["Domain"]
@@ -95,3 +96,16 @@ class Domain(Handled[engine.ProtectionDomain]):
         :param allocator: where to allocate those bytes.
         """
         return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
+
+    def adopt_memory_region(self, mr: "MR", access: AccessFlags) -> MemoryRegion:
+        """A memory region that the user registered with pyverbs on the `PD` that was adopted, to be opened.
+
+        The user keeps it, and closes it when this is closed; used after that, this raises `LenderClosedError`.
+
+        Opening raises `TypeError` where it is something else, `ValueError` where it is closed or of another domain.
+
+        :param mr: an open `pyverbs.mr.MR`, of any kind.
+        :param access: what it was registered for, which it does not tell: `MemoryRegion.buffer` is read-only without
+            ``LOCAL_WRITE``.
+        """
+        return LentMemoryRegion(self.base, self.base.handle, mr, access)

@@ -20,6 +20,7 @@ __all__ = [
     "ConcurrentAccessError",
     "DeviceNotFoundError",
     "ForkedProcessError",
+    "LenderClosedError",
     "LibraryNotFoundError",
     "VerbsError",
     "WorkCompletionError",
@@ -117,6 +118,26 @@ class ForkedProcessError(ClosedResourceError):
 
     def __str__(self) -> str:
         return f"{self.args[0]} was opened before fork: open the device again in this process"
+
+
+class LenderClosedError(ClosedResourceError, VerbsError):
+    """The user closed an object of pyverbs before what aioverbs made from it. Nothing was done.
+
+    Close what aioverbs made first; now it can only be closed.
+
+    :param what: the object of aioverbs that was used.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        advice = "close what aioverbs made from a pyverbs object before that object"
+        VerbsError.__init__(self, "any verb", _errno.ENODEV, advice)
+
+    def __str__(self) -> str:
+        return f"{self.what} stands on a pyverbs object that was closed: {self.advice}"
+
+    def __reduce__(self) -> tuple[type["LenderClosedError"], tuple[str]]:  # type: ignore[override]
+        return type(self), (self.what,)
 
 
 class BrokenResourceError(anyio.BrokenResourceError):

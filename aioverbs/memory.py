@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import mmap
 import struct
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Self
 from aioverbs._core import engine
 from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
+from aioverbs.providers import hardware
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
+    from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["MemoryRegion", "RegionSlice", "RemoteRegion"]
+__all__ = ["LentMemoryRegion", "MemoryRegion", "RegionSlice", "RemoteRegion"]
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
@@ -209,7 +212,9 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
     def _open(self) -> None:
         if self._memory is None:
             self._memory = self._allocate()
-        handle = engine.MemoryRegion(self._pd_handle, self._memory, self._access)
+        self._begin(engine.MemoryRegion(self._pd_handle, self._memory, self._access))
+
+    def _begin(self, handle: engine.MemoryRegion) -> None:
         self._life.hold(handle)
         self._handle = handle
         self._constants = (handle.address, handle.lkey, handle.rkey)
@@ -290,3 +295,45 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
     def remote(self) -> RemoteRegion:
         """What a peer needs to reach all of it."""
         return self[:].remote()
+
+
+class LentMemoryRegion(MemoryRegion):
+    """A memory region that its user registered with pyverbs, keeps, and closes when this is closed.
+
+    Any event loop may use it. Made by `ProtectionDomain.adopt_memory_region`.
+
+    :param mr: an open `pyverbs.mr.MR` of any kind, of the same protection domain.
+    :param access: what it was registered for, which it does not tell.
+    """
+
+    def __init__(self, pd: Resource, handle: engine.ProtectionDomain, mr: "MR", access: AccessFlags) -> None:
+        super().__init__(pd, handle, b"", access)  # how long it is, it is asked when it is opened
+        self._lent = mr
+
+    def _open(self) -> None:
+        handle = hardware.adopt_memory_region(self._pd_handle, self._lent)
+        self._begin(handle)
+        self._length = handle.length
+        if self._length > sys.maxsize:
+            raise ValueError(f"{self._lent!r} is all of the address space: register or adopt the parts that are needed")
+        self._memory = None
+        if self._lent.buf:  # not so of device memory, or of what was imported
+            memory = (ctypes.c_char * handle.length).from_address(handle.address)
+            self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        assert self._handle is not None
+        # Asking the handle is what finds that its user closed it.
+        self._handle.length  # noqa: B018
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes, flat; to be written where it was registered for that. They are gone once its user closes it.
+
+        :raises ValueError: they are not in this process's memory.
+        """
+        self._check_open()
+        if self._memory is None:
+            raise ValueError(f"{self!r} has no memory in this process: it is reached by work requests only")
+        return super().buffer

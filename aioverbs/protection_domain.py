@@ -1,6 +1,7 @@
 """Protection domains, parent domains over them, and those that are shared with other contexts."""
 
 import errno
+from typing import TYPE_CHECKING
 
 from aioverbs._core import domains as core
 from aioverbs._core import engine
@@ -10,8 +11,12 @@ from aioverbs.completion import Placement
 from aioverbs.domain import Domain
 from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.life import State
+from aioverbs.providers import hardware
 from aioverbs.resource import Resource
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
+
+if TYPE_CHECKING:
+    from pyverbs.pd import PD
 
 __all__ = ["ParentDomain", "ProtectionDomain", "SharedProtectionDomain"]
 
@@ -31,17 +36,21 @@ class ProtectionDomain(Domain):
         context: engine.Context,
         budget: ThreadDomainBudget,
         shared: tuple[int, int] | None = None,
+        lent: "PD | None" = None,
     ) -> None:
         super().__init__(device)
         self._context = context
         self._budget = budget
         self._shared = shared
+        self._lent = lent  # the user's own pyverbs PD
 
     def _open(self) -> None:
-        if self._shared is None:
-            self._handle = engine.ProtectionDomain(self._context)
-        else:
+        if self._lent is not None:
+            self._handle = hardware.adopt_protection_domain(self._context, self._lent)
+        elif self._shared is not None:
             self._handle = engine.ProtectionDomain.open_shared(self._context, *self._shared)
+        else:
+            self._handle = engine.ProtectionDomain(self._context)
         self._life.hold(self._handle)
 
     @property
@@ -145,7 +154,8 @@ class ParentDomain(Domain):
         try:
             handle = core.ParentDomain(self._pd.handle, td, self.allocator, affinity=self._life.owner)
         except VerbsError as error:
-            if error.errno not in _NO_PARENT_DOMAIN or self._require_native:
+            of_allocator = error.__cause__ is not None  # it raised, or gave what cannot be used
+            if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:
                 raise
             message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
             self._budget.say_once("parent domain", message, self._context.name, error)

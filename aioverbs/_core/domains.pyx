@@ -143,6 +143,7 @@ cdef class ParentDomain(ProtectionDomain):
                     error = errno
                 if not self.pointer:
                     raise VerbsError("ibv_alloc_parent_domain", error) from self._take_cause()
+                self._slot, self._lent = pd._slot, pd._lent  # where its base is lent, it ends with that
                 self._opened(f"{self.pointer.handle}")
             except BaseException:
                 if self.pointer:

@@ -48,19 +48,26 @@ cdef class Handle:
     cdef str _label                     # for repr, which must not look at the object itself
     cdef readonly Context context
     cdef readonly Affinity affinity     # who may call its verbs; None: anyone
+    cdef void **_slot                   # where its lender has the pointer, until it closes it; NULL: it is ours
+    cdef void *_lent                    # that pointer
+    cdef object _owner                  # the lender: the slot is inside of it
     cdef object __weakref__
 
     cdef str _name(self)
     cdef int _begin(self) except -1
     cdef int _enter(self) except -1
+    cdef int _enter_memory(self) except -1
     cdef void _leave(self) noexcept
     cdef int _use(self, str verb) except -1
+    cdef int _use_memory(self, str verb) except -1
     cdef void _unuse(self) noexcept
     cdef int _belong(self, Affinity affinity, str verb) except -1
     cdef void _belongs(self) noexcept
     cdef int _opened(self, str label) except -1
     cdef int _destroy(self) except -1
     cdef int _destroy_verb(self) except? -1
+    cdef int _borrow(self, capsule, const char *name, owner) except -1
+    cdef int _forgo(self) except -1
     cdef str _destroy_name(self)
     cdef str _users(self)
     cdef str _dependants(self)
@@ -75,7 +82,6 @@ cdef class Context(Handle):
     cdef readonly int async_fd
     cdef readonly int num_comp_vectors
     cdef readonly bint software
-    cdef object _owner
     cdef bint _never_blocks             # async_fd was set so
 
     cdef int _halt(self) except -1

@@ -5,11 +5,14 @@ A handle is one object of the verbs: its constructor creates it, `destroy` destr
 here sleeps, and no policy lives here. What it does guarantee is the lifetime of everything: a closed handle raises, a
 parent with open children is refused before the verb, a buffer stays where it is as long as it is registered, and a
 handle that was made before a fork is closed in the child. Addresses given as numbers are the caller's to keep good.
+Some handles stand for what somebody else made and lends: they call no verb at their end. Once the lender closed it,
+they and, where it was the context, all handles of that only come to their end.
 
 Every method of a handle, and every constructor for what it is given, raises `ClosedResourceError` where the handle is
-closed and `ForkedProcessError` in the child of a fork. Where a verb is called, `VerbsError` has its name and errno (EIO
-for nearly all of them once the software device is lost), and `ConcurrentAccessError` tells of another call inside of
-an object that takes no locks. In each of these cases nothing was done. Docstrings say what is particular.
+closed, `LenderClosedError` where what was lent is, and `ForkedProcessError` in the child of a fork. Where a verb is
+called, `VerbsError` has its name and errno (EIO for nearly all of them once the software device is lost), and
+`ConcurrentAccessError` tells of another call inside of an object that takes no locks. In each of these cases nothing
+was done. Docstrings say what is particular.
 
 An open handle is in the ledger, which keeps it alive: forgetting one leaks it, visibly (`open_handles`), and never
 destroys an object that the hardware still works with.
@@ -39,6 +42,7 @@ from aioverbs.errors import (
     ClosedResourceError,
     ConcurrentAccessError,
     ForkedProcessError,
+    LenderClosedError,
     LibraryNotFoundError,
     VerbsError,
 )
@@ -152,6 +156,14 @@ cdef class Handle:
 
     cdef int _enter(self) except -1:
         # Every use passes here; each success is followed by one _leave.
+        self._enter_memory()
+        if not _is_there(self):
+            self._leave()
+            raise LenderClosedError(repr(self))
+        return 0
+
+    cdef int _enter_memory(self) except -1:
+        # The same for what asks nothing of the provider: the object's memory is there, whatever its lender did.
         if self._forks != v.soft_fork_count():
             raise ForkedProcessError(repr(self))
         if not v.gate_enter(&self._gate):
@@ -167,6 +179,13 @@ cdef class Handle:
     # Verbs on the object pass here instead, by their names; each success is followed by one _unuse. Who is not let in
     # leaves no trace: its owner may destroy the object meanwhile.
     cdef int _use(self, str verb) except -1:
+        self._use_memory(verb)
+        if not _is_there(self):
+            self._unuse()
+            raise LenderClosedError(repr(self))
+        return 0
+
+    cdef int _use_memory(self, str verb) except -1:
         if self._forks != v.soft_fork_count():
             raise ForkedProcessError(repr(self))
         if self.affinity is not None:
@@ -218,6 +237,19 @@ cdef class Handle:
             )
         raise VerbsError(verb, error)
 
+    # ---- What is lent
+
+    cdef int _borrow(self, capsule, const char *name, owner) except -1:
+        # The lender's own pointer is looked at on every use: it is how the lender's end is seen, which nobody tells.
+        self._slot = <void **>PyCapsule_GetPointer(capsule, name)
+        self._lent = self._slot[0]
+        self._owner = owner
+        return 0
+
+    cdef int _forgo(self) except -1:
+        # Its end where the lender was first: in the kernel it is gone, and the provider cannot be asked any more.
+        return 0
+
     cdef str _dependants(self):
         # What keeps the object, where the destroying verb answers EBUSY and no overlapping call can be meant.
         return None
@@ -263,8 +295,9 @@ cdef class Handle:
             if v.gate_holders(&self._gate) < 0:
                 return 0                        # another thread was faster
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
+        there = _is_there(self)
         try:
-            error = self._destroy_verb()
+            error = self._destroy_verb() if there else self._forgo()
             if abs(error) == EBUSY and self._dependants() is not None:
                 raise BusyResourceError(f"{self!r} cannot be destroyed: {self._dependants()}")
             self._check(self._destroy_name(), error)
@@ -273,7 +306,19 @@ cdef class Handle:
             raise
         self._leave_parents()
         del _ledger[id(self)]
+        self._slot, self._owner = NULL, None
+        if not there and self.context is self:
+            warnings.warn(f"{self!r} was closed by its user before what was made from it, of which memory leaks",
+                          ResourceWarning)
         return 0
+
+
+cdef inline bint _is_there(Handle handle) noexcept:
+    # Neither it nor its context was closed by who lent it.
+    cdef Context context = handle.context
+    return (handle._slot == NULL or handle._slot[0] == handle._lent) and (
+        context._slot == NULL or context._slot[0] == context._lent
+    )
 
 
 cdef Affinity _common(tuple handles, Affinity affinity):

@@ -43,12 +43,16 @@ cdef class CompletionChannel(Handle):
             error = self.context.table.destroy_comp_channel(self.pointer)
         return error
 
+    cdef int _forgo(self) except -1:
+        os.close(self.pointer.fd)
+        return 0
+
     cdef void _leave_parents(self) noexcept:
         self.context._leave()
 
     def fileno(self):
         """The file descriptor, readable while an event waits."""
-        self._enter()
+        self._enter_memory()
         try:
             return self.pointer.fd
         finally:
@@ -306,7 +310,7 @@ cdef class CompletionQueue(Handle):
         :param count: how many of them.
         :raises ValueError: so many were not taken, or were acknowledged before.
         """
-        self._use("ibv_ack_cq_events")
+        self._use_memory("ibv_ack_cq_events")
         try:
             if count < 0 or not v.gate_leave_many(&self._unacknowledged, count):
                 raise ValueError(f"{self._unacknowledged} events of {self!r} can be acknowledged, not {count}")

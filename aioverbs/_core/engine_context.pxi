@@ -59,16 +59,16 @@ cdef class Context(Handle):
     def adopt(capsule, owner):
         """Use a context that somebody else opened through libibverbs.
 
-        :param capsule: a capsule "ibv_context" with the pointer, from `pyverbs_bridge`.
-        :param owner: what keeps the context open; its ``close()`` is called when the handle was destroyed.
+        :param capsule: a capsule "ibv_context *", from `pyverbs_bridge`: where the pointer stands while it is open.
+        :param owner: what keeps that place and the context; its ``close()`` is called when the handle was destroyed.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         """
         cdef Context self = Context.__new__(Context)
-        self.pointer = <ibv_context *>PyCapsule_GetPointer(capsule, "ibv_context")
+        self._borrow(capsule, "ibv_context *", owner)
+        self.pointer = <ibv_context *>self._lent
         _load(&self.table, "libibverbs.so.1")
         self.context = self
         self._describe()
-        self._owner = owner
         self._opened("")
         return self
 

@@ -28,13 +28,37 @@ cdef class ProtectionDomain(Handle):
         return "ibv_dealloc_pd"
 
     cdef int _destroy_verb(self) except? -1:
-        cdef int error
-        with nogil:
-            error = self.context.table.dealloc_pd(self.pointer)
+        cdef int error = 0
+        if self._slot == NULL:
+            with nogil:
+                error = self.context.table.dealloc_pd(self.pointer)
         return error
 
     cdef void _leave_parents(self) noexcept:
         self.context._leave()
+
+    @staticmethod
+    def adopt(Context context not None, capsule, owner):
+        """Use a protection domain that somebody else made, and destroys after the handle.
+
+        :param capsule: a capsule "ibv_pd *", from `pyverbs_bridge`: where the pointer stands while it is open.
+        :param owner: what keeps that place.
+        :raises ValueError: it is of another context.
+        """
+        cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
+        self._begin()
+        context._enter()
+        self.context = context
+        try:
+            self._borrow(capsule, "ibv_pd *", owner)
+            self.pointer = <ibv_pd *>self._lent
+            if self.pointer.context != context.pointer:
+                raise ValueError(f"{owner!r} is of another context than {context!r}")
+            self._opened(f"{self.pointer.handle}")
+        except BaseException:
+            context._leave()
+            raise
+        return self
 
     @staticmethod
     def open_shared(Context context not None, uint32_t share, uint64_t share_key):
@@ -145,6 +169,34 @@ cdef class MemoryRegion(Handle):
             pd._leave()
             raise
 
+    @staticmethod
+    def adopt(ProtectionDomain pd not None, capsule, owner):
+        """Use a memory region that somebody else registered, and deregisters after the handle was destroyed.
+
+        :param pd: its protection domain.
+        :param capsule: a capsule "ibv_mr *", from `pyverbs_bridge`: where the pointer stands while it is open.
+        :param owner: what keeps that place.
+        :raises ValueError: it is of another protection domain.
+        """
+        cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
+        cdef ibv_pd *theirs
+        self._begin()
+        pd._enter()
+        self.context = pd.context
+        self.pd = pd
+        try:
+            self._borrow(capsule, "ibv_mr *", owner)
+            self.pointer = <ibv_mr *>self._lent
+            # A parent domain of the lender's has its base's handle, and its regions are the base's.
+            theirs = self.pointer.pd
+            if theirs == NULL or theirs.context != pd.pointer.context or theirs.handle != pd.pointer.handle:
+                raise ValueError(f"{owner!r} is of another protection domain than {pd!r}")
+            self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes")
+        except BaseException:
+            pd._leave()
+            raise
+        return self
+
     cdef void _release(self) noexcept:
         if self._has_buffer:
             self._has_buffer = False
@@ -157,9 +209,10 @@ cdef class MemoryRegion(Handle):
         return "a memory window is bound to it; unbind that first"
 
     cdef int _destroy_verb(self) except? -1:
-        cdef int error
-        with nogil:
-            error = self.context.table.dereg_mr(self.pointer)
+        cdef int error = 0
+        if self._slot == NULL:
+            with nogil:
+                error = self.context.table.dereg_mr(self.pointer)
         return error
 
     cdef void _leave_parents(self) noexcept:

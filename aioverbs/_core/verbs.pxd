@@ -122,6 +122,7 @@ cdef extern from "verbs_abi.h" nogil:
         int oflags
 
     struct ibv_mr:
+        ibv_pd *pd
         void *addr
         size_t length
         uint32_t lkey

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from aioverbs._core import engine
+from aioverbs._core import engine, pyverbs_bridge
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 
 if TYPE_CHECKING:
     from pyverbs.device import Context as PyverbsContext
+    from pyverbs.mr import MR
+    from pyverbs.pd import PD
 
-__all__ = ["adopt_context", "names", "open_context"]
+__all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "names", "open_context"]
 
 
 def _pyverbs_device() -> ModuleType:
@@ -59,8 +61,6 @@ def open_context(name: str) -> engine.Context:
     available = names()
     if name not in available:
         raise DeviceNotFoundError(name, available)
-    from aioverbs._core import pyverbs_bridge
-
     with _as_verbs_error("ibv_open_device"):
         context = _pyverbs_device().Context(name=name)
     return engine.Context.adopt(pyverbs_bridge.context_capsule(context), context)
@@ -84,6 +84,22 @@ def adopt_context(context: "PyverbsContext") -> engine.Context:
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
     """
     _pyverbs_device()
-    from aioverbs._core import pyverbs_bridge
-
     return engine.Context.adopt(pyverbs_bridge.context_capsule(context), _Lent(context))
+
+
+def adopt_protection_domain(context: engine.Context, pd: "PD") -> engine.ProtectionDomain:
+    """Use an open `pyverbs.pd.PD` of an adopted context, which its user keeps and closes afterwards.
+
+    :raises TypeError: it is something else.
+    :raises ValueError: it is closed, or of another context.
+    """
+    return engine.ProtectionDomain.adopt(context, pyverbs_bridge.pd_capsule(pd), pd)
+
+
+def adopt_memory_region(pd: engine.ProtectionDomain, mr: "MR") -> engine.MemoryRegion:
+    """Use an open `pyverbs.mr.MR` of an adopted protection domain, which its user keeps and closes afterwards.
+
+    :raises TypeError: it is something else.
+    :raises ValueError: it is closed, or of another protection domain.
+    """
+    return engine.MemoryRegion.adopt(pd, pyverbs_bridge.mr_capsule(mr), mr)

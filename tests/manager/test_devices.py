@@ -145,8 +145,6 @@ def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(monkeypatch: 
     )
     monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
     monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", fake)
-    # The bridge, which needs the real one, is imported before the device is opened.
-    monkeypatch.setitem(sys.modules, "aioverbs._core.pyverbs_bridge", types.ModuleType("pyverbs_bridge"))
     monkeypatch.setattr(hardware, "_pyverbs_device", lambda: fake)
     (found, _) = devices()
     assert found.name == "mlx5_7"

@@ -2,11 +2,12 @@
 
 import array
 import asyncio
+import ctypes
 import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,62 @@ async def test_whatever_has_the_buffer_protocol(
         assert part.remote() == RemoteRegion(region.address + 8191, 1, region.rkey) == region.remote()[8191:]
         assert (len(part), part.offset) == (1, 8191)
         assert region.address == region.handle.address
+
+
+class Record(ctypes.BigEndianStructure):
+    """As a structured array has them."""
+
+    _fields_ = (("key", ctypes.c_uint32), ("value", ctypes.c_double))
+
+
+def several(kind: Any, *shape: int) -> "Buffer":
+    """An array with a shape, and elements that memoryview cannot read, as numpy's may be."""
+    for length in reversed(shape):
+        kind *= length
+    made: Buffer = kind()
+    return made
+
+
+SHAPED: dict[str, Callable[[], "Buffer"]] = {
+    "two dimensions": lambda: several(ctypes.c_double, 8, 16),
+    "big endian": lambda: several(ctypes.c_float.__ctype_be__, 256),
+    "records": lambda: several(Record, 4, 4, 4),
+    "of memoryview": lambda: memoryview(bytearray(1024)).cast("d", (8, 16)),
+    "numpy, two dimensions": lambda: numpy("zeros", (8, 16)),
+    "numpy, complex numbers": lambda: numpy("zeros", 64, "c16"),
+    "numpy, big endian": lambda: numpy("zeros", 256, ">f4"),
+    "numpy, a part": lambda: numpy("zeros", (16, 16))[4:12],
+}
+
+
+def numpy(make: str, *arguments: object) -> Any:
+    """Of numpy, where it is installed: the others have the same buffers."""
+    return getattr(pytest.importorskip("numpy"), make)(*arguments)
+
+
+@pytest.mark.parametrize("make", SHAPED.values(), ids=SHAPED)
+async def test_arrays_of_any_shape_are_bytes(device: Device, make: Callable[[], "Buffer"]) -> None:
+    array = make()
+    size = memoryview(array).nbytes
+    async with device.protection_domain() as pd, pd.register(array, REMOTE) as region:
+        assert len(region) == len(region.buffer) == size
+        assert (region.buffer.format, region.buffer.ndim) == ("B", 1)
+        region.buffer[size - 8 :] = b"the end."
+        assert memoryview(array).tobytes() == bytes(size - 8) + b"the end."
+        assert bytes(region[size - 8 :].buffer) == b"the end."
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+async def test_arrays_of_numpy_that_cannot_be_written_or_lie_apart(device: Device, read_only: bool) -> None:
+    array = numpy("zeros", (8, 16))
+    if read_only:
+        array.flags.writeable = False
+    async with device.protection_domain() as pd:
+        async with pd.register(array, AccessFlags.REMOTE_READ) as region:
+            assert region.buffer.readonly is read_only
+        unfit = array if read_only else array[:, ::2]
+        with pytest.raises((BufferError, ValueError)):
+            await pd.register(unfit).open()
 
 
 async def test_read_only_memory_is_read(device: Device) -> None:

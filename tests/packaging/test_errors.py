@@ -40,6 +40,11 @@ from aioverbs.types import WcOpcode, WcStatus
             "a work request on queue pair 17 ended with GENERAL_ERR (vendor error 0x0)",
         ),
         (errors.ForkedProcessError("soft0"), "soft0 was opened before fork: open the device again in this process"),
+        (
+            errors.LenderClosedError("<MemoryRegion>"),
+            "<MemoryRegion> stands on a pyverbs object that was closed: "
+            "close what aioverbs made from a pyverbs object before that object",
+        ),
         (errors.DeviceNotFoundError("mlx5_0", ["soft0"]), "there is no device 'mlx5_0'; here are: soft0"),
         (errors.DeviceNotFoundError("mlx5_0"), "there is no device 'mlx5_0'; here are: none"),
         (

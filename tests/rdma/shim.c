@@ -8,6 +8,7 @@ pthread_mutex_t shim_lock = PTHREAD_MUTEX_INITIALIZER;
 struct object *shim_objects;
 uint32_t shim_alloc_calls, shim_free_calls;
 int (*shim_original_dealloc_pd)(struct ibv_pd *);
+struct ibv_cq_ex *(*shim_original_create_cq_ex)(struct ibv_context *, struct ibv_cq_init_attr_ex *);
 
 static struct verbs_context *installed;
 static int (**dealloc_pd_slot)(struct ibv_pd *);
@@ -97,11 +98,13 @@ int shim_install(struct verbs_context *context, void **slot)
         original.open_xrcd = context->open_xrcd;
         original.close_xrcd = context->close_xrcd;
         shim_original_dealloc_pd = *dealloc_pd;
+        shim_original_create_cq_ex = context->create_cq_ex;
         context->alloc_td = shim_alloc_td;
         context->dealloc_td = shim_dealloc_td;
         context->alloc_parent_domain = shim_alloc_parent_domain;
         context->open_xrcd = shim_open_xrcd;
         context->close_xrcd = shim_close_xrcd;
+        context->create_cq_ex = shim_create_cq_ex;
         *dealloc_pd = shim_dealloc_pd;
         installed = context;
         dealloc_pd_slot = dealloc_pd;
@@ -126,6 +129,7 @@ int shim_uninstall(void)
         installed->alloc_parent_domain = original.alloc_parent_domain;
         installed->open_xrcd = original.open_xrcd;
         installed->close_xrcd = original.close_xrcd;
+        installed->create_cq_ex = shim_original_create_cq_ex;
         *dealloc_pd_slot = shim_original_dealloc_pd;
         installed = NULL;
     }

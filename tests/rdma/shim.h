@@ -81,6 +81,7 @@ extern pthread_mutex_t shim_lock;
 extern struct object *shim_objects;
 extern uint32_t shim_alloc_calls, shim_free_calls;
 extern int (*shim_original_dealloc_pd)(struct ibv_pd *);
+extern struct ibv_cq_ex *(*shim_original_create_cq_ex)(struct ibv_context *, struct ibv_cq_init_attr_ex *);
 
 /* With `shim_lock` held. `shim_add` answers NULL when there is no memory; `shim_drop` frees nothing. */
 struct object *shim_find(enum kind kind, const void *address);
@@ -94,6 +95,7 @@ struct ibv_td *shim_alloc_td(struct ibv_context *context, struct ibv_td_init_att
 int shim_dealloc_td(struct ibv_td *address);
 struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context, struct ibv_parent_domain_init_attr *attr);
 int shim_dealloc_pd(struct ibv_pd *pd);
+struct ibv_cq_ex *shim_create_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr);
 struct ibv_xrcd *shim_open_xrcd(struct ibv_context *context, struct ibv_xrcd_init_attr *attr);
 int shim_close_xrcd(struct ibv_xrcd *address);
 

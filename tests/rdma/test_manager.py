@@ -1,15 +1,23 @@
 """The resource manager on an RDMA device: with what it has natively, and without what it has not."""
 
 import asyncio
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, assert_type
 
 import pytest
 
 from aioverbs import (
     AccessFlags,
     AffinityError,
+    BrokenResourceError,
     Device,
     DeviceNotFoundError,
+    LenderClosedError,
+    MemoryRegion,
+    ProtectionDomain,
     RemoteRegion,
     ThreadModel,
     VerbsError,
@@ -19,6 +27,9 @@ from aioverbs import (
     open_device,
 )
 from tests.rdma.seam import rdma_devices
+
+if TYPE_CHECKING:
+    from pyverbs.device import Context
 
 pytestmark = pytest.mark.rdma
 
@@ -113,6 +124,133 @@ async def test_over_a_context_of_the_user(name: str) -> None:
         await Device.from_pyverbs(context).open()
     with pytest.raises(TypeError, match=r"a pyverbs.device.Context is needed, not str"):
         await Device.from_pyverbs("mlx5_0").open()  # type: ignore[arg-type]
+
+
+def descriptors() -> int:
+    """How many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+class TestAdopting:
+    """What the user made with pyverbs, and closes."""
+
+    @pytest.fixture
+    def context(self, name: str) -> "Iterator[Context]":
+        import pyverbs.device
+
+        with pyverbs.device.Context(name=name) as context:
+            yield context
+
+    async def test_a_write_between_theirs_and_ours(self, context: "Context") -> None:
+        from pyverbs.mr import MR
+        from pyverbs.pd import PD
+        from pyverbs.pyverbs_error import PyverbsError
+
+        with PD(context) as theirs, MR(theirs, 4096, REMOTE) as mr:
+            mr.write(b"hello", 5)
+            async with (
+                Device.from_pyverbs(context) as device,
+                device.adopt_protection_domain(theirs) as pd,
+                pd.adopt_memory_region(mr, REMOTE) as region,
+                device.resource_domain(pd) as domain,
+                domain.register(4096, REMOTE) as ours,
+                domain.completion_queue(16) as cq,
+                domain.queue_pair(cq) as near,
+                domain.queue_pair(cq) as far,
+            ):
+                near.connect(far.address, REMOTE)
+                far.connect(near.address, REMOTE)
+                assert_type(pd, ProtectionDomain)
+                assert_type(region, MemoryRegion)
+                assert (len(region), region.address, region.lkey, region.rkey) == (4096, mr.buf, mr.lkey, mr.rkey)
+                await near.write(region[:5], ours.remote()[:5])
+                assert bytes(ours.buffer[:5]) == b"hello"
+                ours.buffer[5:10] = b"again"
+                await near.write(ours[5:10], region.remote()[4090:4095])
+                assert mr.read(5, 4090) == bytes(region.buffer[4090:4095]) == b"again"
+                with pytest.raises(PyverbsError, match="Failed to dealloc PD"):  # which closed its memory regions
+                    theirs.close()
+                with pytest.raises(LenderClosedError):
+                    await near.write(region[:5], ours.remote()[:5])
+                await near.write(ours[:5], ours.remote()[64:69])
+            assert theirs.handle >= 0
+            with MR(theirs, 64, REMOTE) as another:
+                assert another.lkey
+        assert context.query_device().phys_port_cnt >= 1
+
+    async def test_what_cannot_be_adopted(self, context: "Context", name: str) -> None:
+        import pyverbs.device
+        from pyverbs.mr import MR
+        from pyverbs.pd import PD
+
+        with pyverbs.device.Context(name=name) as another, PD(another) as other:
+            async with Device.from_pyverbs(context) as device, device.protection_domain() as pd:
+                with pytest.raises(ValueError, match="is of another context than"):
+                    await device.adopt_protection_domain(other).open()
+                mr = MR(other, 64, REMOTE)
+                with pytest.raises(ValueError, match="is of another protection domain than"):
+                    await pd.adopt_memory_region(mr, REMOTE).open()
+                mr.close()
+                with pytest.raises(ValueError, match="the pyverbs memory region is closed"):
+                    await pd.adopt_memory_region(mr, REMOTE).open()
+                other.close()
+                with pytest.raises(ValueError, match="the pyverbs protection domain is closed"):
+                    await device.adopt_protection_domain(other).open()
+                with pytest.raises(TypeError, match=r"a pyverbs\.pd\.PD is needed, not Context"):
+                    await device.adopt_protection_domain(context).open()  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match=r"a pyverbs\.mr\.MR is needed, not PD"):
+                    await pd.adopt_memory_region(other, REMOTE).open()  # type: ignore[arg-type]
+
+    async def test_a_protection_domain_that_is_closed_first(self, context: "Context") -> None:
+        from pyverbs.mr import MR
+        from pyverbs.pd import PD
+
+        theirs = PD(context)
+        mr = MR(theirs, 64, REMOTE)
+        async with (
+            Device.from_pyverbs(context) as device,
+            device.adopt_protection_domain(theirs) as pd,
+            pd.adopt_memory_region(mr, REMOTE) as region,
+        ):
+            theirs.close()
+            for ask in (region.remote, lambda: region.buffer, lambda: region[:5].sge):
+                with pytest.raises(LenderClosedError):
+                    ask()
+            for resource in (pd.register(64), device.resource_domain(pd)):
+                with pytest.raises(LenderClosedError):
+                    await resource.open()
+            async with device.protection_domain() as ours, ours.register(64):
+                pass
+
+    async def test_a_context_that_is_closed_first(self, context: "Context") -> None:
+        before = descriptors()
+        async with contextlib.AsyncExitStack() as stack:
+            device = await stack.enter_async_context(Device.from_pyverbs(context))
+            domain = await stack.enter_async_context(device.resource_domain())
+            ours = await stack.enter_async_context(domain.register(64, REMOTE))
+            cq = await stack.enter_async_context(domain.completion_queue(16))
+            near = await stack.enter_async_context(domain.queue_pair(cq))
+            async with domain.queue_pair(cq) as far:
+                near.connect(far.address, REMOTE)
+                far.connect(near.address, REMOTE)
+                await near.write(ours[:5], ours.remote()[5:10])
+            pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # which nobody answers
+            await asyncio.sleep(0)
+            context.close()
+            for ask in (near.query, device.events, device.protection_domain, cq.handle.poll, lambda: near.address):
+                with pytest.raises(LenderClosedError):
+                    ask()
+            with pytest.raises(LenderClosedError):
+                await near.write(ours[:5], ours.remote()[5:10])
+            for resource in (domain.register(64), domain.completion_queue(16)):
+                with pytest.raises(LenderClosedError):
+                    await resource.open()
+            with pytest.warns(ResourceWarning, match="was closed by its user before what was made from it"):
+                await stack.aclose()
+        with pytest.raises(BrokenResourceError):
+            await pending
+        assert device.closed
+        assert descriptors() == before - 2  # the context's own
 
 
 async def test_its_protection_domains_are_not_shared(name: str) -> None:

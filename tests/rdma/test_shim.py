@@ -18,39 +18,9 @@ import pytest
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
 from aioverbs._core import domains, engine
 from tests.rdma.seam import Pair, opened, rdma_devices
+from tests.rdma.shim import CONTROL_PAGE, Shim
 
 pytestmark = pytest.mark.rdma
-
-CONTROL_PAGE = 1 << 32 | 1  # what the shim asks an allocator for
-COUNTS = ("tds", "parents", "xrcds", "xrc_domains", "alloc_calls", "free_calls")
-
-
-class Counts(ctypes.Structure):
-    """``struct shim_counts``."""
-
-    _fields_ = [(name, ctypes.c_uint32) for name in COUNTS]
-
-
-class Shim:
-    """The shim, installed in a context."""
-
-    def __init__(self, context: engine.Context) -> None:
-        path = os.environ.get("AIOVERBS_TEST_SHIM")
-        if not path:
-            pytest.fail("AIOVERBS_TEST_SHIM must name the shim's library: use `nox -s rdma`")
-        self.library = ctypes.CDLL(path)
-        verbs, slot = ctypes.c_void_p(context.extended_address), ctypes.c_void_p(context.table_slot("dealloc_pd"))
-        assert self.library.shim_install(verbs, slot) == 0
-
-    def counts(self) -> dict[str, int]:
-        """What is alive, and the calls of allocators."""
-        counts = Counts()
-        self.library.shim_counts(ctypes.byref(counts))
-        return {name: getattr(counts, name) for name in COUNTS}
-
-    def associate(self, xrcd: domains.XrcDomain, difference: int) -> None:
-        """Have a queue associated with an XRC domain, or no more."""
-        assert self.library.shim_associate(ctypes.c_void_p(xrcd.address), difference) == 0
 
 
 @pytest.fixture
@@ -66,9 +36,7 @@ def shim(context: engine.Context) -> Iterator[Shim]:
     for handle in reversed(engine.open_handles()):
         if handle is not context:
             handle.destroy()
-    alive = {name: count for name, count in shim.counts().items() if not name.endswith("calls")}
-    assert alive == dict.fromkeys(alive, 0)
-    assert shim.library.shim_uninstall() == 0
+    shim.uninstall()
 
 
 class Pages:

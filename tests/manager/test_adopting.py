@@ -1,0 +1,248 @@
+"""Protection domains and memory regions that the user made with pyverbs."""
+
+import contextlib
+import errno
+import gc
+import sys
+import weakref
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    ClosedResourceError,
+    LenderClosedError,
+    RemoteRegion,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+    open_device,
+)
+from aioverbs.device import Device
+from tests.manager.pyverbs_objects import MR, PD, ParentDomain, install, laid_out
+
+REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+@pytest.fixture(autouse=True)
+def pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+
+
+@contextlib.contextmanager
+def lending(device: Device) -> Any:
+    """A user's protection domain, which can be closed in the end: nothing of it is left."""
+    pd = PD(device.handle)
+    yield pd
+    pd.close()
+    assert not pd.pointer
+
+
+async def test_it_serves_like_one_of_ours(device: Device) -> None:
+    with lending(device) as theirs:
+        mr = MR(theirs, 4096, REMOTE)
+        async with (
+            device.adopt_protection_domain(theirs) as pd,
+            pd.adopt_memory_region(mr, REMOTE) as region,
+            device.resource_domain(pd) as domain,
+            domain.adopt_memory_region(mr, REMOTE) as again,
+            domain.register(64, REMOTE) as ours,
+            domain.completion_queue(16) as cq,
+            domain.queue_pair(cq) as near,
+            domain.queue_pair(cq) as far,
+        ):
+            assert (len(region), region.address, region.access) == (4096, mr.buf, REMOTE)
+            assert (region.lkey, region.rkey) == (mr.lkey, mr.rkey) == (again.lkey, again.rkey)
+            assert region.remote() == RemoteRegion(mr.buf, 4096, mr.rkey)
+            near.connect(far.address, REMOTE)
+            far.connect(near.address, REMOTE)
+            region.buffer[:5] = b"hello"
+            assert bytes(mr.memory[:5]) == b"hello"
+            await near.write(region[:5], ours.remote()[:5])
+            await near.write(ours[:5], region.remote()[4000:4005])
+            assert bytes(region.buffer[4000:4005]) == bytes(mr.memory[4000:4005]) == b"hello"
+            # pyverbs cannot close its protection domain meanwhile: something was made from it.
+            with pytest.raises(OSError, match="dealloc PD") as refused:
+                theirs.close()
+            assert refused.value.errno == errno.EBUSY
+        assert theirs.pointer
+
+
+async def test_what_is_lent_is_not_destroyed(device: Device) -> None:
+    before = device.statistics()
+    with lending(device) as theirs:
+        mr = MR(theirs, 64, REMOTE)
+        for _ in range(2):
+            async with device.adopt_protection_domain(theirs) as pd, pd.adopt_memory_region(mr, REMOTE):
+                pass
+        assert (dict(device.statistics().objects)["pds"], dict(device.statistics().objects)["mrs"]) == (1, 1)
+    assert device.statistics() == before
+
+
+async def test_it_is_kept_as_long_as_it_is_used(device: Device) -> None:
+    with lending(device) as theirs:
+        mr = MR(theirs, 64, REMOTE)
+        theirs.mrs.clear()  # pyverbs keeps its children weakly
+        kept = weakref.ref(mr)
+        async with device.adopt_protection_domain(theirs) as pd:
+            region = pd.adopt_memory_region(mr, REMOTE)
+            async with region:
+                del mr
+                gc.collect()
+                still = kept()
+                assert still is not None
+                assert still.lkey == region.lkey
+        still.close()
+
+
+async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> None:
+    with lending(device) as theirs:
+        mr = MR(theirs, 64, AccessFlags.REMOTE_READ)
+        async with device.adopt_protection_domain(theirs) as pd:
+            async with pd.adopt_memory_region(mr, AccessFlags.REMOTE_READ) as region:
+                assert region.buffer.readonly
+                assert len(region[8:16].buffer) == 8
+            mr.buf = 0  # as of device memory
+            async with pd.adopt_memory_region(mr, AccessFlags.REMOTE_READ) as region:
+                assert region[8:].sge == (region.address + 8, 56, mr.lkey)
+                with pytest.raises(ValueError, match="no memory in this process"):
+                    region.buffer  # noqa: B018
+
+
+# ---- What cannot be adopted
+
+
+async def test_closed_ones(device: Device) -> None:
+    with lending(device) as theirs:
+        mr = MR(theirs, 64, REMOTE)
+        async with device.adopt_protection_domain(theirs) as pd:
+            mr.close()
+            with pytest.raises(ValueError, match="the pyverbs memory region is closed"):
+                await pd.adopt_memory_region(mr, REMOTE).open()
+        theirs.close()
+        with pytest.raises(ValueError, match="the pyverbs protection domain is closed"):
+            await device.adopt_protection_domain(theirs).open()
+
+
+async def test_those_of_others(device: Device) -> None:
+    async with open_device("soft0") as another:
+        with lending(device) as first, lending(device) as second, lending(another) as third:
+            mr = MR(first, 64, REMOTE)
+            for pd in (device.adopt_protection_domain(second), device.protection_domain()):
+                async with pd:
+                    with pytest.raises(ValueError, match="is of another protection domain than"):
+                        await pd.adopt_memory_region(mr, REMOTE).open()
+            with pytest.raises(ValueError, match="is of another context than"):
+                await device.adopt_protection_domain(third).open()
+            # Between contexts, handles are alike.
+            async with another.adopt_protection_domain(third) as pd:
+                assert third.handle in (first.handle, second.handle, third.handle)
+                with pytest.raises(ValueError, match="is of another protection domain than"):
+                    await pd.adopt_memory_region(mr, REMOTE).open()
+
+
+async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Any = "mlx5_0"
+    with lending(device) as theirs:
+        parent = ParentDomain(device.handle)
+        with pytest.raises(TypeError, match="make parent domains over that"):
+            await device.adopt_protection_domain(parent).open()
+        parent.close()
+        async with device.adopt_protection_domain(theirs) as pd:
+            with pytest.raises(TypeError, match=r"a pyverbs\.mr\.MR is needed, not str"):
+                await pd.adopt_memory_region(wrong, REMOTE).open()
+    with pytest.raises(TypeError, match=r"a pyverbs\.pd\.PD is needed, not str"):
+        await device.adopt_protection_domain(wrong).open()
+    monkeypatch.delitem(sys.modules, "pyverbs.pd")  # nor was it ever imported
+    with pytest.raises(TypeError, match=r"a pyverbs\.pd\.PD is needed, not str"):
+        await device.adopt_protection_domain(wrong).open()
+
+
+@pytest.mark.parametrize(
+    "kind", [laid_out(3), laid_out(4, weak_references=1)], ids=["too small", "weak references elsewhere"]
+)
+async def test_objects_that_look_different(device: Device, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    install(monkeypatch, PD=kind)
+    theirs = kind()
+    theirs.pointer = 0xDEAD000
+    with pytest.raises(RuntimeError, match=r"pyverbs\.pd\.so.*unknown way"):
+        await device.adopt_protection_domain(theirs).open()
+
+
+async def test_pointers_that_lead_elsewhere(device: Device) -> None:
+    with lending(device) as theirs, lending(device) as other:
+        mr, another = MR(theirs, 64, REMOTE), MR(theirs, 64, REMOTE)
+        async with device.adopt_protection_domain(theirs) as pd:
+            for name in ("lkey", "rkey", "length"):
+                monkey: Any = type("Wrong", (MR,), {name: property(lambda _: 1)})
+                mr.__class__ = monkey
+                with pytest.raises(RuntimeError, match="points to is another one"):
+                    await pd.adopt_memory_region(mr, REMOTE).open()
+                mr.__class__ = MR
+            async with pd.adopt_memory_region(another, REMOTE):
+                pass
+        other.__class__ = type("WrongPD", (PD,), {"handle": property(lambda _: 77)})
+        with pytest.raises(RuntimeError, match="points to is another one"):
+            await device.adopt_protection_domain(other).open()
+        other.__class__ = PD
+
+
+# ---- Those that the user closes too early
+
+
+async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
+    with lending(device) as theirs:
+        mr = MR(theirs, 64, REMOTE)
+        async with (
+            device.adopt_protection_domain(theirs) as pd,
+            pd.completion_queue(16) as cq,
+            pd.queue_pair(cq) as near,
+            pd.queue_pair(cq) as far,
+            pd.register(64, REMOTE) as ours,
+            pd.adopt_memory_region(mr, REMOTE) as region,
+        ):
+            near.connect(far.address, REMOTE)
+            far.connect(near.address, REMOTE)
+            part, remote = region[:8], region.remote()[:8]
+            mr.close()
+            for ask in (
+                lambda: region.lkey,
+                lambda: region.address,
+                lambda: region.buffer,
+                lambda: part.sge,
+                lambda: part.buffer,
+                region.remote,
+                lambda: region.handle.rkey,
+            ):
+                with pytest.raises(LenderClosedError, match="close what aioverbs made from a pyverbs object before"):
+                    ask()
+            with pytest.raises(ClosedResourceError):
+                await near.write(part, ours.remote()[:8])
+            assert near.query().qp_state.name == "RTS", "nothing was posted"
+            with pytest.raises(WorkCompletionError) as caught:  # a peer may know it still
+                await near.write(ours[:8], remote)
+            assert caught.value.status is WcStatus.REM_ACCESS_ERR
+
+
+async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
+    with lending(device) as theirs:
+        mr = MR(theirs, 64, REMOTE)
+        async with (
+            device.adopt_protection_domain(theirs) as pd,
+            pd.adopt_memory_region(mr, REMOTE) as region,
+            pd.completion_queue(16) as cq,
+        ):
+            theirs.close()  # and the memory region with it
+            with pytest.raises(LenderClosedError):
+                region.remote()
+            for resource in (
+                pd.register(64),
+                pd.parent_domain(),
+                pd.queue_pair(cq),
+                pd.shared_receive_queue(8),
+                device.resource_domain(pd),
+            ):
+                with pytest.raises(LenderClosedError) as caught:
+                    await resource.open()
+                assert isinstance(caught.value, VerbsError)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .events import DeviceEvent
+    from .imported_device import import_device
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
     from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
@@ -140,6 +141,7 @@ __all__ = [
     "WorkCompletionError",
     "XrcDomain",
     "devices",
+    "import_device",
     "open_device",
 ]
 
@@ -186,6 +188,7 @@ _LAZY = {
     "UseDefault": "allocators",
     "XrcDomain": "xrc_domain",
     "devices": "device",
+    "import_device": "imported_device",
     "open_device": "device",
 }
 

@@ -9,12 +9,24 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import AsyncIterator
 
-from aioverbs import AccessFlags, import_device, open_device
+from aioverbs import AccessFlags, Device, ProtectionDomain, QueuePair, QueuePairAddress, import_device, open_device
 from tests.rdma.imports import imports
 
 KEY = 0xFEDCBA9876543210
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+@contextlib.asynccontextmanager
+async def queue_pair(device: Device, pd: ProtectionDomain) -> AsyncIterator[QueuePair]:
+    """One with all that it needs.
+
+    It posts nothing: soft-RoCE is told of a request by a write to its descriptor, which the kernel lets nobody do but
+    who opened it. NICs are told in their own registers.
+    """
+    async with device.resource_domain(pd) as domain, domain.completion_queue(8) as cq, domain.queue_pair(cq) as qp:
+        yield qp
 
 
 async def main(name: str, fd: int, shared_id: int | None) -> None:
@@ -25,9 +37,9 @@ async def main(name: str, fd: int, shared_id: int | None) -> None:
     if shared_id is None:
         device = await open_device(name).open()
         pd = await device.protection_domain().open()
-        shared = await stack.enter_async_context(pd.share(KEY))
-        print(shared.id, flush=True)
-        await shared.send(sock)
+        async with pd.share(KEY) as shared:
+            print(shared.id, flush=True)
+            await shared.send(sock)
     else:
         device = await import_device(sock, shared_id, KEY).open()
         pd = await device.shared_protection_domain(shared_id, KEY).open()
@@ -40,22 +52,20 @@ async def main(name: str, fd: int, shared_id: int | None) -> None:
             case ["look", count]:
                 print(bytes(region.buffer[: int(count)]).decode(), flush=True)
             case ["work"]:
-                async with (
-                    device.resource_domain(pd) as domain,
-                    domain.completion_queue(8) as cq,
-                    domain.queue_pair(cq) as near,
-                    domain.queue_pair(cq) as far,
-                ):
-                    near.connect(far.address, ACCESS)
-                    far.connect(near.address, ACCESS)
-                    region.buffer[:4] = b"work"
-                    await near.write(region[:4], region.remote()[64:68])
-                    print(bytes(region.buffer[64:68]).decode(), flush=True)
+                async with pd.register(64), queue_pair(device, pd) as qp:
+                    qp.connect(qp.address, ACCESS)
+                    print("done", flush=True)
+            case ["connect", peer]:
+                qp = await stack.enter_async_context(queue_pair(device, pd))
+                qp.connect(QueuePairAddress.from_bytes(bytes.fromhex(peer)), ACCESS)
+                print(bytes(qp.address).hex(), flush=True)
+            case ["disconnect"]:
+                await stack.aclose()
+                print("closed", flush=True)
             case ["close", "region"]:
                 await region.aclose()
                 print("closed", flush=True)
             case ["close", "pd"]:
-                await stack.aclose()
                 await pd.aclose()
                 print("closed", flush=True)
             case ["close", "device"]:

@@ -113,11 +113,3 @@ async def test_over_a_context_of_the_user(name: str) -> None:
         await Device.from_pyverbs(context).open()
     with pytest.raises(TypeError, match=r"a pyverbs.device.Context is needed, not str"):
         await Device.from_pyverbs("mlx5_0").open()  # type: ignore[arg-type]
-
-
-async def test_its_protection_domains_are_not_shared(name: str) -> None:
-    async with open_device(name) as device, device.protection_domain() as pd:
-        with pytest.raises(VerbsError, match="EOPNOTSUPP"):
-            await pd.share(1).open()
-        with pytest.raises(VerbsError, match="EOPNOTSUPP"):
-            await device.shared_protection_domain(1, 1).open()

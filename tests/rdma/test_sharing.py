@@ -5,10 +5,11 @@ was passed, the kernel sees what it would see of a provider that has them.
 """
 
 import asyncio
+import contextlib
 import errno
+import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from typing import Self
 import pytest
 
 from aioverbs import (
-    AccessFlags,
     BrokenResourceError,
     Device,
     ProtectionDomain,
+    QueuePairAddress,
     RemoteRegion,
     VerbsError,
     WcStatus,
@@ -33,7 +34,7 @@ from aioverbs import (
 from aioverbs.share_message import Reply, Request
 from tests.conftest import ROOT
 from tests.rdma.imports import Imports, imports
-from tests.rdma.other_process import ACCESS, KEY
+from tests.rdma.other_process import ACCESS, KEY, queue_pair
 from tests.rdma.seam import rdma_devices
 
 # The package is the installed one, the tests are these.
@@ -109,15 +110,15 @@ class OtherProcess:
         """The end of its input."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        await self.process.stdin.wait_closed()
         assert await asyncio.wait_for(self.process.wait(), 60) == 0
 
     async def kill(self) -> None:
-        """Its end, with everything open."""
+        """Its end, with everything open; nothing where it has ended."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.send_signal(signal.SIGKILL)
-        await self.process.wait()
+        if self.process.returncode is None:
+            self.process.kill()
+        await asyncio.wait_for(self.process.wait(), 60)
 
 
 @asynccontextmanager
@@ -125,16 +126,18 @@ async def importer(device: Device, pd: ProtectionDomain) -> AsyncIterator[OtherP
     """A process that has an instance."""
     near, far = socket.socketpair()
     near.setblocking(False)
-    with near:
-        async with pd.share(KEY) as shared:
-            other = await OtherProcess.start(device.name, far.fileno(), shared.id, end=far)
-            await shared.send(near)
-            assert await other.answer() == device.name
+    async with contextlib.AsyncExitStack() as stack:
+        with near:
+            async with pd.share(KEY) as shared:
+                other = await OtherProcess.start(device.name, far.fileno(), shared.id, end=far)
+                stack.push_async_callback(other.kill)
+                await shared.send(near)
+                assert await other.answer() == device.name
         yield other
 
 
-async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, text: bytes) -> None:
-    """From this process into the other one's memory."""
+async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, text: bytes, *, over_it: bool) -> None:
+    """From this process into the other one's memory, by a queue pair of that process or by one of this."""
     address, rkey = map(int, (await other.do("memory")).split())
     async with (
         device.resource_domain(pd) as domain,
@@ -143,10 +146,17 @@ async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, te
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, ACCESS)
-        far.connect(near.address, ACCESS)
+        peer = far.address
+        if over_it:
+            peer = QueuePairAddress.from_bytes(bytes.fromhex(await other.do(f"connect {bytes(near.address).hex()}")))
+        else:
+            far.connect(near.address, ACCESS)
+        near.connect(peer, ACCESS)
         source.buffer[: len(text)] = text
         await near.write(source[: len(text)], RemoteRegion(address, len(text), rkey))
+    assert await other.do(f"look {len(text)}") == text.decode()
+    if over_it:
+        await other.do("disconnect")
 
 
 async def test_the_provider_has_none(name: str, ends: tuple[socket.socket, socket.socket]) -> None:
@@ -225,9 +235,12 @@ async def test_in_one_process(name: str, shim: Imports, ends: tuple[socket.socke
     near, far = ends
     before, domains = descriptors(), kernel_domains(name)
     async with open_device(name) as device, device.protection_domain() as pd, pd.share(KEY) as shared:
-        there = asyncio.create_task(import_device(far, shared.id, KEY).open())
-        await shared.send(near)
-        async with await there as imported, imported.shared_protection_domain(shared.id, KEY) as instance:
+        sending = asyncio.create_task(shared.send(near))
+        async with (
+            import_device(far, shared.id, KEY) as imported,
+            imported.shared_protection_domain(shared.id, KEY) as instance,
+        ):
+            await sending
             assert imported.name == name
             assert instance.handle.handle == pd.handle.handle
             for each in (imported, device):
@@ -254,54 +267,43 @@ async def test_in_one_process(name: str, shim: Imports, ends: tuple[socket.socke
 
 
 async def test_two_processes(name: str, shim: Imports) -> None:
-    domains = kernel_domains(name)
-    async with open_device(name) as device:
-        pd = await device.protection_domain().open()
-        async with importer(device, pd) as other:
-            await write_to(device, pd, other, b"from-afar")
-            assert await other.do("look 9") == "from-afar"
-            assert await other.do("work") == "work"
-            assert kernel_domains(name) == domains + 1
-            # The one that had it first goes first, and what is left works on.
-            await pd.aclose()
-            assert kernel_domains(name) == domains + 1
-            assert await other.do("work") == "work"
-            # The domain goes with the last instance, while both devices are open.
-            await other.do("close region")
-            await other.do("close pd")
-            assert kernel_domains(name) == domains
-            assert await other.do("close device") == "closed"  # and no descriptor left
-            await other.end()
-    assert kernel_domains(name) == domains
+    async with open_device(name) as device, device.protection_domain() as pd, importer(device, pd) as other:
+        await write_to(device, pd, other, b"by-ours", over_it=False)
+        await write_to(device, pd, other, b"by-theirs", over_it=True)
 
 
-async def test_the_importer_goes_first(name: str, shim: Imports) -> None:
-    domains = kernel_domains(name)
-    async with open_device(name) as device:
-        pd = await device.protection_domain().open()
-        async with importer(device, pd) as other:
-            for what in ("region", "pd", "device"):
-                await other.do(f"close {what}")
-            assert kernel_domains(name) == domains + 1
-            async with pd.register(64):
-                pass
-            await pd.aclose()
-            assert kernel_domains(name) == domains
-            await other.end()
+# Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.
+OURS, THEIRS = ["our pd", "our device"], ["region", "pd", "device"]
+ORDERS = [
+    [next(parts[place in taken]) for place in range(5)]
+    for taken in itertools.combinations(range(5), 2)
+    for parts in [(iter(THEIRS), iter(OURS))]
+]
 
 
-async def test_the_sharer_s_device_goes_first(name: str, shim: Imports) -> None:
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
+async def test_every_order_of_closing(name: str, shim: Imports, order: list[str]) -> None:
+    """The domain goes with the last instance, whosever that is, and what is left works until then."""
     domains = kernel_domains(name)
     device = await open_device(name).open()
     pd = await device.protection_domain().open()
     async with importer(device, pd) as other:
-        await pd.aclose()
-        await device.aclose()
-        assert await other.do("work") == "work"
-        for what in ("region", "pd", "device"):
-            await other.do(f"close {what}")
-        assert kernel_domains(name) == domains
+        instances = {"our pd", "pd"}
+        for what in order:
+            if what in THEIRS:
+                # The last of it leaves no descriptor.
+                assert await other.do(f"close {what}") == "closed"
+            else:
+                await (pd if what == "our pd" else device).aclose()
+            instances.discard(what)
+            assert kernel_domains(name) == domains + bool(instances)
+            if "pd" in instances:
+                assert await other.do("work") == "done"
+            if "our pd" in instances:
+                async with pd.register(64):
+                    pass
         await other.end()
+    assert kernel_domains(name) == domains
 
 
 async def test_the_importer_dies(name: str, shim: Imports) -> None:
@@ -310,7 +312,7 @@ async def test_the_importer_dies(name: str, shim: Imports) -> None:
     async with open_device(name) as device:
         pd = await device.protection_domain().open()
         async with importer(device, pd) as other:
-            assert await other.do("work") == "work"
+            assert await other.do("work") == "done"
             await other.kill()
         await pd.aclose()
         assert kernel_domains(name) == domains + 1
@@ -324,11 +326,9 @@ async def test_the_sharer_dies(name: str, shim: Imports, ends: tuple[socket.sock
     shared_id = int(await other.answer())
     async with import_device(near, shared_id, KEY) as device:
         async with device.shared_protection_domain(shared_id, KEY) as pd, pd.register(64, ACCESS):
-            await write_to(device, pd, other, b"hello")
-            assert await other.do("look 5") == "hello"
             await other.kill()
-            async with pd.register(64, AccessFlags.LOCAL_WRITE):
-                pass
+            async with pd.register(64), queue_pair(device, pd) as qp:
+                qp.connect(qp.address, ACCESS)
         # What the dead one registered keeps it until the last descriptor goes.
         assert kernel_domains(name) == domains + 1
     assert kernel_domains(name) == domains

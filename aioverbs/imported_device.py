@@ -3,10 +3,11 @@
 import socket
 from typing import Self
 
-from aioverbs import sharing
 from aioverbs._core import engine
 from aioverbs.device import Device
 from aioverbs.resource import State
+from aioverbs.share_exchange import Given, receive
+from aioverbs.sharing import check_share
 
 __all__ = ["ImportedDevice", "import_device"]
 
@@ -19,13 +20,13 @@ class ImportedDevice(Device):
     ) -> None:
         super().__init__(None, max_native_thread_domains, False, 0)
         self._from = socket, shared_id, share_key
-        self._given: sharing.Given | None = None
+        self._given: Given | None = None
 
     async def open(self) -> Self:
         """Open it; see `import_device` for what that raises."""
         if self.state is not State.NEW:
             return await super().open()  # which says why it cannot be
-        self._given = given = await sharing.receive(*self._from)
+        self._given = given = await receive(*self._from)
         try:
             return await super().open()
         except BaseException:
@@ -60,5 +61,5 @@ def import_device(
     :param share_key: the key that it was shared with, 64 bits.
     :param max_native_thread_domains: as for `open_device`.
     """
-    sharing.check_share(shared_id, share_key)
+    check_share(shared_id, share_key)
     return ImportedDevice(socket, shared_id, share_key, max_native_thread_domains)

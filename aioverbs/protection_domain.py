@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from aioverbs import sharing
+from aioverbs import share_exchange, sharing
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity
@@ -115,7 +115,7 @@ class SharedProtectionDomain(Resource):
         context = self._pd.handle.context
         if self._share is None:
             raise sharing.in_one_process(context.name)
-        await sharing.answer(socket, context, self._share)
+        await share_exchange.answer(socket, context, self._share)
 
     @property
     def id(self) -> int:

@@ -166,7 +166,7 @@ cdef class Context(Handle):
         return error
 
     def dup_cmd_fd(self):
-        """A duplicate of the descriptor by which this context's commands go, for `import_device`; the caller's to close.
+        """A duplicate of the descriptor of this context's commands, for `import_device`; the caller's to close.
 
         :raises VerbsError: with EOPNOTSUPP for the software device, which has none.
         """

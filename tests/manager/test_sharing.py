@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from aioverbs import BrokenResourceError, ClosedResourceError, Device, VerbsError, import_device
 from aioverbs._core import engine
 from aioverbs.errors import LibraryNotFoundError
+from aioverbs.share_exchange import Given, answer, receive
 from aioverbs.share_message import Reply, Request, device_of, share_id
-from aioverbs.sharing import Given, Share, answer, receive
+from aioverbs.sharing import Share
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
 

@@ -54,7 +54,7 @@ async def main(name: str, fd: int, shared_id: int | None) -> None:
             case ["work"]:
                 async with pd.register(64), queue_pair(device, pd) as qp:
                     qp.connect(qp.address, ACCESS)
-                    print("done", flush=True)
+                print("done", flush=True)
             case ["connect", peer]:
                 qp = await stack.enter_async_context(queue_pair(device, pd))
                 qp.connect(QueuePairAddress.from_bytes(bytes.fromhex(peer)), ACCESS)

@@ -1,5 +1,8 @@
 """Protection domains of one RDMA device in several processes: ``ibv_import_device`` and ``ibv_import_pd``.
 
+"even though the same PD is shared by multiple contexts of an RDMA device or processes" (ibv_share_pd): these are what
+has become of that for processes.
+
 Soft-RoCE has neither and says so. With the shim's, which turn the commands of an opened context to the descriptor that
 was passed, the kernel sees what it would see of a provider that has them.
 """
@@ -21,6 +24,7 @@ import pytest
 
 from aioverbs import (
     BrokenResourceError,
+    ClosedResourceError,
     Device,
     ProtectionDomain,
     QueuePairAddress,
@@ -241,6 +245,8 @@ async def test_in_one_process(name: str, shim: Imports, ends: tuple[socket.socke
             imported.shared_protection_domain(shared.id, KEY) as instance,
         ):
             await sending
+            with pytest.raises(ClosedResourceError, match="cannot be opened again"):
+                await imported.open()
             assert imported.name == name
             assert instance.handle.handle == pd.handle.handle
             for each in (imported, device):

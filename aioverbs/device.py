@@ -19,7 +19,7 @@ from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
-from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics
+from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics, State
 from aioverbs.resource_domain import ResourceDomain
 from aioverbs.sharing import check_share
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
@@ -267,13 +267,20 @@ class Device(Handled[engine.Context]):
     async def loop_domain(self) -> AsyncIterator[ResourceDomain]:
         """The one resource domain of the running loop that everybody on it may share, as long as somebody does.
 
-        It is opened by whoever comes first and closed by whoever leaves last.
+        It is opened by whoever comes first and closed by whoever leaves last. Where a loop is closed before that, it is
+        forgotten, and closed with the device.
+
+        :raises RuntimeError: no asyncio event loop is running.
         """
         loop = running_loop()
-        domain, users = self._loop_domains.get(loop) or (self.resource_domain(), [])
-        if not users:
-            await domain.open()
-            self._loop_domains[loop] = domain, users
+        for other in tuple(self._loop_domains):
+            if other.is_closed():
+                self._loop_domains.pop(other, None)
+        entry = self._loop_domains.get(loop)
+        if entry is None or entry[0].state is not State.OPEN:  # somebody closed it
+            entry = await self.resource_domain().open(), []
+            self._loop_domains[loop] = entry
+        domain, users = entry
         users.append(None)
         async with contextlib.AsyncExitStack() as last:
             try:
@@ -281,7 +288,8 @@ class Device(Handled[engine.Context]):
             finally:
                 users.pop()
                 if not users:
-                    del self._loop_domains[loop]
+                    if self._loop_domains.get(loop) is entry:
+                        del self._loop_domains[loop]
                     last.push_async_exit(domain.__aexit__)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:

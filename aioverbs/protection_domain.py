@@ -11,7 +11,7 @@ from aioverbs.allocators import Allocator
 from aioverbs.completion import Placement
 from aioverbs.domain import Domain
 from aioverbs.errors import ClosedResourceError, VerbsError
-from aioverbs.resource import Resource
+from aioverbs.resource import Resource, State
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 
 __all__ = ["ParentDomain", "ProtectionDomain", "SharedProtectionDomain"]
@@ -198,8 +198,8 @@ class ParentDomain(Domain):
 
     @property
     def native(self) -> bool:
-        """Whether the provider made a parent domain; if not, its protection domain stands for it."""
-        return self._is_native
+        """Whether it is open and the provider made a parent domain; if not, its protection domain stands for it."""
+        return self._is_native and self.state is State.OPEN
 
     def _placement(self) -> Placement:
         return Placement(self.handle, self.owner, self._is_native)
@@ -207,4 +207,4 @@ class ParentDomain(Domain):
     @property
     def native_allocators(self) -> bool:
         """Whether the provider was told of the allocator, and may ask it."""
-        return self._is_native and self.allocator is not None
+        return self.native and self.allocator is not None

@@ -101,7 +101,7 @@ class ResourceDomain(Domain):
 
     @property
     def native(self) -> bool:
-        """Whether the provider takes no locks for what is made on it."""
+        """Whether it is open and the provider takes no locks for what is made on it."""
         return self._td is not None and self._td.native and self._parent is not None and self._parent.native
 
     @overload

@@ -8,7 +8,7 @@ from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for
 from aioverbs.errors import VerbsError
-from aioverbs.resource import Resource
+from aioverbs.resource import Resource, State
 
 __all__ = ["ThreadDomain", "ThreadDomainBudget"]
 
@@ -86,30 +86,37 @@ class ThreadDomain(Resource):
         return self._given_owner or owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
-        reason = f"{self._budget.limit} are in use, which is max_native_thread_domains"
-        if self._budget.take():
-            try:
-                self._handle = core.ThreadDomain(self._context, affinity=self._life.owner)
-            except BaseException as error:
-                self._budget.destroy()
-                if not isinstance(error, VerbsError) or error.errno not in _NO_THREAD_DOMAIN or self._require_native:
-                    raise
-                reason = str(error)
-            else:
-                self._life.hold(self._budget)
-                self._life.hold(self._handle)
-        elif self._require_native:
-            raise VerbsError("ibv_alloc_td", errno.ENOSPC, f"of the device's native thread domains {reason}")
-        if self._handle is None:
-            message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
-            self._budget.say_once("td", message, self._context.name, reason)
+        if not self._budget.take():
+            reason = f"{self._budget.limit} are in use, which is max_native_thread_domains"
+            if self._require_native:
+                raise VerbsError("ibv_alloc_td", errno.ENOSPC, f"of the device's native thread domains {reason}")
+            self._degrade(reason)
+            return
+        try:
+            self._handle = core.ThreadDomain(self._context, affinity=self._life.owner)
+        except BaseException as error:
+            self._budget.destroy()
+            if not isinstance(error, VerbsError) or error.errno not in _NO_THREAD_DOMAIN or self._require_native:
+                raise
+            self._degrade(str(error))
+        else:
+            self._life.hold(self._budget)
+            self._life.hold(self._handle)
+
+    def _degrade(self, reason: str) -> None:
+        message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
+        self._budget.say_once("td", message, self._context.name, reason)
 
     @property
     def native(self) -> bool:
-        """Whether the provider drops its locks for what is made on it."""
-        return self._handle is not None
+        """Whether it is open and the provider drops its locks for what is made on it."""
+        return self._handle is not None and self.state is State.OPEN
 
     @property
     def handle(self) -> core.ThreadDomain | None:
-        """The verbs object, None where it is not native."""
+        """The verbs object, None where it is not native.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
         return self._handle

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import pytest_asyncio
@@ -26,6 +27,9 @@ from aioverbs.share_message import Reply, Request, device_of, share_id
 from aioverbs.sharing import Share
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 KEY = 0xFEDCBA9876543210
 GUID = bytes.fromhex("0002c90300a1b2c3")
@@ -117,7 +121,9 @@ async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None
     assert not any(os.get_inheritable(int(each)) for each in new)
     assert made.share.pd_handle == 7
     ends[0].send(b"after it")
-    assert ends[1].recv(64) == b"after it"  # all of it was taken, and no byte more
+    assert ends[1].recv(64) == b"after it"  # all of it was taken
+    loop = asyncio.get_running_loop()
+    assert not any(remove(end) for end in ends for remove in (loop.remove_reader, loop.remove_writer))
     lease = made.share.join()
     assert lease.is_last()
     lease.leave(True, False)
@@ -184,8 +190,25 @@ async def test_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     attach(near, reply[50:51], stand_in.dup_cmd_fd())
     await asyncio.sleep(0.01)
     attach(near, reply[51:60], shared.dup_file())
-    near.send(reply[60:])
+    near.send(reply[60:] + b"next")
     close(await receiving)
+    assert far.recv(64) == b"next"  # not a byte more was taken
+
+
+async def test_what_the_socket_takes_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    class Narrow(socket.socket):
+        """One that takes seven bytes at a time."""
+
+        def sendmsg(self, buffers: "Iterable[Buffer]", *rights: Any) -> int:
+            return super().sendmsg([memoryview(next(iter(buffers)))[:7]], *rights)
+
+    with Narrow(fileno=os.dup(ends[0].fileno())) as near, Narrow(fileno=os.dup(ends[1].fileno())) as far:
+        near.setblocking(False)
+        far.setblocking(False)
+        before = descriptors()
+        made = await exchange((near, far), stand_in, shared)
+        assert len(descriptors() - before) == 2
+        close(made)
 
 
 def attach(sock: socket.socket, data: bytes, *fds: int) -> None:
@@ -205,6 +228,22 @@ async def test_other_descriptors_than_two(ends: Ends, stand_in: StandIn, shared:
     attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), *fds)
     with pytest.raises(VerbsError, match=r"EPROTO .*descriptors"):
         await receiving
+
+
+async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
+    try:
+        with pytest.raises(VerbsError, match=r"EPROTO .*more descriptors were attached than this process can take"):
+            await receiving
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_descriptors_that_nobody_asked_for(ends: Ends, stand_in: StandIn, shared: Share) -> None:
@@ -456,6 +495,40 @@ async def test_the_three_errors_of_the_software_device(device: Device, ends: End
                 device.shared_protection_domain(shared_id, key)
             with pytest.raises(ValueError, match=what):
                 import_device(ends[0], shared_id, key)
+
+
+async def test_two_who_open_it_at_once(
+    stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks; one of them gets it, and of the other's nothing is left."""
+    monkeypatch.setattr(Given, "open_context", lambda self: engine.Context.open_software())
+    device = import_device(ends[1], ID, KEY)
+    before = descriptors()
+
+    monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared))
+    done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
+    assert device in done
+    assert [str(each) for each in done if isinstance(each, ClosedResourceError)] == [
+        f"{device._life!r} cannot be opened again: make a new one"
+    ]
+    with pytest.raises(ClosedResourceError, match="cannot be opened again"):
+        await device.open()
+    await device.aclose()
+    assert descriptors() == before
+
+
+def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., Awaitable[Given]]:
+    """`receive`, one after the other on the same socket; both return then."""
+    both = asyncio.Barrier(2)
+    turn = asyncio.Lock()
+
+    async def receive_in_turn(*arguments: Any) -> Given:
+        async with turn:
+            _, given = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
+        await both.wait()
+        return given
+
+    return receive_in_turn
 
 
 async def test_a_device_that_is_not_imported_leaves_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:

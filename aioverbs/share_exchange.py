@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from aioverbs._core import engine
+from aioverbs.affinity import running_loop
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
 from aioverbs.providers import software
 from aioverbs.share_message import Reply, Request
@@ -73,8 +74,9 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given:
         something else.
     :raises BrokenResourceError: it went.
     :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :raises RuntimeError: no asyncio event loop is running.
     """
-    _check_socket(sock)
+    _check(sock)
     _check_hardware(shared_id)
     request = Request.make(shared_id, share_key, os.urandom(16))
     await _send(sock, request.pack(), [])
@@ -100,8 +102,9 @@ async def answer(sock: socket.socket, context: engine.Context, shared: Share) ->
     :raises VerbsError: with ENOENT, EACCES, EXDEV, EPROTO or EPROTONOSUPPORT where it was refused.
     :raises BrokenResourceError: it went.
     :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :raises RuntimeError: no asyncio event loop is running.
     """
-    _check_socket(sock)
+    _check(sock)
     refused: VerbsError | ClosedResourceError | None = None
     with _descriptors() as attached:
         data = await _receive(sock, Request.SIZE, attached)
@@ -137,7 +140,8 @@ def _check_hardware(shared_id: int) -> None:
             raise in_one_process(name)
 
 
-def _check_socket(sock: socket.socket) -> None:
+def _check(sock: socket.socket) -> None:
+    running_loop()
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
         raise ValueError("descriptors go over stream sockets of the Unix domain: socket.socket(socket.AF_UNIX)")
     if sock.gettimeout() != 0:
@@ -187,7 +191,7 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> by
 
 
 async def _ready(sock: socket.socket, *, writing: bool) -> None:
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from aioverbs._core import engine
 from aioverbs.device import Device
-from aioverbs.resource import State
+from aioverbs.life import State
 from aioverbs.share_exchange import Given, receive
 from aioverbs.sharing import check_share
 

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .events import DeviceEvent
+    from .imported_device import import_device
     from .life import ResourceInfo, State
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
@@ -143,6 +144,7 @@ __all__ = [
     "WorkCompletionError",
     "XrcDomain",
     "devices",
+    "import_device",
     "open_device",
 ]
 
@@ -189,6 +191,7 @@ _LAZY = {
     "UseDefault": "allocators",
     "XrcDomain": "xrc_domain",
     "devices": "device",
+    "import_device": "imported_device",
     "open_device": "device",
 }
 

@@ -22,6 +22,7 @@ from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.resource_domain import ResourceDomain
+from aioverbs.sharing import check_share
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.types import LinkLayer, Mtu, PortState
 from aioverbs.xrc_domain import XrcDomain
@@ -186,12 +187,14 @@ class Device(Handled[engine.Context]):
         device._lent = context
         return device
 
-    def _open(self) -> None:
+    def _make_context(self) -> engine.Context:
         if self._lent is not None:
-            context = hardware.adopt_context(self._lent)
-        else:
-            name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
-            context = _open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
+            return hardware.adopt_context(self._lent)
+        name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
+        return _open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
+
+    def _open(self) -> None:
+        context = self._make_context()
         self._handle = context
         self._life.hold(context)
         self._life.label = context.name
@@ -249,15 +252,17 @@ class Device(Handled[engine.Context]):
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
         """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.
 
-        Opening raises `VerbsError`: with ENOENT where nothing is shared by that number, with EACCES where the key is
-        another one, with EOPNOTSUPP where the device has no shared protection domains.
+        On the software device any other context of this process can have it. On RDMA devices it is the context that has
+        it, or one that `import_device` made over that one.
+
+        Opening raises `VerbsError`: with ENOENT where nothing is shared by that id, with EACCES where the key is
+        another one, with EXDEV where the id is of another device, with EOPNOTSUPP where the provider does not have what
+        that takes.
 
         :param shared_id: `SharedProtectionDomain.id`.
         :param share_key: the key that it was shared with, 64 bits.
         """
-        for name, value, bits in (("shared_id", shared_id, 32), ("share_key", share_key, 64)):
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"{name} has {bits} bits")
+        check_share(shared_id, share_key)
         return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
 
     def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:

@@ -1,8 +1,10 @@
 """Protection domains, parent domains over them, and those that are shared with other contexts."""
 
 import errno
+import socket
 from typing import TYPE_CHECKING
 
+from aioverbs import share_exchange, sharing
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity
@@ -48,7 +50,7 @@ class ProtectionDomain(Domain):
         if self._lent is not None:
             self._handle = hardware.adopt_protection_domain(self._context, self._lent)
         elif self._shared is not None:
-            self._handle = engine.ProtectionDomain.open_shared(self._context, *self._shared)
+            self._handle = sharing.open_instance(self._context, *self._shared)
         else:
             self._handle = engine.ProtectionDomain(self._context)
         self._life.hold(self._handle)
@@ -80,26 +82,56 @@ class ProtectionDomain(Domain):
 class SharedProtectionDomain(Resource):
     """A protection domain that other contexts of its device may open: ``ibv_alloc_shpd``.
 
-    It stays shared as long as the protection domain or another instance of it is open: the verbs take nothing back.
+    It stays shared as long as the protection domain is open, on the software device as long as any instance of it is:
+    the verbs take nothing back. The domain goes with its last instance, whosever that is.
+
+    On the software device it is shared inside of this process, on RDMA devices with those that get a context over this
+    one, by `send`: ``ibv_import_device`` and ``ibv_import_pd``. Opening raises `VerbsError`, with EOPNOTSUPP where the
+    provider does not have these, and with EEXIST where the domain is shared already.
+
     Made by `ProtectionDomain.share`.
 
     :param share_key: the secret of 64 bits that others need.
     """
 
     def __init__(self, pd: ProtectionDomain, share_key: int) -> None:
-        if not 0 <= share_key < 1 << 64:
-            raise ValueError("a share key has 64 bits")
+        sharing.check_share(0, share_key)
         super().__init__(pd)
         self._pd = pd
         self._share_key = share_key
         self._id: int | None = None
+        self._share: sharing.Share | None = None
 
     def _open(self) -> None:
-        self._id = self._pd.handle.share(self._share_key)
+        self._id, self._share = sharing.share(self._pd.handle, self._share_key)
+        if self._share is not None:
+            self._pd._life.hold(self._share)
+
+    async def send(self, socket: socket.socket) -> None:
+        """Let the process at the other end of a socket have it, which calls `import_device`: answer one request.
+
+        It is given more than the domain: by the context's descriptor it can reach whatever is made of this device.
+        After a cancellation or an error other than a refusal the socket is of no more use.
+
+        :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read
+            and written by nobody else meanwhile.
+        :raises VerbsError: the peer was refused, and told so: with ENOENT, EACCES or EXDEV for another id, key or
+            device; with EPROTO or EPROTONOSUPPORT where it speaks something else. With EOPNOTSUPP on the software
+            device, which is in each process another one.
+        :raises BrokenResourceError: the peer is gone.
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        context = self._pd.handle.context
+        if self._share is None:
+            raise sharing.in_one_process(context.name)
+        await share_exchange.answer(socket, context, self._share)
 
     @property
     def id(self) -> int:
-        """The number that `Device.shared_protection_domain` takes; it stays, as other instances may.
+        """The number that `Device.shared_protection_domain` takes: 96 bits, which tell the device, too.
+
+        It stays, as other instances may.
 
         :raises ClosedResourceError: it was not opened yet.
         """

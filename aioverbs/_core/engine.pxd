@@ -98,6 +98,7 @@ cdef class AsyncEvent:
 
 cdef class ProtectionDomain(Handle):
     cdef ibv_pd *pointer
+    cdef public object lease            # None, or what import_pd says; to be set before anyone else has the domain
 
     cdef object _take_cause(self)
 

@@ -19,9 +19,11 @@ destroys an object that the hardware still works with.
 """
 
 import atexit
+import contextlib
 import fcntl
 import importlib
 import os
+import resource
 import socket
 import sys
 import threading

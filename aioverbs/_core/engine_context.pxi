@@ -18,6 +18,42 @@ cdef int _load(v.verbs_table *table, library) except -1:
     return 0
 
 
+# libibverbs' verbs as contexts get them.
+cdef v.verbs_table _exported
+_exporting = threading.Lock()
+cdef bint _is_exported = False
+
+
+cdef int _take_exported(v.verbs_table *table) except -1:
+    global _is_exported
+    with _exporting:
+        if not _is_exported:
+            _load(&_exported, "libibverbs.so.1")
+            _is_exported = True
+        table[0] = _exported
+    return 0
+
+
+cdef uintptr_t _slot(v.verbs_table *table, verb) except 0:
+    cdef bytes name = verb.encode()
+    cdef void **slot = v.verbs_table_slot(table, name)
+    if not slot:
+        raise ValueError(f"ibv_{verb} is not in the table of exported verbs")
+    return <uintptr_t>slot
+
+
+def table_slot(verb):
+    """The address from which RDMA contexts opened from here on take their pointer to an exported verb.
+
+    As `Context.table_slot`, for ``"import_device"``, which comes before there is one.
+
+    :raises LibraryNotFoundError: libibverbs cannot be loaded.
+    """
+    cdef v.verbs_table table
+    _take_exported(&table)
+    return _slot(&_exported, verb)
+
+
 cdef class Context(Handle):
     """An open device: ``struct ibv_context``. Made by `open_software` or `adopt`.
 
@@ -66,7 +102,38 @@ cdef class Context(Handle):
         cdef Context self = Context.__new__(Context)
         self._borrow(capsule, "ibv_context *", owner)
         self.pointer = <ibv_context *>self._lent
-        _load(&self.table, "libibverbs.so.1")
+        _take_exported(&self.table)
+        self.context = self
+        self._describe()
+        self._opened("")
+        return self
+
+    @staticmethod
+    def import_device(int cmd_fd):
+        """Open a context over the descriptor of another one, of this process or another one: ``ibv_import_device``.
+
+        What is made in one of them is known to the other by its number: see `ProtectionDomain.import_pd`.
+
+        :param cmd_fd: what `dup_cmd_fd` returned there; it stays the caller's.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded.
+        :raises VerbsError: with EOPNOTSUPP where the provider has no such contexts, with EINVAL where it is no
+            descriptor of an RDMA device, with ENODEV where that device is not here.
+        """
+        cdef int error, own
+        cdef Context self = Context.__new__(Context)
+        _take_exported(&self.table)
+        # Whether a verb that fails has closed its descriptor depends on how far it came. It gets a number that nobody
+        # else is given meanwhile, so that what is there afterwards is either this or nothing.
+        lowest = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        own = fcntl.fcntl(cmd_fd, fcntl.F_DUPFD_CLOEXEC, lowest)
+        with nogil:
+            self.pointer = self.table.import_device(own)
+            error = errno
+        if not self.pointer:
+            with contextlib.suppress(OSError):      # it was closed
+                if os.path.sameopenfile(own, cmd_fd):
+                    os.close(own)
+            raise VerbsError("ibv_import_device", error)
         self.context = self
         self._describe()
         self._opened("")
@@ -91,12 +158,25 @@ cdef class Context(Handle):
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
-        if self.software:
+        if self._owner is not None:
+            self._owner.close()
+        else:
             with nogil:
                 error = self.table.close_device(self.pointer)
-        else:
-            self._owner.close()
         return error
+
+    def dup_cmd_fd(self):
+        """A duplicate of the descriptor of this context's commands, for `import_device`; the caller's to close.
+
+        :raises VerbsError: with EOPNOTSUPP for the software device, which has none.
+        """
+        self._enter()
+        try:
+            if self.pointer.cmd_fd < 0:
+                raise VerbsError("ibv_import_device", EOPNOTSUPP)
+            return fcntl.fcntl(self.pointer.cmd_fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        finally:
+            self._leave()
 
     @property
     def address(self):
@@ -121,13 +201,10 @@ cdef class Context(Handle):
 
         For those who put themselves between aioverbs and a provider. No verb may run meanwhile.
         """
-        cdef bytes name = verb.encode()
-        cdef void **slot = v.verbs_table_slot(&self.table, name)
-        if not slot:
-            raise ValueError(f"ibv_{verb} is not in the table of exported verbs")
+        slot = _slot(&self.table, verb)
         self._enter()
         self._leave()
-        return <uintptr_t>slot
+        return slot
 
     def query_device(self):
         """The device's limits: ``ibv_query_device``."""

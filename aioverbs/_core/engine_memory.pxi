@@ -29,13 +29,65 @@ cdef class ProtectionDomain(Handle):
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
-        if self._slot == NULL:
+        cdef bint last
+        if self._slot != NULL:
+            return 0                            # it is lent
+        last = self.lease is None or self.lease.is_last()
+        if last:
             with nogil:
                 error = self.context.table.dealloc_pd(self.pointer)
+        # Of those that a process made which died, the kernel knows only, until the device's last descriptor is closed.
+        # Until then the domain stays as well; here is nothing left to be done.
+        if not last or (self.lease is not None and abs(error) == EBUSY):
+            with nogil:
+                self.context.table.unimport_pd(self.pointer)
+            error = 0
+        if self.lease is not None:
+            self.lease.leave(last, bool(error))
         return error
 
     cdef void _leave_parents(self) noexcept:
         self.context._leave()
+
+    @property
+    def handle(self):
+        """The number by which the kernel knows it, for `import_pd`."""
+        self._enter()
+        try:
+            return self.pointer.handle
+        finally:
+            self._leave()
+
+    @staticmethod
+    def import_pd(Context context not None, uint32_t handle, lease):
+        """Open a further instance of a protection domain of the same descriptor: ``ibv_import_pd``.
+
+        :param context: a context over the descriptor of the one that has it, or that one.
+        :param handle: the domain's `handle` there.
+        :param lease: this instance's part in the domain, from here on. ``is_last()`` tells whether no other instance
+            is left, which is to deallocate it; the others unimport it. ``leave(last, failed)`` is called afterwards.
+        :raises VerbsError: with EOPNOTSUPP where the provider has no such instances.
+        """
+        cdef int error = 0
+        cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
+        self._begin()
+        context._enter()
+        self.context = context
+        try:
+            with nogil:
+                self.pointer = context.table.import_pd(context.pointer, handle)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_import_pd", error)
+            self._opened(f"{self.pointer.handle}")
+        except BaseException:
+            if self.pointer:
+                with nogil:
+                    context.table.unimport_pd(self.pointer)
+            context._leave()
+            raise
+        self.lease = lease
+        return self
 
     @staticmethod
     def adopt(Context context not None, capsule, owner):

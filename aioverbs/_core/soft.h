@@ -170,6 +170,9 @@ void soft_entry_fill(struct verbs_context *verbs);
 
 /* soft_absent.c: what the device does not have. */
 void soft_absent_fill(struct verbs_context *verbs);
+struct ibv_context *soft_import_device(int cmd_fd);
+struct ibv_pd *soft_import_pd(struct ibv_context *context, uint32_t handle);
+void soft_unimport_pd(struct ibv_pd *pd);
 int soft_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid);
 int soft_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid);
 

@@ -1,6 +1,7 @@
 /* What this device does not have: on-demand paging and its null region, counters, device memory, flow steering, rate
- * limits, tag matching, receive work queues, queue pairs shared by number, multicast. Such an op answers EOPNOTSUPP, as
- * with libibverbs' providers, and is never NULL: who wants to know calls it. */
+ * limits, tag matching, receive work queues, queue pairs shared by number, multicast, contexts over another's
+ * descriptor. Such an op answers EOPNOTSUPP, as with libibverbs' providers, and is never NULL: who wants to know calls
+ * it. */
 #include "soft.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter" /* their types are all that these functions have of them */
@@ -56,7 +57,24 @@ static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *wr, struct ibv_o
     return EOPNOTSUPP;
 }
 
-/* These two are of the other table: libibverbs exports them. */
+/* These are of the other table: libibverbs exports them. */
+struct ibv_context *soft_import_device(int cmd_fd)
+{
+    errno = EOPNOTSUPP;
+    return NULL;
+}
+
+struct ibv_pd *soft_import_pd(struct ibv_context *context, uint32_t handle)
+{
+    errno = EOPNOTSUPP;
+    return NULL;
+}
+
+void soft_unimport_pd(struct ibv_pd *pd)
+{
+    /* There is none that this could be called with. */
+}
+
 int soft_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
 {
     return EOPNOTSUPP;

@@ -161,6 +161,9 @@ const struct verbs_table soft_verbs = {
     .destroy_qp = enter_destroy_qp,
     .create_ah = enter_create_ah,
     .destroy_ah = enter_destroy_ah,
+    .import_device = soft_import_device,
+    .import_pd = soft_import_pd,
+    .unimport_pd = soft_unimport_pd,
     .attach_mcast = soft_attach_mcast,
     .detach_mcast = soft_detach_mcast,
 };

@@ -17,6 +17,7 @@ cdef extern from "verbs_abi.h" nogil:
 
     struct ibv_context:
         ibv_device *device
+        int cmd_fd
         int async_fd
         int num_comp_vectors
         void *abi_compat
@@ -438,6 +439,7 @@ cdef extern from "verbs_abi.h" nogil:
 cdef extern from "verbs_table.h" nogil:
     struct verbs_table:
         int (*close_device)(ibv_context *) noexcept nogil
+        ibv_context *(*import_device)(int) noexcept nogil
         int (*query_device)(ibv_context *, ibv_device_attr *) noexcept nogil
         int (*query_gid)(ibv_context *, uint8_t, int, ibv_gid *) noexcept nogil
         int (*query_pkey)(ibv_context *, uint8_t, int, uint16_t *) noexcept nogil
@@ -445,6 +447,8 @@ cdef extern from "verbs_table.h" nogil:
         void (*ack_async_event)(ibv_async_event *) noexcept nogil
         ibv_pd *(*alloc_pd)(ibv_context *) noexcept nogil
         int (*dealloc_pd)(ibv_pd *) noexcept nogil
+        ibv_pd *(*import_pd)(ibv_context *, uint32_t) noexcept nogil
+        void (*unimport_pd)(ibv_pd *) noexcept nogil
         ibv_mr *(*reg_mr)(ibv_pd *, void *, size_t, int) noexcept nogil
         int (*dereg_mr)(ibv_mr *) noexcept nogil
         ibv_comp_channel *(*create_comp_channel)(ibv_context *) noexcept nogil

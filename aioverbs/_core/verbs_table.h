@@ -18,6 +18,7 @@
 /* X(result, name, parameters): the exported verb ibv_<name>. */
 #define VERBS_EXPORTED(X)                                                                            \
     X(int, close_device, (struct ibv_context *))                                                     \
+    X(struct ibv_context *, import_device, (int cmd_fd))                                             \
     X(int, query_device, (struct ibv_context *, struct ibv_device_attr *))                           \
     X(int, query_gid, (struct ibv_context *, uint8_t port, int index, union ibv_gid *))              \
     X(int, query_pkey, (struct ibv_context *, uint8_t port, int index, __be16 *))                    \
@@ -25,6 +26,8 @@
     X(void, ack_async_event, (struct ibv_async_event *))                                             \
     X(struct ibv_pd *, alloc_pd, (struct ibv_context *))                                             \
     X(int, dealloc_pd, (struct ibv_pd *))                                                            \
+    X(struct ibv_pd *, import_pd, (struct ibv_context *, uint32_t handle))                           \
+    X(void, unimport_pd, (struct ibv_pd *))                                                          \
     X(struct ibv_mr *, reg_mr, (struct ibv_pd *, void *, size_t, int access))                        \
     X(int, dereg_mr, (struct ibv_mr *))                                                              \
     X(struct ibv_comp_channel *, create_comp_channel, (struct ibv_context *))                        \

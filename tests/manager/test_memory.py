@@ -288,7 +288,7 @@ async def test_shared_protection_domains(device: Device) -> None:
             await other.shared_protection_domain(shared.id + 77, 0x1234).open()
         with pytest.raises(VerbsError, match="EEXIST"):
             await pd.share(1).open()
-        with pytest.raises(ValueError, match="share key has 64 bits"):
+        with pytest.raises(ValueError, match="share_key has 64 bits"):
             pd.share(1 << 64)
         with pytest.raises(ValueError, match="share_key has 64 bits"):
             other.shared_protection_domain(1, 1 << 64)

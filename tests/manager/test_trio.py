@@ -1,13 +1,14 @@
 """In a trio task: what anyone may use works, and what needs an asyncio event loop says so."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
-from aioverbs import Device, ProtectionDomain, ResourceDomain, State, ThreadModel, open_device
+from aioverbs import Device, ProtectionDomain, ResourceDomain, State, ThreadModel, import_device, open_device
 from aioverbs.affinity import Affinity, run_on_owner, to_the_end
 
 Attempt = Callable[[Device, ProtectionDomain, ResourceDomain], Awaitable[object]]
@@ -49,12 +50,20 @@ async def loop_domain(device: Device, *_: object) -> None:
         raise AssertionError("opened")
 
 
+async def importing(*_: object) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        await import_device(near, 1, 1).open()
+
+
 ATTEMPTS: dict[str, Attempt] = {
     "thread domain": lambda device, pd, domain: device.thread_domain().open(),
     "resource domain": lambda device, pd, domain: device.resource_domain().open(),
     "loop domain": loop_domain,
     "completion queue": lambda device, pd, domain: domain.completion_queue(4).open(),
     "large region": lambda device, pd, domain: pd.register(16 << 20).open(),
+    "imported device": importing,
     "events": lambda device, pd, domain: anext(device.events()),
 }
 

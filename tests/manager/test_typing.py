@@ -1,5 +1,6 @@
 """What a type checker makes of the public names; at run time they are what it says."""
 
+import socket
 from typing import assert_type
 
 import aioverbs
@@ -33,6 +34,8 @@ from aioverbs import (
 
 
 async def test_devices_and_domains() -> None:
+    with socket.socket(socket.AF_UNIX) as blocking:
+        assert_type(aioverbs.import_device(blocking, 1, 1), Device)
     assert_type(aioverbs.devices(), list[DeviceInfo])
     async with aioverbs.open_device("soft0") as device:
         assert_type(device, Device)

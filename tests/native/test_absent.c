@@ -63,6 +63,9 @@ static void each_says_so(void)
     CHECK_REFUSED(v->open_qp(pair.own.context, &open_attr), EOPNOTSUPP);
     CHECK_EQ(v->post_srq_ops(NULL, no_ops, &bad), EOPNOTSUPP);
     CHECK(bad == no_ops);
+    CHECK_REFUSED(soft_verbs.import_device(-1), EOPNOTSUPP);
+    CHECK_REFUSED(soft_verbs.import_pd(pair.own.context, pair.own.base->handle), EOPNOTSUPP);
+    soft_verbs.unimport_pd(pair.own.base); /* as libibverbs' own: nothing happens */
     CHECK_EQ(soft_verbs.attach_mcast(pair.a.qp, &group, 0), EOPNOTSUPP);
     CHECK_EQ(soft_verbs.detach_mcast(pair.a.qp, &group, 0), EOPNOTSUPP);
     pair_close(&pair);

@@ -1,4 +1,4 @@
-/* Thread domains, parent domains and XRC domains for a live context of a provider that has none.
+/* Thread domains, parent domains, XRC domains and imported contexts for a provider that has none.
  *
  * Kernel soft-RoCE answers EOPNOTSUPP for all of them. This test-only library puts ops of its own
  * into the provider's `struct verbs_context`, as libibverbs made it, so that the calling
@@ -41,6 +41,24 @@ void shim_counts(struct shim_counts *counts);
 /* Adds to the number of queues that count as associated with an XRC domain: rxe has no XRC queues.
  * 0 or EINVAL. */
 int shim_associate(struct ibv_xrcd *address, int difference);
+
+/* -- Contexts over another one's descriptor: ibv_import_device(3), ibv_import_pd(3) ----------------
+ *
+ * They are not installed by the above: the test puts them into the table of exported verbs, which
+ * has them before there is any context. They serve any number of contexts of soft-RoCE. */
+
+struct ibv_context *shim_import_device(int cmd_fd);
+struct ibv_pd *shim_import_pd(struct ibv_context *context, uint32_t handle);
+void shim_unimport_pd(struct ibv_pd *pd);
+
+/* How often each of the three did what it is for. */
+struct shim_imports {
+    uint32_t devices;
+    uint32_t pds;
+    uint32_t unimported;
+};
+
+void shim_count_imports(struct shim_imports *imports);
 
 /* -- Between the shim's own files -------------------------------------------------------------- */
 

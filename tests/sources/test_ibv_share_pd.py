@@ -1,5 +1,7 @@
 """ibv_share_pd(3), sentence by sentence."""
 
+import socket
+
 import pytest
 
 from aioverbs import AccessFlags, SendFlags, SendOpcode, VerbsError
@@ -73,6 +75,24 @@ async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
         assert region.closed
         async with other.shared_protection_domain(shared.id, KEY), pd.register(64):
             pass
+
+
+async def test_not_among_different_devices(device: Device) -> None:
+    """ "Sharing PD is not supported among 'ibv_context' created for different RDMA devices." """
+    async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
+        guid = int.from_bytes(device.attributes().node_guid)
+        assert shared.id >> 32 == guid
+        with pytest.raises(VerbsError, match="EXDEV"):
+            await other.shared_protection_domain(shared.id ^ 1 << 32, KEY).open()
+
+
+async def test_processes_have_no_software_device_in_common(device: Device) -> None:
+    """ "the same PD is shared by multiple contexts of an RDMA device or processes": tests/rdma/test_sharing.py."""
+    near, far = socket.socketpair()
+    with near, far:
+        async with device.protection_domain() as pd, pd.share(KEY) as shared:
+            with pytest.raises(VerbsError, match="EOPNOTSUPP"):
+                await shared.send(near)
 
 
 async def test_a_parent_domain_is_not_shared(device: Device) -> None:

@@ -11,6 +11,24 @@
 
 #define FD_AND_FLAGS (IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS)
 
+ROW(import_device, "over the context's own descriptor")
+{
+    SAY_MADE(verbs->import_device(context->cmd_fd));
+}
+
+ROW(import_pd, "the context's own")
+{
+    SAY_MADE(verbs->import_pd(context, domain()->handle));
+}
+
+ROW(unimport_pd, "one that was allocated; it is still there")
+{
+    struct ibv_pd *pd = domain();
+
+    verbs->unimport_pd(pd);
+    SAY_INT(verbs->dealloc_pd(pd));
+}
+
 ROW(alloc_pd, "two of one context")
 {
     SAY_MADE(verbs->alloc_pd(context));

@@ -1,0 +1,65 @@
+"""Devices whose context is another one's, of this process or another: for what is shared between them."""
+
+import socket
+from typing import Self
+
+from aioverbs._core import engine
+from aioverbs.device import Device
+from aioverbs.life import State
+from aioverbs.share_exchange import Given, receive
+from aioverbs.sharing import check_share
+
+__all__ = ["ImportedDevice", "import_device"]
+
+
+class ImportedDevice(Device):
+    """A device over the context of another one: ``ibv_import_device``. Made by `import_device`."""
+
+    def __init__(
+        self, socket: socket.socket, shared_id: int, share_key: int, max_native_thread_domains: int | None
+    ) -> None:
+        super().__init__(None, max_native_thread_domains, False, 0)
+        self._from = socket, shared_id, share_key
+        self._given: Given | None = None
+
+    async def open(self) -> Self:
+        """Open it; see `import_device` for what that raises."""
+        if self.state is not State.NEW:
+            return await super().open()  # which says why it cannot be
+        self._given = given = await receive(*self._from)
+        try:
+            return await super().open()
+        except BaseException:
+            given.share.destroy()
+            raise
+        finally:
+            given.close()
+
+    def _make_context(self) -> engine.Context:
+        assert self._given is not None
+        self._life.hold(self._given.share)
+        return self._given.open_context()
+
+
+def import_device(
+    socket: socket.socket, shared_id: int, share_key: int, *, max_native_thread_domains: int | None = None
+) -> Device:
+    """An RDMA device to be opened, over the context of the process at the other end of a socket.
+
+    That process calls `SharedProtectionDomain.send`. `Device.shared_protection_domain` then opens an instance of what
+    it shares, and everything else is made as on any device. To the kernel both are one context, which ends with the
+    last of its descriptors: what a process leaves open when it dies stays until then.
+
+    Opening raises `VerbsError`: with ENOENT, EACCES or EXDEV where nothing is shared by that id, with that key, or on
+    that device; with EOPNOTSUPP where the provider has no ``ibv_import_device``, as with the software device, which is
+    in each process another one; with EPROTO or EPROTONOSUPPORT where the peer says something else. It raises
+    `BrokenResourceError` where the peer is gone, and `LibraryNotFoundError`.
+
+    :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read and
+        written by nobody else meanwhile.
+    :param shared_id: `SharedProtectionDomain.id`.
+    :param share_key: the key that it was shared with, 64 bits.
+    :param max_native_thread_domains: as for `open_device`.
+    """
+    check_share(shared_id, share_key)
+    return ImportedDevice(socket, shared_id, share_key, max_native_thread_domains)

@@ -1,0 +1,206 @@
+"""How another process gets an instance of a protection domain: a request over a socket, a reply with descriptors."""
+
+import array
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+
+from aioverbs._core import engine
+from aioverbs.affinity import running_loop
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
+from aioverbs.providers import software
+from aioverbs.share_message import Reply, Request
+from aioverbs.sharing import Share, check_device, id_of, import_context, in_one_process, other_device, refusal
+
+__all__ = ["Given", "answer", "receive"]
+
+_INT = array.array("i").itemsize
+_TAKEN = 8  # descriptors that are taken from a message, to be counted; what is beyond, the kernel closes
+
+
+class Given:
+    """What a process was given: the way into another one's context, and a protection domain there.
+
+    :param command: the descriptor of that context's commands; `close` closes it.
+    :param device: what its device is called there.
+    """
+
+    def __init__(self, shared_id: int, share: Share, command: int, device: str) -> None:
+        self.share = share
+        self._shared_id = shared_id
+        self._command = command
+        self._device = device
+
+    def open_context(self) -> engine.Context:
+        """A context over that one, which may open instances.
+
+        :raises LibraryNotFoundError: libibverbs cannot be loaded.
+        :raises VerbsError: with EOPNOTSUPP where the provider cannot, with EXDEV where it is of another device than it
+            was said to be.
+        """
+        context = import_context(self._command, self._device)
+        try:
+            check_device(context, self._shared_id)
+            self.share.tell(context)
+        except BaseException:
+            context.destroy()
+            raise
+        return context
+
+    def close(self) -> None:
+        """Its context has a descriptor of its own."""
+        os.close(self._command)
+
+
+@contextlib.contextmanager
+def _descriptors() -> Iterator[list[int]]:
+    """A list of descriptors; those that are in it at the end are closed."""
+    held: list[int] = []
+    try:
+        yield held
+    finally:
+        for each in held:
+            os.close(each)
+
+
+async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given:
+    """Ask the process at the other end of a socket, where `answer` is called.
+
+    :raises VerbsError: with ENOENT, EACCES or EXDEV where it refuses; with EPROTO or EPROTONOSUPPORT where it says
+        something else.
+    :raises BrokenResourceError: it went.
+    :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    _check(sock)
+    _check_hardware(shared_id)
+    request = Request.make(shared_id, share_key, os.urandom(16))
+    await _send(sock, request.pack(), [])
+    with _descriptors() as attached:
+        reply = Reply.parse(await _receive(sock, Reply.SIZE, attached))
+        if reply.status == errno.EXDEV:
+            raise other_device(shared_id, reply.device)
+        if reply.status:
+            raise refusal(reply.status)
+        if not reply.proves(share_key, request):
+            raise refusal(errno.EACCES, "the peer does not know the share key")
+        kinds = [stat.S_IFMT(os.fstat(each).st_mode) for each in attached]
+        if kinds != [stat.S_IFCHR, stat.S_IFREG]:
+            raise refusal(errno.EPROTO, f"the peer attached {len(kinds)} descriptors, or others than it should have")
+        command, file = attached
+        attached.clear()
+    return Given(shared_id, Share(shared_id & 0xFFFFFFFF, share_key, reply.pd_handle, file), command, reply.device)
+
+
+async def answer(sock: socket.socket, context: engine.Context, shared: Share) -> None:
+    """Answer one request of the process at the other end of a socket, which calls `receive`.
+
+    :raises VerbsError: with ENOENT, EACCES, EXDEV, EPROTO or EPROTONOSUPPORT where it was refused.
+    :raises BrokenResourceError: it went.
+    :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    _check(sock)
+    refused: VerbsError | ClosedResourceError | None = None
+    with _descriptors() as attached:
+        data = await _receive(sock, Request.SIZE, attached)
+        strays = len(attached)
+    with _descriptors() as given:
+        try:
+            request = Request.parse(data)
+            if strays:
+                raise refusal(errno.EPROTO, f"the peer attached {strays} descriptors to its request")
+            if check_device(context, request.shared_id) != shared.number:
+                raise refusal(errno.ENOENT)
+            if not request.proves(shared.share_key):
+                raise refusal(errno.EACCES)
+            given += [context.dup_cmd_fd()]
+            given += [shared.dup_file()]
+            reply = Reply.make(request, shared.share_key, context.name, shared.pd_handle)
+        except (VerbsError, ClosedResourceError) as error:
+            refused = error
+            reply = Reply.refuse(error.errno if isinstance(error, VerbsError) else errno.ENOENT, context.name)
+        await _send(sock, reply.pack(), given if refused is None else [])
+    if refused is not None:
+        raise refused
+
+
+def _check_hardware(shared_id: int) -> None:
+    for name in software.names():
+        context = software.open_context(name)
+        try:
+            ours = shared_id == id_of(context, shared_id & 0xFFFFFFFF)
+        finally:
+            context.destroy()
+        if ours:
+            raise in_one_process(name)
+
+
+def _check(sock: socket.socket) -> None:
+    running_loop()
+    if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
+        raise ValueError("descriptors go over stream sockets of the Unix domain: socket.socket(socket.AF_UNIX)")
+    if sock.gettimeout() != 0:
+        raise ValueError("the socket would block the event loop: call its setblocking(False)")
+
+
+async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
+    """All of it, the descriptors with the first byte."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    left = memoryview(data)
+    while left:
+        try:
+            sent = sock.sendmsg([left], rights)
+        except BlockingIOError:
+            await _ready(sock, writing=True)
+        except ConnectionError as error:
+            raise BrokenResourceError(f"the peer is gone: {error}") from error
+        else:
+            left, rights = left[sent:], []
+
+
+async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
+    """So many bytes, and not one more; the descriptors that came with them are put into the list.
+
+    :raises VerbsError: with EPROTO where there were more than are taken, or more than this process may have.
+    """
+    data = b""
+    room = socket.CMSG_LEN(_TAKEN * _INT)
+    while len(data) < size:
+        try:
+            # Not socket.recv_fds: that one forgets the flags.
+            piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            await _ready(sock, writing=False)
+            continue
+        except ConnectionError as error:
+            raise BrokenResourceError(f"the peer is gone: {error}") from error
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors += array.array("i", content[: len(content) - len(content) % _INT])
+        if flags & socket.MSG_CTRUNC:
+            raise refusal(errno.EPROTO, "more descriptors were attached than this process can take")
+        if not piece:
+            raise BrokenResourceError(f"the peer closed the socket after {len(data)} of {size} bytes")
+        data += piece
+    return data
+
+
+async def _ready(sock: socket.socket, *, writing: bool) -> None:
+    loop = running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add(sock.fileno(), wake)
+    try:
+        await ready
+    finally:
+        remove(sock.fileno())

@@ -1,0 +1,256 @@
+"""Instances of one protection domain, and how they know of each other.
+
+Contexts of the software device share inside of one process, by the device itself. For RDMA devices the verbs are
+``ibv_import_device`` and ``ibv_import_pd``: a context over the descriptor of another one knows its objects by their
+numbers. "This is the responsibility of the application to coordinate between all ibv_context(s) that use this PD", and
+this module is where that is done.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hmac
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Iterator
+
+from aioverbs._core import engine
+from aioverbs.errors import VerbsError
+from aioverbs.share_message import ID_BITS, KEY_BITS, device_of, share_id
+
+__all__ = [
+    "Share",
+    "check_device",
+    "check_share",
+    "id_of",
+    "import_context",
+    "in_one_process",
+    "open_instance",
+    "other_device",
+    "refusal",
+    "share",
+]
+
+_ADVICE = {
+    errno.EACCES: "the share key is another one",
+    errno.ENOENT: "nothing is shared by that id any more: its last instance was closed, or it never was",
+}
+
+
+def refusal(error: int, advice: str | None = None) -> VerbsError:
+    """Why there is no instance."""
+    return VerbsError("ibv_share_pd", error, advice or _ADVICE.get(error))
+
+
+def other_device(shared_id: int, name: str) -> VerbsError:
+    """What is said where it is of another device than this one."""
+    advice = f"it is shared of the device with GUID {device_of(shared_id)}, and {name} is another one: a protection "
+    return refusal(errno.EXDEV, f"{advice}domain is one device's")
+
+
+def in_one_process(name: str) -> VerbsError:
+    """What is said of the software device."""
+    advice = f"{name} is in each process another device: its protection domains are shared inside of one"
+    return VerbsError("ibv_import_device", errno.EOPNOTSUPP, advice)
+
+
+def check_share(shared_id: int, share_key: int) -> None:
+    """See that an id and a key can be ones.
+
+    :raises ValueError: they cannot.
+    """
+    for name, value, bits in (("shared_id", shared_id, ID_BITS), ("share_key", share_key, KEY_BITS)):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} has {bits} bits")
+
+
+def id_of(context: engine.Context, number: int) -> int:
+    """The id of what has a number on a context's device."""
+    return share_id(context.query_device().node_guid, context.name, number)
+
+
+def import_context(command: int, name: str) -> engine.Context:
+    """A context over the descriptor of another one's commands, which stays the caller's.
+
+    :param name: of its device, for the errors.
+    """
+    try:
+        return engine.Context.import_device(command)
+    except VerbsError as error:
+        advice = {
+            errno.EOPNOTSUPP: f"the provider of {name} does not have it: what is made on {name} stays in one context",
+            errno.ENODEV: f"{name} is not here: it is another machine's, or hidden from this process",
+        }.get(error.errno)
+        raise VerbsError(error.verb, error.errno, advice) from None
+
+
+def _check_import(context: engine.Context) -> None:
+    """See that other processes can have contexts over this one's descriptor: by trying, as nothing else tells.
+
+    :raises VerbsError: they cannot, with EOPNOTSUPP where the provider does not have it.
+    """
+    command = context.dup_cmd_fd()
+    try:
+        import_context(command, context.name).destroy()
+    finally:
+        os.close(command)
+
+
+def check_device(context: engine.Context, shared_id: int) -> int:
+    """The number of an id, which is to be of this device.
+
+    :raises VerbsError: with EXDEV where it is of another one.
+    """
+    number = shared_id & 0xFFFFFFFF
+    if shared_id != id_of(context, number):
+        raise other_device(shared_id, context.name)
+    return number
+
+
+class _Lease:
+    """An instance's part in a protection domain: the last one that is left deallocates it, the others unimport it.
+
+    All of them lock a file that has no name, each by an open file description of its own. Who leaves and gets the lock
+    for itself alone is the last, and leaves a byte in the file. The lock of a process that dies goes with it.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            gone = os.fstat(self._file).st_size > 0
+        except BlockingIOError:  # the last is just leaving
+            gone = True
+        except BaseException:
+            os.close(self._file)
+            raise
+        if gone:
+            os.close(self._file)
+            raise refusal(errno.ENOENT)
+
+    def is_last(self) -> bool:
+        """Whether no other instance is left; nobody joins any more then. Otherwise it is none any more itself."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # the shared lock was given up for the try
+            return False
+        return True
+
+    def leave(self, last: bool, failed: bool) -> None:
+        """After what `is_last` demands; where that failed, it is an instance again."""
+        if failed:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            return
+        if last:
+            os.write(self._file, b"\0")
+        self.close()
+
+    def close(self) -> None:
+        """Leave without a word."""
+        os.close(self._file)
+
+
+_shares: weakref.WeakKeyDictionary[engine.Context, "dict[int, Share]"] = weakref.WeakKeyDictionary()
+_sharing = threading.Lock()  # a domain is shared once
+
+
+class Share:
+    """A protection domain of an RDMA device as its contexts know it that may open instances.
+
+    :param number: by which it is known, with the device's GUID.
+    :param pd_handle: its number in the kernel.
+    :param file: the descriptor of the file that its instances lock; this closes it.
+    """
+
+    def __init__(self, number: int, share_key: int, pd_handle: int, file: int) -> None:
+        self.number = number
+        self.share_key = share_key
+        self.pd_handle = pd_handle
+        self._file = file
+        self._lock = threading.Lock()
+        self._known: dict[int, Share] = {}
+
+    def tell(self, context: engine.Context) -> None:
+        """Let a context open instances, until this is destroyed."""
+        self._known = _shares.setdefault(context, {})
+        self._known[self.number] = self
+
+    def join(self) -> _Lease:
+        """The part of a new instance.
+
+        :raises VerbsError: with ENOENT where it is too late.
+        """
+        with self._opened() as file:
+            return _Lease(file)
+
+    def dup_file(self) -> int:
+        """A duplicate of its file's descriptor, the caller's to close; nothing is locked by it.
+
+        :raises VerbsError: with ENOENT where it is too late.
+        """
+        with self._opened() as file:
+            return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        with self._lock:
+            if self._file < 0:
+                raise refusal(errno.ENOENT)
+            yield self._file
+
+    def destroy(self) -> None:
+        """Forget it; instances stay."""
+        with self._lock:
+            file, self._file = self._file, -1
+        if file >= 0:
+            self._known.pop(self.number, None)
+            os.close(file)
+
+
+def share(pd: engine.ProtectionDomain, share_key: int) -> tuple[int, Share | None]:
+    """Let other contexts have instances of a protection domain: the id, and what is to be destroyed before the domain.
+
+    :raises VerbsError: with EEXIST where it is shared already, with EOPNOTSUPP where the provider cannot.
+    """
+    context = pd.context
+    if context.software:
+        return id_of(context, pd.share(share_key)), None
+    _check_import(context)
+    number = secrets.randbelow((1 << 32) - 1) + 1
+    shared_id = id_of(context, number)
+    with _sharing:
+        if pd.lease is not None:
+            raise VerbsError("ibv_alloc_shpd", errno.EEXIST)
+        made = Share(number, share_key, pd.handle, os.memfd_create("aioverbs-pd", os.MFD_CLOEXEC))
+        try:
+            pd.lease = made.join()
+        except BaseException:
+            made.destroy()
+            raise
+    made.tell(context)
+    return shared_id, made
+
+
+def open_instance(context: engine.Context, shared_id: int, share_key: int) -> engine.ProtectionDomain:
+    """A further instance of what was shared: see `Device.shared_protection_domain`."""
+    number = check_device(context, shared_id)
+    if context.software:
+        try:
+            return engine.ProtectionDomain.open_shared(context, number, share_key)
+        except VerbsError as error:
+            raise refusal(error.errno) from None
+    known = _shares.get(context, {}).get(number)
+    if known is None:
+        _check_import(context)
+        advice = "this context does not have it; import_device() makes one that does, from its process or in this one"
+        raise refusal(errno.ENOENT, advice)
+    if not hmac.compare_digest(*(key.to_bytes(KEY_BITS // 8) for key in (known.share_key, share_key))):
+        raise refusal(errno.EACCES)
+    lease = known.join()
+    try:
+        return engine.ProtectionDomain.import_pd(context, known.pd_handle, lease)
+    except BaseException:
+        lease.close()
+        raise

@@ -1,0 +1,199 @@
+"""Contexts and protection domains over another one's descriptor, with verbs that stand in for a provider's."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from aioverbs import BusyResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
+from aioverbs._core import engine
+
+VERB = {
+    "import_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, use_errno=True),
+    "alloc_pd": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
+    "dealloc_pd": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, use_errno=True),
+    "import_pd": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, use_errno=True),
+    "unimport_pd": ctypes.CFUNCTYPE(None, ctypes.c_void_p, use_errno=True),
+}
+
+
+@contextmanager
+def replaced(slot: int, verb: str, function: Callable[..., object]) -> Iterator[None]:
+    """With a function in the place of a verb."""
+    place = ctypes.c_void_p.from_address(slot)
+    before, callback = place.value, VERB[verb](function)
+    place.value = ctypes.cast(callback, ctypes.c_void_p).value
+    try:
+        yield
+    finally:
+        place.value = before
+
+
+def descriptors() -> set[str]:
+    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
+
+
+# ---- Contexts
+
+
+@pytest.fixture
+def slot() -> int:
+    """Where contexts find ``ibv_import_device``."""
+    try:
+        return engine.table_slot("import_device")
+    except LibraryNotFoundError:
+        pytest.skip("there is no libibverbs")
+
+
+@pytest.mark.parametrize(("path", "error"), [("/dev/null", errno.ENODEV), ("/etc/passwd", errno.EINVAL)])
+def test_what_is_no_descriptor_of_a_device(slot: int, path: str, error: int) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    before = descriptors()
+    with pytest.raises(VerbsError, match="ibv_import_device") as caught:
+        engine.Context.import_device(fd)
+    assert caught.value.errno == error
+    assert descriptors() == before
+    os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        engine.Context.import_device(fd)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
+    """Some failures close the descriptor and some do not: the caller's is another one."""
+    given: list[int] = []
+
+    def fail(fd: int) -> None:
+        given.append(fd)
+        if closes:
+            os.close(fd)
+        ctypes.set_errno(errno.EOPNOTSUPP)
+
+    fd = os.open("/dev/null", os.O_RDONLY)
+    before = descriptors()
+    with replaced(slot, "import_device", fail), pytest.raises(VerbsError, match="EOPNOTSUPP"):
+        engine.Context.import_device(fd)
+    assert given != [fd]
+    assert descriptors() == before
+    os.close(fd)
+
+
+def test_only_exported_verbs_have_a_slot(slot: int) -> None:
+    with pytest.raises(ValueError, match="ibv_poll_cq is not in the table"):
+        engine.table_slot("poll_cq")
+
+
+# ---- Protection domains
+
+
+class Lease:
+    """An instance's part, as a test wants it."""
+
+    def __init__(self, last: bool) -> None:
+        self.last = last
+        self.left: list[tuple[bool, bool]] = []
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def leave(self, last: bool, failed: bool) -> None:
+        self.left.append((last, failed))
+
+
+class Provider:
+    """One that has imports; its instances are domains of the software device."""
+
+    def __init__(self, context: engine.Context) -> None:
+        self.calls: list[str] = []
+        self.fails = 0  # what dealloc_pd answers
+        self._alloc, self._dealloc = (
+            VERB[verb](ctypes.c_void_p.from_address(context.table_slot(verb)).value or 0)
+            for verb in ("alloc_pd", "dealloc_pd")
+        )
+
+    def import_pd(self, context: int, handle: int) -> object:
+        self.calls.append(f"import {handle}")
+        if handle == 404:
+            ctypes.set_errno(errno.ENOENT)
+            return None
+        return self._alloc(context)
+
+    def unimport_pd(self, pd: int) -> None:
+        self.calls.append("unimport")
+        assert self._dealloc(pd) == 0
+
+    def dealloc_pd(self, pd: int) -> object:
+        self.calls.append("dealloc")
+        return self.fails or self._dealloc(pd)
+
+
+@pytest.fixture
+def provider(context: engine.Context) -> Iterator[Provider]:
+    made = Provider(context)
+    with (
+        replaced(context.table_slot("import_pd"), "import_pd", made.import_pd),
+        replaced(context.table_slot("unimport_pd"), "unimport_pd", made.unimport_pd),
+        replaced(context.table_slot("dealloc_pd"), "dealloc_pd", made.dealloc_pd),
+    ):
+        yield made
+    assert context.counts()["pds"] == 0
+
+
+def test_an_instance_among_others_is_unimported(context: engine.Context, provider: Provider) -> None:
+    lease = Lease(last=False)
+    pd = engine.ProtectionDomain.import_pd(context, 5, lease)
+    assert type(pd) is engine.ProtectionDomain
+    assert pd.lease is lease
+    assert pd in engine.open_handles()
+    region = engine.MemoryRegion(pd, bytearray(64))
+    with pytest.raises(BusyResourceError):
+        pd.destroy()
+    assert lease.left == []
+    region.destroy()
+    pd.destroy()
+    assert provider.calls == ["import 5", "unimport"]
+    assert lease.left == [(False, False)]
+    with pytest.raises(ClosedResourceError):
+        _ = pd.handle
+
+
+def test_the_last_one_is_deallocated(context: engine.Context, provider: Provider) -> None:
+    pd = engine.ProtectionDomain(context)
+    assert pd.handle >= 0
+    pd.lease = lease = Lease(last=True)
+    provider.fails = errno.EINVAL
+    with pytest.raises(VerbsError, match="ibv_dealloc_pd failed: EINVAL"):
+        pd.destroy()
+    assert not pd.closed
+    provider.fails = 0
+    pd.destroy()
+    assert provider.calls == ["dealloc", "dealloc"]
+    assert lease.left == [(True, True), (True, False)]
+
+
+def test_what_another_process_left_behind_keeps_only_the_domain(context: engine.Context, provider: Provider) -> None:
+    pd = engine.ProtectionDomain.import_pd(context, 5, Lease(last=True))
+    provider.fails = errno.EBUSY
+    pd.destroy()
+    assert provider.calls == ["import 5", "dealloc", "unimport"]
+    provider.fails = 0
+
+
+def test_what_cannot_be_imported(context: engine.Context, provider: Provider) -> None:
+    lease = Lease(last=True)
+    with pytest.raises(VerbsError, match="ibv_import_pd failed: ENOENT"):
+        engine.ProtectionDomain.import_pd(context, 404, lease)
+    assert lease.left == []
+    assert provider.calls == ["import 404"]
+
+
+def test_the_software_device_has_none(context: engine.Context) -> None:
+    pd = engine.ProtectionDomain(context)
+    with pytest.raises(VerbsError, match="ibv_import_pd failed: EOPNOTSUPP"):
+        engine.ProtectionDomain.import_pd(context, pd.handle, Lease(last=True))
+    with pytest.raises(VerbsError, match="ibv_import_device failed: EOPNOTSUPP"):
+        context.dup_cmd_fd()
+    pd.destroy()

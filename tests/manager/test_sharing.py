@@ -1,0 +1,542 @@
+"""Protection domains between processes: what is said over the socket, what is refused, and that no descriptor is lost.
+
+The context is a stand-in whose commands go to /dev/null: all but the verbs themselves is the same.
+"""
+
+import array
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs import BrokenResourceError, ClosedResourceError, Device, VerbsError, import_device
+from aioverbs._core import engine
+from aioverbs.errors import LibraryNotFoundError
+from aioverbs.share_exchange import Given, answer, receive
+from aioverbs.share_message import Reply, Request, device_of, share_id
+from aioverbs.sharing import Share
+from tests.conftest import LOOP_FACTORIES
+from tests.core.children import in_child
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+KEY = 0xFEDCBA9876543210
+GUID = bytes.fromhex("0002c90300a1b2c3")
+NUMBER = 0x89ABCDEF
+ID = share_id(GUID, "mlx5_0", NUMBER)
+
+
+def descriptors() -> set[str]:
+    """Those that are open, but for the one that looks."""
+    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
+
+
+class StandIn:
+    """As much of a context as sharing asks for."""
+
+    name = "mlx5_0"
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def query_device(self) -> SimpleNamespace:
+        return SimpleNamespace(node_guid=GUID)
+
+    def dup_cmd_fd(self) -> int:
+        if self.closed:
+            raise ClosedResourceError("it is closed")
+        return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+
+    @property
+    def context(self) -> engine.Context:
+        return cast(engine.Context, self)
+
+
+@pytest.fixture
+def stand_in() -> StandIn:
+    return StandIn()
+
+
+@pytest_asyncio.fixture
+async def ends() -> AsyncIterator[tuple[socket.socket, socket.socket]]:
+    """A connected pair, and in the end no descriptor that was not there before. The loop has its own already."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    with near, far:
+        before = descriptors()
+        yield near, far
+    assert descriptors() <= before
+
+
+@pytest.fixture
+def shared() -> Iterator[Share]:
+    made = Share(NUMBER, KEY, 7, os.memfd_create("test"))
+    yield made
+    made.destroy()
+
+
+Ends = tuple[socket.socket, socket.socket]
+
+
+async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int = ID, key: int = KEY) -> Given:
+    """Both sides; where one is refused, so is the other, for the same reason."""
+    answered, received = await asyncio.gather(
+        answer(ends[0], stand_in.context, shared), receive(ends[1], shared_id, key), return_exceptions=True
+    )
+    if isinstance(received, VerbsError):
+        assert isinstance(answered, VerbsError | ClosedResourceError)
+        if isinstance(answered, VerbsError):
+            assert answered.errno == received.errno
+        raise received
+    assert answered is None
+    assert isinstance(received, Given)
+    return received
+
+
+def close(given: Given) -> None:
+    given.share.destroy()
+    given.close()
+
+
+# ---- What is said
+
+
+async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    before = descriptors()
+    made = await exchange(ends, stand_in, shared)
+    new = descriptors() - before
+    assert len(new) == 2
+    assert not any(os.get_inheritable(int(each)) for each in new)
+    assert made.share.pd_handle == 7
+    ends[0].send(b"after it")
+    assert ends[1].recv(64) == b"after it"  # all of it was taken
+    loop = asyncio.get_running_loop()
+    assert not any(remove(end) for end in ends for remove in (loop.remove_reader, loop.remove_writer))
+    lease = made.share.join()
+    assert lease.is_last()
+    lease.leave(True, False)
+    close(made)
+    with pytest.raises(VerbsError, match=r"ENOENT .*its last instance was closed"):
+        shared.join()
+
+
+@pytest.mark.parametrize(
+    ("shared_id", "key", "error", "said"),
+    [
+        (ID, KEY ^ 1, errno.EACCES, "the share key is another one"),
+        (ID ^ 1, KEY, errno.ENOENT, "nothing is shared by that id"),
+        (
+            ID ^ 1 << 32,
+            KEY,
+            errno.EXDEV,
+            "GUID 0002:c903:00a1:b2c2, and mlx5_0 is another one",
+        ),
+        (ID ^ 1 << 32 ^ 1, KEY ^ 1, errno.EXDEV, "another one"),
+        (ID ^ 1, KEY ^ 1, errno.ENOENT, "nothing is shared"),
+    ],
+    ids=["key", "id", "device", "all", "id and key"],
+)
+async def test_refusals(
+    ends: Ends, stand_in: StandIn, shared: Share, shared_id: int, key: int, error: int, said: str
+) -> None:
+    with pytest.raises(VerbsError, match=said) as caught:
+        await exchange(ends, stand_in, shared, shared_id, key)
+    assert caught.value.errno == error
+    # The socket serves on.
+    close(await exchange(ends, stand_in, shared))
+
+
+async def test_what_was_closed_meanwhile(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    stand_in.closed = True
+    with pytest.raises(VerbsError, match="ENOENT"):
+        await exchange(ends, stand_in, shared)
+    stand_in.closed = False
+    shared.destroy()
+    with pytest.raises(VerbsError, match="ENOENT"):
+        await exchange(ends, stand_in, shared)
+
+
+async def test_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    """Byte by byte, the descriptors with any of them."""
+    near, far = ends
+    request = Request.make(ID, KEY, bytes(16))
+    answering = asyncio.create_task(answer(near, stand_in.context, shared))
+    for each in request.pack():
+        far.send(bytes([each]))
+        await asyncio.sleep(0)
+    await answering
+    attached = socket.recv_fds(far, Reply.SIZE, 8)
+    assert Reply.parse(attached[0]).proves(KEY, request)
+    for each in attached[1]:
+        os.close(each)
+
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    reply = Reply.make(asked, KEY, "mlx5_0", 7).pack()
+    near.send(reply[:50])
+    await asyncio.sleep(0.01)
+    attach(near, reply[50:51], stand_in.dup_cmd_fd())
+    await asyncio.sleep(0.01)
+    attach(near, reply[51:60], shared.dup_file())
+    near.send(reply[60:] + b"next")
+    close(await receiving)
+    assert far.recv(64) == b"next"  # not a byte more was taken
+
+
+async def test_what_the_socket_takes_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    class Narrow(socket.socket):
+        """One that takes seven bytes at a time."""
+
+        def sendmsg(self, buffers: "Iterable[Buffer]", *rights: Any) -> int:
+            return super().sendmsg([memoryview(next(iter(buffers)))[:7]], *rights)
+
+    with Narrow(fileno=os.dup(ends[0].fileno())) as near, Narrow(fileno=os.dup(ends[1].fileno())) as far:
+        near.setblocking(False)
+        far.setblocking(False)
+        before = descriptors()
+        made = await exchange((near, far), stand_in, shared)
+        assert len(descriptors() - before) == 2
+        close(made)
+
+
+def attach(sock: socket.socket, data: bytes, *fds: int) -> None:
+    """Send, and close what was attached."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], rights)
+    for each in fds:
+        os.close(each)
+
+
+@pytest.mark.parametrize("kinds", ["", "c", "f", "fc", "cc", "ff", "cff", "cf" * 8], ids=lambda kinds: kinds or "none")
+async def test_other_descriptors_than_two(ends: Ends, stand_in: StandIn, shared: Share, kinds: str) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    fds = [stand_in.dup_cmd_fd() if kind == "c" else shared.dup_file() for kind in kinds]
+    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), *fds)
+    with pytest.raises(VerbsError, match=r"EPROTO .*descriptors"):
+        await receiving
+
+
+async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
+    try:
+        with pytest.raises(VerbsError, match=r"EPROTO .*more descriptors were attached than this process can take"):
+            await receiving
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_descriptors_that_nobody_asked_for(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+    attach(far, Request.make(ID, KEY, bytes(16)).pack(), stand_in.dup_cmd_fd(), stand_in.dup_cmd_fd())
+    with pytest.raises(VerbsError, match=r"EPROTO .*attached 2 descriptors"):
+        await answer(near, stand_in.context, shared)
+    assert Reply.parse(far.recv(Reply.SIZE)).status == errno.EPROTO
+
+
+async def test_a_peer_without_the_key(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(asked, KEY ^ 1, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+    with pytest.raises(VerbsError, match=r"EACCES .*the peer does not know the share key"):
+        await receiving
+
+
+async def test_another_version(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+    request = bytearray(Request.make(ID, KEY, bytes(16)).pack())
+    request[9] = 2
+    far.send(request)
+    with pytest.raises(VerbsError, match=r"EPROTONOSUPPORT .*version 2, this is 1"):
+        await answer(near, stand_in.context, shared)
+    assert Reply.parse(far.recv(Reply.SIZE)).status == errno.EPROTONOSUPPORT
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+@pytest.mark.parametrize("count", [0, 1, Request.SIZE - 1])
+async def test_a_peer_that_goes_before_its_request(
+    ends: Ends, stand_in: StandIn, shared: Share, count: int, how: str
+) -> None:
+    near, far = ends
+    if how == "reset":
+        near.send(b"unread, so that closing resets")
+    if count:
+        attach(far, Request.make(ID, KEY, bytes(16)).pack()[:count], stand_in.dup_cmd_fd())
+    answering = asyncio.create_task(answer(near, stand_in.context, shared))
+    await asyncio.sleep(0.01)
+    far.close()
+    with pytest.raises(BrokenResourceError, match=r"the peer (is gone|closed)"):
+        await answering
+
+
+@pytest.mark.parametrize("count", [0, 1, Reply.SIZE - 1])
+async def test_a_peer_that_goes_before_its_reply(ends: Ends, stand_in: StandIn, shared: Share, count: int) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    if count:
+        attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack()[:count], stand_in.dup_cmd_fd(), shared.dup_file())
+    near.close()
+    with pytest.raises(BrokenResourceError, match=r"the peer closed the socket after \d+ of"):
+        await receiving
+    with pytest.raises(BrokenResourceError, match="the peer is gone"):
+        await receive(far, ID, KEY)
+
+
+async def test_cancelled_wherever_it_waits(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+
+    async def cancelled(task: asyncio.Task[object]) -> None:
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    await cancelled(asyncio.create_task(answer(near, stand_in.context, shared)))
+    await cancelled(asyncio.create_task(receive(far, ID, KEY)))  # its request is sent
+    # With a reply under way, in a socket that is full.
+    fill(near)
+    await cancelled(asyncio.create_task(answer(near, stand_in.context, shared)))
+    fill(far)
+    await cancelled(asyncio.create_task(receive(far, ID, KEY)))
+    # With a half of the reply taken, and its descriptors.
+    one, two = socket.socketpair()
+    one.setblocking(False)
+    two.setblocking(False)
+    with one, two:
+        receiving = asyncio.create_task(receive(two, ID, KEY))
+        asked = Request.parse(await asyncio.get_running_loop().sock_recv(one, Request.SIZE))
+        reply = Reply.make(asked, KEY, "mlx5_0", 7).pack()
+        attach(one, reply[:20], stand_in.dup_cmd_fd(), shared.dup_file())
+        await cancelled(receiving)
+
+
+def fill(sock: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sock.send(bytes(4096))
+
+
+async def test_other_sockets(stand_in: StandIn, shared: Share) -> None:
+    with socket.socket(socket.AF_UNIX) as blocking, pytest.raises(ValueError, match=r"setblocking\(False\)"):
+        await answer(blocking, stand_in.context, shared)
+    for family, kind in ((socket.AF_UNIX, socket.SOCK_DGRAM), (socket.AF_INET, socket.SOCK_STREAM)):
+        with socket.socket(family, kind) as other, pytest.raises(ValueError, match="stream sockets of the Unix domain"):
+            await receive(other, ID, KEY)
+
+
+# ---- The messages themselves
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_message(data: bytes) -> None:
+    for kind in (Request, Reply):
+        with pytest.raises(VerbsError) as caught:
+            kind.parse(data)
+        assert caught.value.errno == errno.EPROTO
+
+
+@given(st.data(), st.sampled_from([Request, Reply]))
+def test_a_message_with_a_bit_turned(data: st.DataObject, kind: type[Request] | type[Reply]) -> None:
+    request = Request.make(ID, KEY, bytes(range(16)))
+    whole = (request if kind is Request else Reply.make(request, KEY, "mlx5_0", 7)).pack()
+    assert len(whole) == kind.SIZE
+    place = data.draw(st.integers(0, 8 * kind.SIZE - 1))
+    turned = bytearray(whole)
+    turned[place // 8] ^= 1 << place % 8
+    head = 8 * (12 if kind is Request else 10)  # magic, version, and a status that a request has not
+    if place < head:
+        with pytest.raises(VerbsError, match="EPROTO"):
+            kind.parse(bytes(turned))
+        return
+    parsed = kind.parse(bytes(turned))
+    if isinstance(parsed, Request):
+        assert not parsed.proves(KEY)
+    else:
+        assert parsed.status or not parsed.proves(KEY, request)
+
+
+@given(
+    st.integers(0, (1 << 96) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.binary(min_size=16, max_size=16),
+    st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=63),
+    st.integers(0, (1 << 32) - 1),
+)
+def test_there_and_back(shared_id: int, key: int, nonce: bytes, name: str, handle: int) -> None:
+    request = Request.make(shared_id, key, nonce)
+    assert Request.parse(request.pack()) == request
+    assert request.proves(key)
+    reply = Reply.make(request, key, name, handle)
+    assert Reply.parse(reply.pack()) == reply
+    assert reply.proves(key, request)
+    assert not reply.proves(key ^ 1, request)
+    assert not reply.proves(key, Request.make(shared_id, key, bytes(15) + b"?"))
+    refused = Reply.refuse(errno.ENOENT, name)
+    assert Reply.parse(refused.pack()) == refused
+
+
+@given(st.binary(min_size=1, max_size=2 * Request.SIZE), st.sampled_from(list(LOOP_FACTORIES.values())))
+def test_anything_over_the_socket(data: bytes, factory: object) -> None:
+    async def run() -> None:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        far.setblocking(False)
+        shared = Share(NUMBER, KEY, 7, os.memfd_create("test"))
+        try:
+            with near, far:
+                far.send(data)
+                far.shutdown(socket.SHUT_WR)
+                with pytest.raises((VerbsError, BrokenResourceError)):
+                    await answer(near, StandIn().context, shared)
+        finally:
+            shared.destroy()
+
+    before = descriptors()
+    with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
+        runner.run(run())
+    assert descriptors() <= before
+
+
+def test_ids_tell_the_device() -> None:
+    assert device_of(ID) == "0002:c903:00a1:b2c3"
+    assert share_id(GUID, "mlx5_1", NUMBER) == ID
+    # Virtual functions may have no GUID: then their names tell.
+    assert share_id(bytes(8), "mlx5_0", 1) != share_id(bytes(8), "mlx5_1", 1)
+
+
+# ---- Who is the last
+
+
+def test_the_last_one_is_one(shared: Share) -> None:
+    before = descriptors()
+    first, second, third = shared.join(), shared.join(), shared.join()
+    assert not second.is_last()
+    second.leave(False, False)
+    assert not first.is_last()
+    first.leave(False, False)
+    fourth = shared.join()
+    assert not third.is_last()
+    third.leave(False, False)
+    assert fourth.is_last()
+    with pytest.raises(VerbsError, match="ENOENT"):  # it is about to go
+        shared.join()
+    fourth.leave(True, True)  # but could not
+    fifth = shared.join()
+    fifth.close()
+    assert fourth.is_last()
+    fourth.leave(True, False)
+    with pytest.raises(VerbsError, match="ENOENT"):
+        shared.join()
+    assert descriptors() == before
+
+
+def test_who_dies_is_no_instance_any_more(shared: Share) -> None:
+    def in_the_child() -> bool:
+        return shared.join().is_last()  # and keeps it
+
+    ours = shared.join()
+    assert not in_child(in_the_child)
+    assert ours.is_last()
+    ours.leave(True, True)
+    ours.close()
+
+
+# ---- Devices
+
+
+async def test_the_software_device_says_so(device: Device, ends: Ends) -> None:
+    said = "ibv_import_device failed: EOPNOTSUPP .*soft0 is in each process another device"
+    async with device.protection_domain() as pd, pd.share(KEY) as shared:
+        with pytest.raises(VerbsError, match=said):
+            await shared.send(ends[0])
+        with pytest.raises(VerbsError, match=said):
+            await import_device(ends[1], shared.id, KEY).open()
+    with pytest.raises(ClosedResourceError):
+        await shared.send(ends[0])
+    with pytest.raises(VerbsError, match="ibv_import_device failed: EOPNOTSUPP"):
+        device.handle.dup_cmd_fd()
+
+
+async def test_the_three_errors_of_the_software_device(device: Device, ends: Ends) -> None:
+    async with device.protection_domain() as pd, pd.share(KEY) as shared:
+        for shared_id, key, error, said in (
+            (shared.id, KEY ^ 1, errno.EACCES, "the share key is another one"),
+            (shared.id ^ 1 << 20, KEY, errno.ENOENT, "nothing is shared by that id"),
+            (shared.id ^ 1 << 40, KEY, errno.EXDEV, "and soft0 is another one"),
+        ):
+            with pytest.raises(VerbsError, match=said) as caught:
+                await device.shared_protection_domain(shared_id, key).open()
+            assert caught.value.errno == error
+        for shared_id, key, what in ((1 << 96, KEY, "shared_id has 96"), (-1, KEY, "shared_id"), (1, 1 << 64, "key")):
+            with pytest.raises(ValueError, match=what):
+                device.shared_protection_domain(shared_id, key)
+            with pytest.raises(ValueError, match=what):
+                import_device(ends[0], shared_id, key)
+
+
+async def test_two_who_open_it_at_once(
+    stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks; one of them gets it, and of the other's nothing is left."""
+    monkeypatch.setattr(Given, "open_context", lambda self: engine.Context.open_software())
+    device = import_device(ends[1], ID, KEY)
+    before = descriptors()
+
+    monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared))
+    done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
+    assert device in done
+    assert [str(each) for each in done if isinstance(each, ClosedResourceError)] == [
+        f"{device._life!r} cannot be opened again: make a new one"
+    ]
+    with pytest.raises(ClosedResourceError, match="cannot be opened again"):
+        await device.open()
+    await device.aclose()
+    assert descriptors() == before
+
+
+def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., Awaitable[Given]]:
+    """`receive`, one after the other on the same socket; both return then."""
+    both = asyncio.Barrier(2)
+    turn = asyncio.Lock()
+
+    async def receive_in_turn(*arguments: Any) -> Given:
+        async with turn:
+            _, given = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
+        await both.wait()
+        return given
+
+    return receive_in_turn
+
+
+async def test_a_device_that_is_not_imported_leaves_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    """Everything is right but what the descriptor is of."""
+    before = descriptors()
+    device = import_device(ends[1], ID, KEY)
+    opening = asyncio.create_task(device.open())
+    await answer(ends[0], stand_in.context, shared)
+    with pytest.raises((VerbsError, LibraryNotFoundError)):  # no device of this machine, or no libibverbs
+        await opening
+    assert descriptors() == before

@@ -1,0 +1,81 @@
+"""The other one of two processes that share a protection domain; it does what it reads, line by line.
+
+Its arguments are the device, the descriptor of a socket and, where it is to import, the id of what is shared; without
+one it shares. Each line of its input is a command, each line of its output what came of it.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+from aioverbs import AccessFlags, Device, ProtectionDomain, QueuePair, QueuePairAddress, import_device, open_device
+from tests.rdma.imports import imports
+
+KEY = 0xFEDCBA9876543210
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+@contextlib.asynccontextmanager
+async def queue_pair(device: Device, pd: ProtectionDomain) -> AsyncIterator[QueuePair]:
+    """One with all that it needs.
+
+    It posts nothing: soft-RoCE is told of a request by a write to its descriptor, which the kernel lets nobody do but
+    who opened it. NICs are told in their own registers.
+    """
+    async with device.resource_domain(pd) as domain, domain.completion_queue(8) as cq, domain.queue_pair(cq) as qp:
+        yield qp
+
+
+async def main(name: str, fd: int, shared_id: int | None) -> None:
+    sock = socket.socket(fileno=fd)
+    sock.setblocking(False)
+    stack = contextlib.AsyncExitStack()
+    before = set(os.listdir("/proc/self/fd"))
+    if shared_id is None:
+        device = await open_device(name).open()
+        pd = await device.protection_domain().open()
+        async with pd.share(KEY) as shared:
+            print(shared.id, flush=True)
+            await shared.send(sock)
+    else:
+        device = await import_device(sock, shared_id, KEY).open()
+        pd = await device.shared_protection_domain(shared_id, KEY).open()
+        print(device.name, flush=True)
+    region = await pd.register(4096, ACCESS).open()
+    while command := (await asyncio.to_thread(sys.stdin.readline)).split():
+        match command:
+            case ["memory"]:
+                print(region.address, region.rkey, flush=True)
+            case ["look", count]:
+                print(bytes(region.buffer[: int(count)]).decode(), flush=True)
+            case ["work"]:
+                async with pd.register(64), queue_pair(device, pd) as qp:
+                    qp.connect(qp.address, ACCESS)
+                print("done", flush=True)
+            case ["connect", peer]:
+                qp = await stack.enter_async_context(queue_pair(device, pd))
+                qp.connect(QueuePairAddress.from_bytes(bytes.fromhex(peer)), ACCESS)
+                print(bytes(qp.address).hex(), flush=True)
+            case ["disconnect"]:
+                await stack.aclose()
+                print("closed", flush=True)
+            case ["close", "region"]:
+                await region.aclose()
+                print("closed", flush=True)
+            case ["close", "pd"]:
+                await pd.aclose()
+                print("closed", flush=True)
+            case ["close", "device"]:
+                await device.aclose()
+                print("closed", *sorted(set(os.listdir("/proc/self/fd")) - before), flush=True)
+            case _:
+                raise ValueError(command)
+
+
+def run() -> None:
+    """The process."""
+    with imports():
+        asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None))

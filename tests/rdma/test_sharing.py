@@ -1,0 +1,342 @@
+"""Protection domains of one RDMA device in several processes: ``ibv_import_device`` and ``ibv_import_pd``.
+
+"even though the same PD is shared by multiple contexts of an RDMA device or processes" (ibv_share_pd): these are what
+has become of that for processes.
+
+Soft-RoCE has neither and says so. With the shim's, which turn the commands of an opened context to the descriptor that
+was passed, the kernel sees what it would see of a provider that has them.
+"""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Self
+
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    ProtectionDomain,
+    QueuePairAddress,
+    RemoteRegion,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+    import_device,
+    open_device,
+)
+from aioverbs.share_message import Reply, Request
+from tests.conftest import ROOT
+from tests.rdma.imports import Imports, imports
+from tests.rdma.other_process import ACCESS, KEY, queue_pair
+from tests.rdma.seam import rdma_devices
+
+# The package is the installed one, the tests are these.
+START = f"import sys; sys.path.append({str(ROOT)!r}); from tests.rdma.other_process import run; run()"
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def name() -> str:
+    return rdma_devices()[0]
+
+
+@pytest.fixture
+def shim() -> Iterator[Imports]:
+    with imports() as made:
+        yield made
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    with near, far:
+        yield near, far
+
+
+def kernel_domains(name: str) -> int:
+    """How many protection domains the kernel knows of a device."""
+    shown = subprocess.run(["rdma", "-j", "resource", "show", "pd"], check=True, capture_output=True, text=True).stdout
+    return sum(each.get("ifname") == name for each in json.loads(shown or "[]"))
+
+
+def descriptors() -> set[str]:
+    """Those that are open, but for the one that looks."""
+    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
+
+
+class OtherProcess:
+    """`other_process`, running."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls, *arguments: object, end: socket.socket) -> Self:
+        """Start it with one end of a pair, which goes there."""
+        with end:
+            return cls(
+                await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-c", START, *map(str, arguments)),
+                    pass_fds=[end.fileno()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+
+    async def answer(self) -> str:
+        """The next line that it says."""
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(self.process.stdout.readline(), 60)
+        assert line, "it has ended"
+        return line.decode().strip()
+
+    async def do(self, command: str) -> str:
+        """Have something done."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        return await self.answer()
+
+    async def end(self) -> None:
+        """The end of its input."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert await asyncio.wait_for(self.process.wait(), 60) == 0
+
+    async def kill(self) -> None:
+        """Its end, with everything open; nothing where it has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.process.returncode is None:
+            self.process.kill()
+        await asyncio.wait_for(self.process.wait(), 60)
+
+
+@asynccontextmanager
+async def importer(device: Device, pd: ProtectionDomain) -> AsyncIterator[OtherProcess]:
+    """A process that has an instance."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    async with contextlib.AsyncExitStack() as stack:
+        with near:
+            async with pd.share(KEY) as shared:
+                other = await OtherProcess.start(device.name, far.fileno(), shared.id, end=far)
+                stack.push_async_callback(other.kill)
+                await shared.send(near)
+                assert await other.answer() == device.name
+        yield other
+
+
+async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, text: bytes, *, over_it: bool) -> None:
+    """From this process into the other one's memory, by a queue pair of that process or by one of this."""
+    address, rkey = map(int, (await other.do("memory")).split())
+    async with (
+        device.resource_domain(pd) as domain,
+        domain.register(64, ACCESS) as source,
+        domain.completion_queue(8) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        peer = far.address
+        if over_it:
+            peer = QueuePairAddress.from_bytes(bytes.fromhex(await other.do(f"connect {bytes(near.address).hex()}")))
+        else:
+            far.connect(near.address, ACCESS)
+        near.connect(peer, ACCESS)
+        source.buffer[: len(text)] = text
+        await near.write(source[: len(text)], RemoteRegion(address, len(text), rkey))
+    assert await other.do(f"look {len(text)}") == text.decode()
+    if over_it:
+        await other.do("disconnect")
+
+
+async def test_the_provider_has_none(name: str, ends: tuple[socket.socket, socket.socket]) -> None:
+    before = descriptors()
+    async with open_device(name) as device, device.protection_domain() as pd:
+        said = f"ibv_import_device failed: EOPNOTSUPP .*the provider of {name} does not have it"
+        with pytest.raises(VerbsError, match=said):
+            await pd.share(KEY).open()
+        own = int.from_bytes(device.attributes().node_guid) << 32 | 1
+        with pytest.raises(VerbsError, match=said):
+            await device.shared_protection_domain(own, KEY).open()
+    if len(rdma_devices()) > 1:
+        async with open_device(rdma_devices()[1]) as other:
+            with pytest.raises(VerbsError, match=r"EXDEV .*is another one") as caught:
+                await other.shared_protection_domain(own, KEY).open()
+            assert caught.value.errno == errno.EXDEV
+    async with open_device("soft0") as soft, soft.protection_domain() as pd, pd.share(KEY) as shared:
+        async with open_device(name) as device:
+            with pytest.raises(VerbsError, match="EXDEV"):
+                await device.shared_protection_domain(shared.id, KEY).open()
+        with pytest.raises(VerbsError, match=f"EXDEV .*and {soft.name} is another one"):
+            await soft.shared_protection_domain(own, KEY).open()
+    assert descriptors() == before
+
+
+async def test_the_three_errors(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
+    near, far = ends
+    async with open_device(name) as device, device.protection_domain() as pd, pd.share(KEY) as shared:
+        for shared_id, key, error in (
+            (shared.id, KEY ^ 1, errno.EACCES),
+            (shared.id ^ 0x5555, KEY, errno.ENOENT),
+            (shared.id ^ 1 << 40, KEY, errno.EXDEV),
+        ):
+            there = asyncio.create_task(import_device(far, shared_id, key).open())
+            with pytest.raises(VerbsError) as refused:
+                await shared.send(near)
+            with pytest.raises(VerbsError) as caught:
+                await there
+            assert refused.value.errno == caught.value.errno == error
+            # And of an instance in the context that has it.
+            with pytest.raises(VerbsError) as caught:
+                await device.shared_protection_domain(shared_id, key).open()
+            assert caught.value.errno == error
+        with pytest.raises(VerbsError, match="EEXIST"):
+            await pd.share(KEY).open()
+        async with open_device(name) as stranger:
+            with pytest.raises(VerbsError, match=r"ENOENT .*import_device\(\) makes one that does"):
+                await stranger.shared_protection_domain(shared.id, KEY).open()
+
+
+async def test_a_descriptor_of_another_device(
+    name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    if len(rdma_devices()) < 2:
+        pytest.skip("there is one RDMA device")
+    near, far = ends
+    async with (
+        open_device(name) as device,
+        open_device(rdma_devices()[1]) as stranger,
+        device.protection_domain() as pd,
+        pd.share(KEY) as shared,
+    ):
+        before = descriptors()
+        there = asyncio.create_task(import_device(far, shared.id, KEY).open())
+        request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+        attached = [stranger.handle.dup_cmd_fd(), os.memfd_create("file")]
+        socket.send_fds(near, [Reply.make(request, KEY, name, pd.handle.handle).pack()], attached)
+        for each in attached:
+            os.close(each)
+        with pytest.raises(VerbsError, match=f"EXDEV .*and {stranger.name} is another one"):
+            await there
+        assert descriptors() == before
+
+
+async def test_in_one_process(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
+    near, far = ends
+    before, domains = descriptors(), kernel_domains(name)
+    async with open_device(name) as device, device.protection_domain() as pd, pd.share(KEY) as shared:
+        sending = asyncio.create_task(shared.send(near))
+        async with (
+            import_device(far, shared.id, KEY) as imported,
+            imported.shared_protection_domain(shared.id, KEY) as instance,
+        ):
+            await sending
+            with pytest.raises(ClosedResourceError, match="cannot be opened again"):
+                await imported.open()
+            assert imported.name == name
+            assert instance.handle.handle == pd.handle.handle
+            for each in (imported, device):
+                async with each.shared_protection_domain(shared.id, KEY):
+                    assert kernel_domains(name) == domains + 1
+            async with (
+                instance.register(64, ACCESS) as theirs,
+                device.resource_domain(pd) as domain,
+                domain.register(64, ACCESS) as ours,
+                domain.completion_queue(8) as cq,
+                domain.queue_pair(cq) as one,
+                domain.queue_pair(cq) as two,
+            ):
+                one.connect(two.address, ACCESS)
+                two.connect(one.address, ACCESS)
+                ours.buffer[:4] = b"ours"
+                await one.write(ours[:4], theirs.remote()[:4])
+                assert bytes(theirs.buffer[:4]) == b"ours"
+                async with device.protection_domain() as another, another.register(64, ACCESS) as foreign:
+                    with pytest.raises(WorkCompletionError) as caught:
+                        await one.write(ours[:4], foreign.remote()[:4])
+                    assert caught.value.status is WcStatus.REM_ACCESS_ERR
+    assert (descriptors(), kernel_domains(name)) == (before, domains)
+
+
+async def test_two_processes(name: str, shim: Imports) -> None:
+    async with open_device(name) as device, device.protection_domain() as pd, importer(device, pd) as other:
+        await write_to(device, pd, other, b"by-ours", over_it=False)
+        await write_to(device, pd, other, b"by-theirs", over_it=True)
+
+
+# Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.
+OURS, THEIRS = ["our pd", "our device"], ["region", "pd", "device"]
+ORDERS = [
+    [next(parts[place in taken]) for place in range(5)]
+    for taken in itertools.combinations(range(5), 2)
+    for parts in [(iter(THEIRS), iter(OURS))]
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
+async def test_every_order_of_closing(name: str, shim: Imports, order: list[str]) -> None:
+    """The domain goes with the last instance, whosever that is, and what is left works until then."""
+    domains = kernel_domains(name)
+    device = await open_device(name).open()
+    pd = await device.protection_domain().open()
+    async with importer(device, pd) as other:
+        instances = {"our pd", "pd"}
+        for what in order:
+            if what in THEIRS:
+                # The last of it leaves no descriptor.
+                assert await other.do(f"close {what}") == "closed"
+            else:
+                await (pd if what == "our pd" else device).aclose()
+            instances.discard(what)
+            assert kernel_domains(name) == domains + bool(instances)
+            if "pd" in instances:
+                assert await other.do("work") == "done"
+            if "our pd" in instances:
+                async with pd.register(64):
+                    pass
+        await other.end()
+    assert kernel_domains(name) == domains
+
+
+async def test_the_importer_dies(name: str, shim: Imports) -> None:
+    """What it made stays in the kernel, and the domain with it, as long as there is a descriptor."""
+    domains = kernel_domains(name)
+    async with open_device(name) as device:
+        pd = await device.protection_domain().open()
+        async with importer(device, pd) as other:
+            assert await other.do("work") == "done"
+            await other.kill()
+        await pd.aclose()
+        assert kernel_domains(name) == domains + 1
+    assert kernel_domains(name) == domains
+
+
+async def test_the_sharer_dies(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
+    domains = kernel_domains(name)
+    near, far = ends
+    other = await OtherProcess.start(name, far.fileno(), end=far)
+    shared_id = int(await other.answer())
+    async with import_device(near, shared_id, KEY) as device:
+        async with device.shared_protection_domain(shared_id, KEY) as pd, pd.register(64, ACCESS):
+            await other.kill()
+            async with pd.register(64), queue_pair(device, pd) as qp:
+                qp.connect(qp.address, ACCESS)
+        # What the dead one registered keeps it until the last descriptor goes.
+        assert kernel_domains(name) == domains + 1
+    assert kernel_domains(name) == domains
+    with pytest.raises(BrokenResourceError):
+        await import_device(near, shared_id, KEY).open()

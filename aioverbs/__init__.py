@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         SharedPageAllocator,
         UseDefault,
     )
+    from .buffers import BufferPool, BufferPoolStatistics, LeasedBuffer, Leasing
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .domains import (
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from .events import DeviceEvent
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
+    from .registration_cache import RegistrationCache, RegistrationCacheStatistics
     from .resource import Resource, ResourceInfo, ResourceStatistics, State
 
 __all__ = [
@@ -82,6 +84,8 @@ __all__ = [
     "ArenaAllocator",
     "AtomicCap",
     "BrokenResourceError",
+    "BufferPool",
+    "BufferPoolStatistics",
     "BusyResourceError",
     "ClosedResourceError",
     "CompletionQueue",
@@ -97,6 +101,8 @@ __all__ = [
     "EventType",
     "ForkedProcessError",
     "HugePageAllocator",
+    "LeasedBuffer",
+    "Leasing",
     "LibraryNotFoundError",
     "LinkLayer",
     "MemoryRegion",
@@ -121,6 +127,8 @@ __all__ = [
     "QueuePairStatistics",
     "RecordingAllocator",
     "RegionSlice",
+    "RegistrationCache",
+    "RegistrationCacheStatistics",
     "RemoteRegion",
     "Resource",
     "ResourceDomain",
@@ -154,6 +162,8 @@ _LAZY = {
     "AllocatorStatistics": "allocators",
     "AllocatorUsage": "allocators",
     "ArenaAllocator": "allocators",
+    "BufferPool": "buffers",
+    "BufferPoolStatistics": "buffers",
     "CompletionQueue": "completion",
     "CompletionQueueStatistics": "completion",
     "DefaultAllocator": "allocators",
@@ -162,6 +172,8 @@ _LAZY = {
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
     "HugePageAllocator": "allocators",
+    "LeasedBuffer": "buffers",
+    "Leasing": "buffers",
     "MemoryRegion": "memory",
     "MessageModel": "completion",
     "NativeAllocator": "allocators",
@@ -174,6 +186,8 @@ _LAZY = {
     "QueuePairStatistics": "queue_pair",
     "RecordingAllocator": "allocators",
     "RegionSlice": "memory",
+    "RegistrationCache": "registration_cache",
+    "RegistrationCacheStatistics": "registration_cache",
     "RemoteRegion": "memory",
     "Resource": "resource",
     "ResourceDomain": "domains",

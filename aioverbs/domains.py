@@ -12,10 +12,12 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import QpCapabilities
+from aioverbs.buffers import BufferPool
 from aioverbs.completion import CompletionQueue, MessageModel, Placement
 from aioverbs.errors import BusyResourceError, ClosedResourceError, VerbsError
-from aioverbs.memory import MemoryRegion
+from aioverbs.memory import MemoryParent, MemoryRegion
 from aioverbs.queue_pair import QueuePair, SharedReceiveQueue, XrcParent
+from aioverbs.registration_cache import RegistrationCache
 from aioverbs.resource import Resource, State
 from aioverbs.types import AccessFlags, QpType
 
@@ -141,7 +143,7 @@ class ThreadDomain(Resource):
         return self._handle
 
 
-class _Base(Resource):
+class _Base(MemoryParent):
     """What a protection domain and a parent domain have in common: everything that takes the one takes the other."""
 
     _context: engine.Context
@@ -162,6 +164,11 @@ class _Base(Resource):
     def base(self) -> "ProtectionDomain":
         """The protection domain that protects memory here."""
         raise NotImplementedError
+
+    @property
+    def cache(self) -> RegistrationCache:
+        """The registrations of its protection domain that are kept: see `RegistrationCache`."""
+        return self.base.cache
 
     def _placement(self) -> Placement:
         """Where its queues are made."""
@@ -229,6 +236,19 @@ class _Base(Resource):
         """
         return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
 
+    def buffer_pool(
+        self,
+        size: int,
+        count: int,
+        *,
+        limit: int | None = None,
+        allocator: Allocator | None = None,
+        access: AccessFlags = AccessFlags.LOCAL_WRITE,
+        alignment: int = 64,
+    ) -> BufferPool:
+        """A pool of registered buffers, to be opened: see `BufferPool`."""
+        return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)
+
 
 class ProtectionDomain(_Base):
     """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
@@ -248,6 +268,7 @@ class ProtectionDomain(_Base):
         self._budget = budget
         self._shared = shared
         self._handle = None
+        self._cache = RegistrationCache(self)
 
     def _open(self) -> None:
         if self._shared is None:
@@ -260,6 +281,11 @@ class ProtectionDomain(_Base):
     def base(self) -> "ProtectionDomain":
         """Itself."""
         return self
+
+    @property
+    def cache(self) -> RegistrationCache:
+        """The registrations that it keeps: see `RegistrationCache`."""
+        return self._cache
 
     def _placement(self) -> Placement:
         return Placement(self.handle, None, native=False)

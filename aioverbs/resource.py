@@ -113,6 +113,7 @@ class Life:
         self.state = State.NEW
         self.parents: tuple[Life, ...] = ()
         self.children: dict[int, Life] = {}
+        self.stop: Callable[[], None] | None = None  # called first when it is closed
         self.drain: Callable[[], Awaitable[None]] | None = None
         self.late = False  # its siblings' work needs it: it is closed after them
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
@@ -220,6 +221,11 @@ class Life:
             await self._settled()
         interruptions: list[BaseException] = []
         try:
+            if self.stop is not None:
+                try:
+                    self.stop()
+                except ResourceWarning as raised:  # warnings are errors
+                    interruptions.append(raised)
             children = list(reversed(tuple(self.children.values())))
             children.sort(key=lambda life: life.late)
             for child in children:
@@ -297,7 +303,7 @@ def _warn_open(life: Life, why: str) -> None:
     warnings.warn(f"{life!r} was still open: {why}", ResourceWarning, stacklevel=2, source=life)
 
 
-def _creation_site() -> str:
+def creation_site() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("aioverbs", "contextlib"):
         frame = frame.f_back
@@ -313,7 +319,7 @@ class Resource(anyio.abc.AsyncResource):
 
     def __init__(self, *parents: "Resource") -> None:
         self._life = Life(type(self).__name__)
-        self._life.created = _creation_site()
+        self._life.created = creation_site()
         self._life.user = weakref.ref(self)
         self._parents = parents
 

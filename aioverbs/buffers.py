@@ -200,9 +200,9 @@ class LeasedBuffer(RegionSlice):
     """A buffer of a pool, until it is released, as the end of its ``with`` block does.
 
     It is a part of a memory region, and parts of it are taken as of any region. After the release all of them refuse,
-    with a `ClosedResourceError`; so they do where it was forgotten, and they were not. A memoryview or an array that was
-    made of `buffer` cannot be called back: not to use it after the release is the user's business. Nor is the memory
-    cleared: it has in it what was there before.
+    with a `ClosedResourceError`; so they do where it was forgotten, and they were not. A memoryview or an array that
+    was made of `buffer` cannot be called back: not to use it after the release is the user's business. Nor is the
+    memory cleared: it has in it what was there before.
 
     What is under way with it when it is released is finished; only then does somebody else get it.
     """

@@ -138,9 +138,9 @@ class _Shelf:
             future.result().release()
 
     def fail(self, error: BaseException) -> None:
-        """Tell those who wait that there will be none."""
-        with contextlib.suppress(IndexError):
-            while True:
+        """Tell those who wait now that there will be none."""
+        with contextlib.suppress(IndexError):  # some are withdrawn meanwhile
+            for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
 
     def stop(self) -> None:
@@ -383,9 +383,11 @@ class BufferPool(Resource):
         site = creation_site()
         buffer = self._shelf.take(self, site)
         if buffer is None and not self._shelf.waiting and not is_large(self._next_slab * self._stride):
-            self._grow_once()
-            buffer = self._shelf.take(self, site)
-            self._grow()  # for those who came meanwhile
+            try:
+                self._grow_once()
+                buffer = self._shelf.take(self, site)
+            finally:
+                self._grow()  # for those who came meanwhile
         if buffer is None:
             raise anyio.WouldBlock
         return buffer
@@ -419,9 +421,10 @@ class BufferPool(Resource):
 
     def _grow(self) -> None:
         """Add slabs for those who wait. They are told of what fails."""
-        with contextlib.suppress(Exception):
-            while self._shelf.waiting and self._grow_once():
-                pass
+        goes_on = True
+        while goes_on and self._shelf.waiting:
+            with contextlib.suppress(Exception):  # who waits now came after those who were told
+                goes_on = self._grow_once()
 
     def _grow_once(self) -> bool:
         """Add a slab, if there may be one, and give it to those who wait; whether it was added.
@@ -435,7 +438,7 @@ class BufferPool(Resource):
             if grown:
                 self._add_slab()
         except BaseException as error:
-            self._shelf.fail(error)  # all of them came while this was under way
+            self._shelf.fail(error)  # below the limit, all of them wait for this
             raise
         finally:
             self._growing.release()

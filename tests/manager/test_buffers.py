@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import pytest
@@ -55,6 +56,13 @@ def counts(pool: BufferPool) -> tuple[int, int, int, int]:
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def refuses(pool: BufferPool) -> None:
+    with pytest.raises(ClosedResourceError, match="is not open"):
+        pool.lease_nowait()
+    with pytest.raises(ClosedResourceError, match="is not open"):
+        await pool.lease()
 
 
 # ---- What a buffer is
@@ -106,14 +114,14 @@ async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) 
         assert counts(pool) == (0, 0, 1, 0), "released once"
         async with pool.lease() as another:
             for old in (buffer, part, buffer[8:]):
-                asks: list[Callable[[], object]] = [
-                    lambda old=old: old.address,
-                    lambda old=old: old.sge,
-                    lambda old=old: old.buffer,
+                asks: tuple[Callable[[], object], ...] = (
+                    partial(getattr, old, "address"),
+                    partial(getattr, old, "sge"),
+                    partial(getattr, old, "buffer"),
                     old.remote,
-                    lambda old=old: old.pins.add(1),
+                    partial(old.pins.add, "work"),
                     buffer.__enter__,
-                ]
+                )
                 for ask in asks:
                     with pytest.raises(ClosedResourceError, match="released to its pool"):
                         ask()
@@ -122,22 +130,21 @@ async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) 
 
 
 async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
-    for wrong, match in (
+    makers: tuple[tuple[Callable[[], BufferPool], str], ...] = (
         (lambda: pd.buffer_pool(0, 1), "size of a buffer pool is 1 at least, not 0"),
         (lambda: pd.buffer_pool(1, 0), "count of a buffer pool is 1 at least, not 0"),
         (lambda: pd.buffer_pool(1, 4, limit=3), "limit of 3 buffers leaves no room for a slab of 4"),
         (lambda: pd.buffer_pool(1, 1, alignment=48), "power of two of 4096 bytes at most, not 48"),
         (lambda: pd.buffer_pool(1, 1, alignment=8192), "not 8192"),
-    ):
+    )
+    for make, match in makers:
         with pytest.raises(ValueError, match=match):
-            wrong()
+            make()
     pool = pd.buffer_pool(64, 1, access=AccessFlags.REMOTE_WRITE)
     with pytest.raises(ValueError, match="LOCAL_WRITE"):
         await pool.open()
     assert pool.state is State.NEW
-    for use in (pool.lease_nowait, pool.lease().__aenter__):
-        with pytest.raises(ClosedResourceError, match="is not open"):
-            await use()  # type: ignore[misc]
+    await refuses(pool)
 
 
 async def test_numpy_without_copies(pd: ProtectionDomain) -> None:
@@ -509,9 +516,7 @@ async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
     held[0].release()
     del held, buffer
     view[:2] = b"ok"  # memory all the same
-    for use in (pool.lease_nowait, pool.lease().__aenter__):
-        with pytest.raises(ClosedResourceError):
-            await use()  # type: ignore[misc]
+    await refuses(pool)
 
 
 async def test_closing_waits_for_dma(pd: ProtectionDomain) -> None:

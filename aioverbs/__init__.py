@@ -59,19 +59,15 @@ if TYPE_CHECKING:
     from .buffers import BufferPool, BufferPoolStatistics, LeasedBuffer, Leasing
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
-    from .domains import (
-        ParentDomain,
-        ProtectionDomain,
-        ResourceDomain,
-        SharedProtectionDomain,
-        ThreadDomain,
-        XrcDomain,
-    )
     from .events import DeviceEvent
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
+    from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
     from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
     from .registration_cache import RegistrationCache, RegistrationCacheStatistics
     from .resource import Resource, ResourceInfo, ResourceStatistics, State
+    from .resource_domain import ResourceDomain
+    from .thread_domain import ThreadDomain
+    from .xrc_domain import XrcDomain
 
 __all__ = [
     "USE_DEFAULT",
@@ -178,9 +174,9 @@ _LAZY = {
     "MessageModel": "completion",
     "NativeAllocator": "allocators",
     "NumaAllocator": "allocators",
-    "ParentDomain": "domains",
+    "ParentDomain": "protection_domain",
     "PortInfo": "device",
-    "ProtectionDomain": "domains",
+    "ProtectionDomain": "protection_domain",
     "QueuePair": "queue_pair",
     "QueuePairAddress": "queue_pair",
     "QueuePairStatistics": "queue_pair",
@@ -190,19 +186,19 @@ _LAZY = {
     "RegistrationCacheStatistics": "registration_cache",
     "RemoteRegion": "memory",
     "Resource": "resource",
-    "ResourceDomain": "domains",
+    "ResourceDomain": "resource_domain",
     "ResourceInfo": "resource",
     "ResourceKind": "allocators",
     "ResourceStatistics": "resource",
     "SharedPageAllocator": "allocators",
-    "SharedProtectionDomain": "domains",
+    "SharedProtectionDomain": "protection_domain",
     "SharedReceiveQueue": "queue_pair",
     "State": "resource",
-    "ThreadDomain": "domains",
+    "ThreadDomain": "thread_domain",
     "ThreadModel": "affinity",
     "USE_DEFAULT": "allocators",
     "UseDefault": "allocators",
-    "XrcDomain": "domains",
+    "XrcDomain": "xrc_domain",
     "devices": "device",
     "open_device": "device",
 }

@@ -5,6 +5,7 @@ import contextlib
 import enum
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -58,7 +59,9 @@ def running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise RuntimeError("aioverbs needs an asyncio event loop, and none is running here") from None
+        trio = sys.modules.get("trio")
+        here = "this is a trio task" if trio is not None and trio.lowlevel.in_trio_task() else "none is running here"
+        raise RuntimeError(f"aioverbs needs an asyncio event loop, and {here}") from None
 
 
 async def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -67,8 +70,16 @@ async def _call(function: Callable[..., object], *args: object, **kwargs: object
 
 
 async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Wait for something whatever cancels who waits; only then raise the cancellation."""
-    future = asyncio.ensure_future(awaited)
+    """Wait for something whatever cancels who waits, however often; only then raise the cancellation.
+
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    try:
+        future = asyncio.ensure_future(awaited, loop=running_loop())
+    except RuntimeError:
+        if inspect.iscoroutine(awaited):
+            awaited.close()  # or it is warned of as never awaited
+        raise
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
         while not future.done():
@@ -96,7 +107,12 @@ class Bell:
                 loop.call_soon_threadsafe(event.set)
 
     async def wait_while(self, condition: Callable[[], object]) -> None:
-        """Wait as long as a condition holds, which is looked at now and at each ring."""
+        """Wait as long as a condition holds, which is looked at now and at each ring.
+
+        :raises RuntimeError: it holds now, and no asyncio event loop is running.
+        """
+        if not condition():
+            return
         waiting = running_loop(), asyncio.Event()
         self._waiting.append(waiting)
         try:
@@ -140,16 +156,30 @@ class _Errand:
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
             self._caller.call_soon_threadsafe(self._back.set)
 
-    async def wait(self, owner: Affinity, *, withdrawn: bool = False) -> None:
-        """Until it is back, or cannot come any more; where it was withdrawn, not for a loop that stands still."""
+    async def wait(self, owner: Affinity) -> None:
+        """Until it is back.
+
+        :raises AffinityError: it cannot come any more.
+        """
         while not self._back.is_set():
-            with anyio.move_on_after(_LOOK_S):
-                await self._back.wait()
-            if self._back.is_set() or (withdrawn and not self._loop.is_running()):
-                return
-            # Somebody may have taken over what the loop owned.
-            if owner.orphaned or owner.loop is not self._loop:
+            await self._look()
+            if not self._back.is_set() and self._is_lost(owner):
                 raise AffinityError(f"the owner {self._loop!r} is gone, and with it the call that was carried there")
+
+    async def wait_withdrawn(self, owner: Affinity) -> None:
+        """Until it is back or cannot come, but not for a loop that stands still; whatever cancels who waits."""
+        with anyio.CancelScope(shield=True):
+            while not self._back.is_set() and self._loop.is_running() and not self._is_lost(owner):
+                with contextlib.suppress(asyncio.CancelledError):  # the first is the one that is raised
+                    await self._look()
+
+    async def _look(self) -> None:
+        with anyio.move_on_after(_LOOK_S):
+            await self._back.wait()
+
+    def _is_lost(self, owner: Affinity) -> bool:
+        # Somebody may have taken over what the loop owned.
+        return owner.orphaned or owner.loop is not self._loop
 
 
 @overload
@@ -164,7 +194,7 @@ async def run_on_owner(
     """Call a function where `owner` is, from any asyncio event loop; what it returns or raises comes back.
 
     Context variables go with it. A coroutine function is awaited there. Without an owner, or by the owner itself, it is
-    called at once. A cancellation goes there, too, and is raised here when the function has ended.
+    called at once. A cancellation goes there, too, once, and is raised here when the function has ended.
 
     :raises AffinityError: the owner is gone.
     :raises RuntimeError: it is called from elsewhere than an asyncio event loop.
@@ -189,8 +219,7 @@ async def run_on_owner(
     except asyncio.CancelledError:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(errand.withdraw)
-        with anyio.CancelScope(shield=True), contextlib.suppress(AffinityError):
-            await errand.wait(owner, withdrawn=True)
+        await errand.wait_withdrawn(owner)
         raise
     if isinstance(errand.error, asyncio.CancelledError):
         raise BrokenResourceError(f"{owner!r} cancelled what was called there") from errand.error

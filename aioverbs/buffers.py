@@ -15,11 +15,12 @@ from typing import Any, Self
 
 import anyio
 
+from aioverbs._core import engine
 from aioverbs.affinity import running_loop
 from aioverbs.allocators import Allocator
 from aioverbs.errors import ClosedResourceError
-from aioverbs.memory import MemoryParent, MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
-from aioverbs.resource import Life, Resource, ResourceStatistics, creation_site
+from aioverbs.memory import MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
+from aioverbs.resource import Handled, Life, Resource, ResourceStatistics, Site, creation_site, line_of
 from aioverbs.types import AccessFlags
 
 __all__ = ["BufferPool", "BufferPoolStatistics", "LeasedBuffer", "Leasing"]
@@ -51,7 +52,7 @@ class _Loan:
 
     block: RegionSlice
     pins: Pins
-    site: str
+    site: Site | None
 
 
 class _Shelf:
@@ -72,7 +73,7 @@ class _Shelf:
         self.waiting: deque[_Waiter] = deque()
         self.depths = {0}  # how many were away at once: a maximum could not be kept by one operation
 
-    def take(self, pool: "BufferPool", site: str) -> "LeasedBuffer | None":
+    def take(self, pool: "BufferPool", site: Site | None) -> "LeasedBuffer | None":
         """A free one, unless somebody waits for it."""
         if self.waiting:
             return None
@@ -82,7 +83,7 @@ class _Shelf:
             return None
         return self._lend(block, pool, site)
 
-    def _lend(self, block: RegionSlice, pool: "BufferPool", site: str) -> "LeasedBuffer":
+    def _lend(self, block: RegionSlice, pool: "BufferPool", site: Site | None) -> "LeasedBuffer":
         number = next(self._numbers)
         pins = Pins(block.region.pins, functools.partial(self.come_back, number))
         self.away[number] = _Loan(block, pins, site)
@@ -146,11 +147,11 @@ class _Shelf:
     def stop(self) -> None:
         """The pool is being closed: nobody gets one any more, and what is away is left to those who have it."""
         self.fail(ClosedResourceError(f"{self._life!r} was closed"))
-        sites = [loan.site for loan in tuple(self.away.values()) if not loan.pins.closed]
+        sites = [loan.site for loan in self.away.copy().values() if not loan.pins.closed]
         if sites:
             warnings.warn(
                 f"{len(sites)} buffers of {self._life!r} were not released before it was closed; "
-                f"the first of them was leased at {sites[0]}",
+                f"the first of them was leased at {line_of(sites[0])}",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -159,7 +160,7 @@ class _Shelf:
 class _Waiter:
     """Who waits for a buffer. What does not say otherwise is called on its own loop."""
 
-    def __init__(self, pool: "BufferPool", site: str) -> None:
+    def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self.pool = pool
         self.site = site
         self.gone = False  # it waits no more
@@ -239,7 +240,7 @@ class LeasedBuffer(RegionSlice):
         self.release()
         if loan is not None:
             warnings.warn(
-                f"{self!r} was leased at {loan.site} and forgotten", ResourceWarning, stacklevel=2, source=self
+                f"{self!r} was leased at {line_of(loan.site)} and forgotten", ResourceWarning, stacklevel=2, source=self
             )
 
 
@@ -248,7 +249,7 @@ class Leasing:
 
     __slots__ = ("_buffer", "_pool", "_site")
 
-    def __init__(self, pool: "BufferPool", site: str) -> None:
+    def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self._pool = pool
         self._site = site
         self._buffer: LeasedBuffer | None = None
@@ -285,7 +286,7 @@ class BufferPool(Resource):
 
     def __init__(
         self,
-        pd: MemoryParent,
+        pd: Handled[engine.ProtectionDomain],
         size: int,
         count: int,
         *,
@@ -301,9 +302,9 @@ class BufferPool(Resource):
             raise ValueError(f"a limit of {limit} buffers leaves no room for a slab of {count}")
         if alignment not in (1 << bit for bit in range(mmap.PAGESIZE.bit_length())):
             raise ValueError(f"buffers are aligned to a power of two of {mmap.PAGESIZE} bytes at most, not {alignment}")
-        super().__init__(pd.base)
+        super().__init__(pd)
         self._life.late = True
-        self._pd = pd.base
+        self._pd = pd
         self._size = size
         self._count = count
         self._limit = count if limit is None else limit
@@ -345,7 +346,7 @@ class BufferPool(Resource):
     def statistics(self) -> BufferPoolStatistics:
         """How many buffers are where."""
         shelf = self._shelf
-        loans = tuple(shelf.away.values())
+        loans = shelf.away.copy().values()
         released = sum(loan.pins.closed for loan in loans)
         return BufferPoolStatistics(
             children=len(self._life.children),
@@ -354,7 +355,7 @@ class BufferPool(Resource):
             under_dma=released,
             free=len(shelf.free),
             waiting=len(shelf.waiting),
-            high_water=max(tuple(shelf.depths)),
+            high_water=max(shelf.depths.copy()),
         )
 
     # ---- Leasing
@@ -392,7 +393,7 @@ class BufferPool(Resource):
             raise anyio.WouldBlock
         return buffer
 
-    async def _lease(self, site: str) -> LeasedBuffer:
+    async def _lease(self, site: Site | None) -> LeasedBuffer:
         self._check_open()
         buffer = self._shelf.take(self, site)
         if buffer is not None:

@@ -23,7 +23,7 @@ from aioverbs.errors import (
 )
 from aioverbs.events import EventPump
 from aioverbs.memory import RegionSlice
-from aioverbs.resource import Resource, ResourceStatistics
+from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.types import WcStatus
 
 __all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Work"]
@@ -116,7 +116,7 @@ class CompletionQueueStatistics(ResourceStatistics):
     events: int
 
 
-class CompletionQueue(Resource):
+class CompletionQueue(Handled[engine.CompletionQueue]):
     """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
 
     The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Made by
@@ -134,7 +134,6 @@ class CompletionQueue(Resource):
         self._depth = self._holds = depth
         self._comp_vector = comp_vector
         self._channel: engine.CompletionChannel | None = None
-        self._handle: engine.CompletionQueue | None = None
         self._driver: Affinity | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
         self._under_way: dict[int, Work] = {}
@@ -172,16 +171,6 @@ class CompletionQueue(Resource):
         self._pump = EventPump.of(pd.context)
         self._watcher = self._pump.watch(self._lost)
         self._life.drain = self._stop
-
-    @property
-    def handle(self) -> engine.CompletionQueue:
-        """The verbs object.
-
-        :raises ClosedResourceError: it is not open.
-        """
-        self._check_open()
-        assert self._handle is not None
-        return self._handle
 
     def statistics(self) -> CompletionQueueStatistics:
         """What it holds and has seen."""

@@ -15,12 +15,15 @@ from aioverbs.affinity import ThreadModel, running_loop
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
-from aioverbs.domains import ProtectionDomain, ResourceDomain, ThreadDomain, ThreadDomainBudget, XrcDomain
 from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
+from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
-from aioverbs.resource import Resource, ResourceInfo, ResourceStatistics
+from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics, State
+from aioverbs.resource_domain import ResourceDomain
+from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.types import LinkLayer, Mtu, PortState
+from aioverbs.xrc_domain import XrcDomain
 
 if TYPE_CHECKING:
     from pyverbs.device import Context as PyverbsContext
@@ -83,22 +86,35 @@ def devices() -> list[DeviceInfo]:
         names = hardware.names()
     except OSError:  # with libibverbs and pyverbs missing, too
         names = []
-    found = [_look_at(name, "hardware") for name in names]
-    return [*found, *(_look_at(name, "software") for name in software.names())]
+    return [_look_at(name) for name in (*names, *software.names())]
 
 
-def _open_context(name: str, provider: str) -> engine.Context:
-    return software.open_context(name) if provider == "software" else hardware.open_context(name)
+def _provider_of(name: str) -> str:
+    return "software" if name in software.names() else "hardware"
 
 
-def _look_at(name: str, provider: str) -> DeviceInfo:
+def _open_context(name: str, *, engine_mode: bool = False, delay_ns: int = 0) -> engine.Context:
+    if _provider_of(name) == "software":
+        return software.open_context(name, engine_mode=engine_mode, delay_ns=delay_ns)
+    if engine_mode or delay_ns:
+        (soft,) = software.names()
+        raise ValueError(
+            f"engine_mode and delay_ns are the software device's: leave them out for {name}, or name {soft}"
+        )
     try:
-        context = _open_context(name, provider)
-    except OSError as error:
-        return DeviceInfo(name, provider, (), frozenset(), str(error))
+        return hardware.open_context(name)
+    except DeviceNotFoundError as error:
+        raise DeviceNotFoundError(name, (*error.available, *software.names())) from None
+
+
+def _look_at(name: str) -> DeviceInfo:
+    try:
+        context = _open_context(name)
+    except (OSError, DeviceNotFoundError) as error:  # not found: it went meanwhile
+        return DeviceInfo(name, _provider_of(name), (), frozenset(), str(error))
     try:
         ports = tuple(_port(context, number + 1) for number in range(context.query_device().phys_port_cnt))
-        return DeviceInfo(name, provider, ports, frozenset(_native(context)))
+        return DeviceInfo(name, _provider_of(name), ports, frozenset(_native(context)))
     finally:
         context.destroy()
 
@@ -133,7 +149,7 @@ def _native(context: engine.Context) -> list[str]:
     return found
 
 
-class Device(Resource):
+class Device(Handled[engine.Context]):
     """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`."""
 
     def __init__(
@@ -144,7 +160,6 @@ class Device(Resource):
         self._engine_mode = engine_mode
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
-        self._context: engine.Context | None = None
         self._lent: PyverbsContext | None = None  # the user's own pyverbs context
         self._loop_domains: dict[asyncio.AbstractEventLoop, tuple[ResourceDomain, list[None]]] = {}
 
@@ -165,17 +180,11 @@ class Device(Resource):
 
     def _open(self) -> None:
         if self._lent is not None:
-            self._begin(hardware.adopt_context(self._lent))
-            return
-        name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
-        if name in software.names():
-            context = software.open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
+            context = hardware.adopt_context(self._lent)
         else:
-            context = _open_hardware(name)
-        self._begin(context)
-
-    def _begin(self, context: engine.Context) -> None:
-        self._context = context
+            name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
+            context = _open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
+        self._handle = context
         self._life.hold(context)
         self._life.label = context.name
         self._pump = EventPump.of(context)
@@ -184,16 +193,6 @@ class Device(Resource):
 
     async def _stop_events(self) -> None:
         self._pump.stop()
-
-    @property
-    def handle(self) -> engine.Context:
-        """The verbs object.
-
-        :raises ClosedResourceError: it is not open.
-        """
-        self._check_open()
-        assert self._context is not None
-        return self._context
 
     @property
     def name(self) -> str:
@@ -263,13 +262,20 @@ class Device(Resource):
     async def loop_domain(self) -> AsyncIterator[ResourceDomain]:
         """The one resource domain of the running loop that everybody on it may share, as long as somebody does.
 
-        It is opened by whoever comes first and closed by whoever leaves last.
+        It is opened by whoever comes first and closed by whoever leaves last. Where a loop is closed before that, it is
+        forgotten, and closed with the device.
+
+        :raises RuntimeError: no asyncio event loop is running.
         """
         loop = running_loop()
-        domain, users = self._loop_domains.get(loop) or (self.resource_domain(), [])
-        if not users:
-            await domain.open()
-            self._loop_domains[loop] = domain, users
+        for other in tuple(self._loop_domains):
+            if other.is_closed():
+                self._loop_domains.pop(other, None)
+        entry = self._loop_domains.get(loop)
+        if entry is None or entry[0].state is not State.OPEN:  # somebody closed it
+            entry = await self.resource_domain().open(), []
+            self._loop_domains[loop] = entry
+        domain, users = entry
         users.append(None)
         async with contextlib.AsyncExitStack() as last:
             try:
@@ -277,7 +283,8 @@ class Device(Resource):
             finally:
                 users.pop()
                 if not users:
-                    del self._loop_domains[loop]
+                    if self._loop_domains.get(loop) is entry:
+                        del self._loop_domains[loop]
                     last.push_async_exit(domain.__aexit__)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
@@ -320,19 +327,13 @@ def open_device(
         device with an active port, or else the software device, with a warning to the log that says why.
     :param max_native_thread_domains: how many thread domains may be native at once; None: as many as it has. Those
         beyond are open without being native.
-    :param engine_mode: for the software device: a thread of its own executes requests, as hardware does.
-    :param delay_ns: for the software device in that mode: nanoseconds from posting to execution at the earliest.
+    :param engine_mode: for the software device only: a thread of its own executes requests, as hardware does.
+    :param delay_ns: for the software device in that mode only: nanoseconds from posting to execution at the earliest.
 
-    Opening raises `DeviceNotFoundError`, `LibraryNotFoundError` or `VerbsError`.
+    Opening raises `DeviceNotFoundError`, `LibraryNotFoundError` or `VerbsError`; `ValueError` where it is an RDMA
+    device and one of the last two was given.
     """
     return Device(name, max_native_thread_domains, engine_mode, delay_ns)
-
-
-def _open_hardware(name: str) -> engine.Context:
-    try:
-        return hardware.open_context(name)
-    except DeviceNotFoundError as error:
-        raise DeviceNotFoundError(name, (*error.available, *software.names())) from None
 
 
 def _first_active() -> str:
@@ -343,7 +344,7 @@ def _first_active() -> str:
     except OSError as error:
         names, reason = [], str(error)
     for name in names:
-        found = _look_at(name, "hardware")
+        found = _look_at(name)
         if found.active:
             return name
         reason = found.problem or f"no port of {name} is active"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from aioverbs._core import engine
+from aioverbs.affinity import running_loop
 from aioverbs.errors import VerbsError
 from aioverbs.resource import Resource
 from aioverbs.types import EventType
@@ -39,7 +40,7 @@ class _Listener:
 
     def __init__(self, resource: Resource | None) -> None:
         self.resource = resource
-        self.loop = asyncio.get_running_loop()
+        self.loop = running_loop()
         self._events: deque[DeviceEvent | None] = deque()
         self._news = asyncio.Event()
 
@@ -118,7 +119,7 @@ class EventPump:
 
     def watch(self, lost: Callable[[], None]) -> "_Watcher":
         """Have a function called on the running loop when the device is lost; until `unwatch` there."""
-        watcher = _Watcher(asyncio.get_running_loop(), lost)
+        watcher = _Watcher(running_loop(), lost)
         with self._lock:
             self._watchers += (watcher,)
         self._wake_in(watcher.loop)

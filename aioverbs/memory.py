@@ -13,13 +13,13 @@ from aioverbs._core import engine
 from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
 from aioverbs.errors import ClosedResourceError
-from aioverbs.resource import Resource
+from aioverbs.resource import Handled, Resource
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MemoryParent", "MemoryRegion", "Pins", "RegionSlice", "RemoteRegion"]
+__all__ = ["MemoryRegion", "Pins", "RegionSlice", "RemoteRegion"]
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
@@ -192,20 +192,6 @@ class RegionSlice:
         return RemoteRegion(self.address, self.length, self.region.rkey)
 
 
-class MemoryParent(Resource):
-    """What a domain is to the memory that is registered with it."""
-
-    @property
-    def base(self) -> "MemoryParent":
-        """The protection domain that protects it."""
-        raise NotImplementedError
-
-    @property
-    def handle(self) -> engine.ProtectionDomain:
-        """The verbs object."""
-        raise NotImplementedError
-
-
 def is_large(length: int) -> bool:
     """Whether so many bytes are registered beside the loop."""
     return length >= _OFF_LOOP_BYTES
@@ -238,7 +224,7 @@ class _Piece:
         self._allocator.free(self._address, 0)
 
 
-class MemoryRegion(Resource):
+class MemoryRegion(Handled[engine.MemoryRegion]):
     """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
     What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
@@ -269,7 +255,6 @@ class MemoryRegion(Resource):
         self._memory: Buffer | None = None if isinstance(memory, int) else memory
         self._allocator = allocator
         self._access = AccessFlags(access)
-        self._handle: engine.MemoryRegion | None = None
         self._constants = (0, 0, 0)
         self.pins = Pins()
 
@@ -317,16 +302,6 @@ class MemoryRegion(Resource):
         :raises IndexError: the part does not lie inside.
         """
         return RegionSlice(self, *_part(key, len(self), self))
-
-    @property
-    def handle(self) -> engine.MemoryRegion:
-        """The verbs object.
-
-        :raises ClosedResourceError: it is not open.
-        """
-        self._check_open()
-        assert self._handle is not None
-        return self._handle
 
     @property
     def access(self) -> AccessFlags:

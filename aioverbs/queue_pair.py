@@ -14,26 +14,17 @@ from aioverbs.attributes import AddressVector, QpAttributes, QpCapabilities, Srq
 from aioverbs.completion import CompletionQueue, Placement, Work
 from aioverbs.errors import ConcurrentAccessError, VerbsError
 from aioverbs.memory import MemoryRegion, RegionSlice, RemoteRegion
-from aioverbs.resource import Resource, ResourceStatistics
+from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendFlags, SendOpcode
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["QueuePair", "QueuePairAddress", "QueuePairStatistics", "SharedReceiveQueue", "XrcParent"]
+__all__ = ["QueuePair", "QueuePairAddress", "QueuePairStatistics", "SharedReceiveQueue"]
 
 _WIRE = struct.Struct(">16sIIB")
 _FLUSH_S = 10.0  # the longest that hardware is given to flush what is under way
 _TRIES = 1000  # of a verb that met another thread inside of its domain
-
-
-class XrcParent(Resource):
-    """What an XRC domain is to those that are made of it."""
-
-    @property
-    def handle(self) -> engine.XrcDomain:
-        """The verbs object."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class QueuePairAddress:
         return cls(gid, qp_num, psn, Mtu(mtu))
 
 
-class SharedReceiveQueue(Resource):
+class SharedReceiveQueue(Handled[engine.SharedReceiveQueue]):
     """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
 
     Made by the `shared_receive_queue` of a domain.
@@ -96,7 +87,7 @@ class SharedReceiveQueue(Resource):
         max_sge: int = 1,
         limit: int = 0,
         *,
-        xrc_domain: XrcParent | None = None,
+        xrc_domain: Handled[engine.XrcDomain] | None = None,
         cq: CompletionQueue | None = None,
     ) -> None:
         if (xrc_domain is None) != (cq is None):
@@ -106,7 +97,6 @@ class SharedReceiveQueue(Resource):
         self._sizes = max_wr, max_sge, limit
         self._xrc_domain = xrc_domain
         self._cq = cq
-        self._handle: engine.SharedReceiveQueue | None = None
 
     def _owner(self) -> Affinity | None:
         return self._placement.owner
@@ -120,16 +110,6 @@ class SharedReceiveQueue(Resource):
             affinity=self._placement.owner,
         )
         self._life.hold(self._handle)
-
-    @property
-    def handle(self) -> engine.SharedReceiveQueue:
-        """The verbs object.
-
-        :raises ClosedResourceError: it is not open.
-        """
-        self._check_open()
-        assert self._handle is not None
-        return self._handle
 
     @property
     def number(self) -> int:
@@ -151,7 +131,7 @@ class QueuePairStatistics(ResourceStatistics):
     under_way: int
 
 
-class QueuePair(Resource):
+class QueuePair(Handled[engine.QueuePair]):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the `queue_pair` of a domain.
 
     :param send_cq: where what it sends completes.
@@ -171,7 +151,7 @@ class QueuePair(Resource):
         *,
         qp_type: QpType = QpType.RC,
         srq: SharedReceiveQueue | None = None,
-        xrc_domain: XrcParent | None = None,
+        xrc_domain: Handled[engine.XrcDomain] | None = None,
         port: int = 1,
         gid_index: int = 1,
     ) -> None:
@@ -189,7 +169,6 @@ class QueuePair(Resource):
         self._port = port
         self._gid_index = gid_index
         self._psn = random.getrandbits(24)
-        self._handle: engine.QueuePair | None = None
         self._posted: _Posted | None = None
 
     def _owner(self) -> Affinity | None:
@@ -213,16 +192,6 @@ class QueuePair(Resource):
             self._life.hold(self._posted)
             self._life.drain = self._posted.flush
         self._life.hold(handle)
-
-    @property
-    def handle(self) -> engine.QueuePair:
-        """The verbs object.
-
-        :raises ClosedResourceError: it is not open.
-        """
-        self._check_open()
-        assert self._handle is not None
-        return self._handle
 
     @property
     def label(self) -> str:

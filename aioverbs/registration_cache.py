@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from aioverbs._core import engine
 from aioverbs.affinity import Bell
 from aioverbs.errors import BusyResourceError, ClosedResourceError
-from aioverbs.memory import MemoryParent, MemoryRegion
-from aioverbs.resource import State
+from aioverbs.memory import MemoryRegion
+from aioverbs.resource import Handled, State
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class RegistrationCache:
     max_entries: int
     """How many registrations may be kept."""
 
-    def __init__(self, pd: MemoryParent) -> None:
+    def __init__(self, pd: Handled[engine.ProtectionDomain]) -> None:
         self._pd = weakref.ref(pd)  # which has this
         self.max_bytes = 256 << 20
         self.max_entries = 1024
@@ -161,10 +161,7 @@ class RegistrationCache:
 
     def statistics(self) -> RegistrationCacheStatistics:
         """What it did, and what it keeps."""
-        with self._lock:
-            return RegistrationCacheStatistics(
-                self._hits, self._misses, self._evictions, len(self._entries), self._bytes
-            )
+        return RegistrationCacheStatistics(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
 
     @asynccontextmanager
     async def region(
@@ -221,7 +218,9 @@ class RegistrationCache:
 
     # ---- Coming
 
-    async def _enter(self, pd: MemoryParent, view: memoryview, access: AccessFlags, user: object) -> _Entry:
+    async def _enter(
+        self, pd: Handled[engine.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
+    ) -> _Entry:
         """The entry of these bytes, open. `view` keeps their object here: so no other one has its id."""
         key = (id(_owner(view)), *engine.span(view), access, view.readonly)
         while True:

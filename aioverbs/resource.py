@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import enum
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -11,8 +12,8 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from types import CodeType, FrameType, TracebackType
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import anyio
 import anyio.abc
@@ -24,7 +25,7 @@ from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProces
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-__all__ = ["Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
+__all__ = ["Handled", "Life", "Resource", "ResourceInfo", "ResourceStatistics", "State"]
 
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
@@ -50,6 +51,12 @@ class State(enum.Enum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
+    FAILED = "failed"
+    """Its opening failed, and so did undoing what was made until then. It has no use; closing it tries that again."""
+
+
+# Looking one up in the enumeration costs as much as a lock.
+_NEW, _OPENING, _OPEN, _CLOSING, _CLOSED, _FAILED = State
 
 
 class _Destroyable(Protocol):
@@ -105,31 +112,41 @@ class Life:
     Parents keep the lives of their children, so that what a user forgets is still known and can be ended.
     """
 
-    def __init__(self, kind: str) -> None:
+    __slots__ = (
+        "_bell", "_forks", "_handles", "_serial", "_site", "children", "drain", "kind", "label", "late", "owner",
+        "parents", "quiet", "state", "stop", "user",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, site: "Site | None", user: "weakref.ref[Resource]") -> None:
         self.kind = kind
         self.label = ""
-        self.created = ""
         self.owner: Affinity | None = None
-        self.state = State.NEW
+        self.state = _NEW
         self.parents: tuple[Life, ...] = ()
         self.children: dict[int, Life] = {}
         self.stop: Callable[[], None] | None = None  # called first when it is closed
         self.drain: Callable[[], Awaitable[None]] | None = None
         self.late = False  # its siblings' work needs it: it is closed after them
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
-        self.user: weakref.ref[Resource] | None = None
+        self.user = user
+        self._site = site
         self._serial = next(_serials)
         self._forks = _forks  # when it was opened
         self._handles: list[_Destroyable] = []
-        self._bell = Bell()  # its opening or closing is over
+        self._bell: Bell | None = None  # its opening or closing is over; made by the first who waits for that
 
     def __repr__(self) -> str:
         return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
 
     @property
+    def created(self) -> str:
+        """The line of the user's that made it."""
+        return line_of(self._site)
+
+    @property
     def inherited(self) -> bool:
         """Whether it was opened in the process that this one was forked from."""
-        return self._forks != _forks and self.state is not State.NEW
+        return self._forks != _forks and self.state is not _NEW
 
     # ---- Beginning
 
@@ -140,17 +157,20 @@ class Life:
         :raises ForkedProcessError: so it was in the process that this one was forked from.
         """
         with _tree:
-            for life in (self, *parents):
-                if life.inherited:
-                    raise ForkedProcessError(repr(life))
-            if self.state is not State.NEW:
+            if self.state is not _NEW:
+                self._check_process()
                 raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
             for parent in parents:
-                if parent.state not in (State.OPENING, State.OPEN):  # opening: this is to be a part of it
+                parent._check_process()
+                if parent.state is not _OPEN and parent.state is not _OPENING:  # this is to be a part of it
                     raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
             for parent in parents:
                 parent.children[self._serial] = self
-            self.parents, self.owner, self._forks, self.state = parents, owner, _forks, State.OPENING
+            self.parents, self.owner, self._forks, self.state = parents, owner, _forks, _OPENING
+
+    def _check_process(self) -> None:
+        if self.inherited:
+            raise ForkedProcessError(repr(self))
 
     def hold(self, handle: _Destroyable) -> None:
         """Destroy that handle at the end, before those that are held already."""
@@ -158,25 +178,42 @@ class Life:
 
     def opened(self) -> None:
         """The end of its making."""
-        self._settle(State.OPEN)
+        self._settle(_OPEN)
 
     def undo(self) -> None:
-        """Its making failed: it is as it was before. Its parts had no use yet."""
-        for part in reversed(tuple(self.children.values())):
-            part.undo()
-        self._destroy_handles()
-        self._leave_parents()
-        self._settle(State.NEW)
+        """Its making failed: it is as it was before. Its parts had no use yet.
+
+        :raises VerbsError: a verb failed; it and its parts have no use any more, and can be closed.
+        """
+        try:
+            for part in reversed(tuple(self.children.values())):
+                part.undo()
+            self._destroy_handles()
+        except BaseException:
+            for life in self.subtree():
+                life._settle(_FAILED)
+            raise
+        self._settle(_NEW)
 
     # ---- Who waits for the end of its opening or closing, which others do
 
     def _settle(self, state: State) -> None:
         with _tree:
             self.state = state
-        self._bell.ring()
+            if state is _NEW or state is _CLOSED:
+                for parent in self.parents:
+                    parent.children.pop(self._serial, None)
+                self.parents = ()
+            bell = self._bell
+        if bell is not None:
+            bell.ring()
 
     async def _settled(self) -> None:
-        await self._bell.wait_while(lambda: self.state in (State.OPENING, State.CLOSING))
+        with _tree:  # whoever settles it after this sees the bell
+            if self._bell is None:
+                self._bell = Bell()
+            bell = self._bell
+        await bell.wait_while(lambda: self.state in (_OPENING, _CLOSING))
 
     # ---- Ending
 
@@ -185,6 +222,8 @@ class Life:
         # owner is gone nobody is, and who closes it takes its place.
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, "aclose")
+            if not self.children:
+                return
         orphans = []
         for life in self.subtree():
             owner = life.owner
@@ -199,11 +238,13 @@ class Life:
             if owner.orphaned:  # it may have come more than once
                 owner.take_over()
 
-    def subtree(self) -> "Iterator[Life]":
-        """It and all that was made from it."""
-        yield self
-        for child in tuple(self.children.values()):
-            yield from child.subtree()
+    def subtree(self) -> "list[Life]":
+        """It and all that was made from it, parents before children."""
+        lives = [self]
+        for life in lives:
+            if life.children:
+                lives.extend(life.children.values())
+        return lives
 
     async def close(self) -> None:
         """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
@@ -215,99 +256,128 @@ class Life:
         :raises BusyResourceError: another owner's object is made from it; nothing was touched.
         :raises VerbsError: a verb failed.
         """
-        while not self._begin_closing():
-            if self.inherited or self.state in (State.NEW, State.CLOSED):
-                return
-            await self._settled()
         interruptions: list[BaseException] = []
+        try:
+            while not await self._close(interruptions):
+                await self._settled()
+        except Exception as error:
+            for each in interruptions:
+                if not isinstance(each, Warning):  # whoever cancelled is to see that, and the error with it
+                    each.add_note(f"and closing {self!r} failed: {type(error).__name__}: {error}")
+                    raise each  # noqa: B904: the error is its context, and no cause
+                error.add_note(f"and a warning was an error: {each}")
+            raise
+        if interruptions:
+            raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
+
+    async def _close(self, interruptions: list[BaseException]) -> bool:
+        """Whether it is closed or never was open; if not, somebody else is opening or closing it."""
+        before = self._begin_closing()
+        if before is None:
+            return self.inherited or self.state in (_NEW, _CLOSED)
         try:
             if self.stop is not None:
                 try:
                     self.stop()
                 except ResourceWarning as raised:  # warnings are errors
                     interruptions.append(raised)
-            children = list(reversed(tuple(self.children.values())))
-            children.sort(key=lambda life: life.late)
-            for child in children:
-                await self._close_child(child, interruptions)
+            if self.children:
+                await self._close_children(interruptions)
             if self.drain is not None:
                 try:
                     await self.drain()
-                except _interruptions() as raised:
+                except anyio.get_cancelled_exc_class() as raised:
                     interruptions.append(raised)
             self._destroy_handles()
         except BaseException:
-            self._settle(State.OPEN)
+            self._settle(before)
             raise
-        self._leave_parents()
-        self._settle(State.CLOSED)
-        if interruptions:
-            raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
+        self._settle(_CLOSED)
+        user = self.user()
+        if user is not None:
+            user._parents = ()  # a whole and its parts hold each other: no garbage is left
+        return True
 
-    def _begin_closing(self) -> bool:
+    def _begin_closing(self) -> State | None:
+        """Its state before, where there is something to close and nobody else is at it."""
         with _tree:
-            if self.state is not State.OPEN or self.inherited:
-                return False
+            before = self.state
+            if (before is not _OPEN and before is not _FAILED) or self.inherited:
+                return None
             self._check_can_close()
-            self.state = State.CLOSING
-            return True
+            self.state = _CLOSING
+            return before
 
-    async def _close_child(self, child: "Life", interruptions: list[BaseException]) -> None:
-        left_open = not child.quiet and child.state is not State.CLOSING
-        while child.state not in (State.NEW, State.CLOSED):
-            try:
-                await child.close()
-            except _interruptions(ResourceWarning) as raised:
-                interruptions.append(raised)
+    async def _close_children(self, interruptions: list[BaseException]) -> None:
+        children = list(self.children.values())
+        children.reverse()
+        children.sort(key=_is_late)
+        for child in children:
+            left_open = not child.quiet and child.state is not _CLOSING
+            while not await child._close(interruptions):
                 try:
-                    await to_the_end(child._settled())
-                except _interruptions() as another:
-                    interruptions.append(another)
-        if left_open and child.state is State.CLOSED:
-            try:
-                _warn_open(child, f"{self!r} was closed before it")
-            except ResourceWarning as raised:  # warnings are errors
-                interruptions.append(raised)
+                    await child._settled()
+                except anyio.get_cancelled_exc_class() as raised:
+                    interruptions.append(raised)
+                    await child._settled_at_last(interruptions)
+            if left_open and child.state is _CLOSED:
+                try:
+                    _warn_open(child, f"{self!r} was closed before it")
+                except ResourceWarning as raised:  # warnings are errors
+                    interruptions.append(raised)
+
+    async def _settled_at_last(self, interruptions: list[BaseException]) -> None:
+        try:
+            await to_the_end(self._settled())
+        except asyncio.CancelledError as raised:
+            interruptions.append(raised)
 
     def _destroy_handles(self) -> None:
         while self._handles:
             self._handles[-1].destroy()
             self._handles.pop()
 
-    def _leave_parents(self) -> None:
-        with _tree:
-            for parent in self.parents:
-                parent.children.pop(self._serial, None)
-
     # ---- Looking
 
     def find(self, handle: object) -> "Resource | None":
         """The user's object that stands for a handle, among it and what was made from it; None if it was forgotten."""
         for life in self.subtree():
-            if life.user is not None and any(held is handle for held in life._handles):
+            if any(held is handle for held in life._handles):
                 return life.user()
         return None
 
     def info(self) -> ResourceInfo:
         """It and what was made from it, as they are now; what was made from several is with the first of them."""
-        children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[0] is self)
+        children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[:1] == (self,))
         owner = repr(self.owner) if self.owner is not None else None
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
 
 
-def _interruptions(*others: type[BaseException]) -> tuple[type[BaseException], ...]:
-    return (anyio.get_cancelled_exc_class(), *others)
+_is_late = operator.attrgetter("late")
 
 
 def _warn_open(life: Life, why: str) -> None:
     warnings.warn(f"{life!r} was still open: {why}", ResourceWarning, stacklevel=2, source=life)
 
 
-def creation_site() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("aioverbs", "contextlib"):
+Site = tuple[CodeType, int]
+
+
+def creation_site() -> Site | None:
+    """Of the innermost frame that is the user's: its code and instruction, of which `line_of` makes a line."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+    return (frame.f_code, frame.f_lasti) if frame is not None else None
+
+
+def line_of(site: Site | None) -> str:
+    """Its file and line."""
+    if site is None:
+        return "?"
+    code, instruction = site
+    line, *_ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return f"{code.co_filename}:{line}"
 
 
 class Resource(anyio.abc.AsyncResource):
@@ -318,9 +388,7 @@ class Resource(anyio.abc.AsyncResource):
     """
 
     def __init__(self, *parents: "Resource") -> None:
-        self._life = Life(type(self).__name__)
-        self._life.created = creation_site()
-        self._life.user = weakref.ref(self)
+        self._life = Life(type(self).__name__, creation_site(), weakref.ref(self))
         self._parents = parents
 
     def __repr__(self) -> str:
@@ -347,7 +415,7 @@ class Resource(anyio.abc.AsyncResource):
     @property
     def closed(self) -> bool:
         """Whether it was closed, or is of the process that this one was forked from."""
-        return self._life.state is State.CLOSED or self._life.inherited
+        return self._life.state is _CLOSED or self._life.inherited
 
     @property
     def owner(self) -> Affinity | None:
@@ -361,8 +429,9 @@ class Resource(anyio.abc.AsyncResource):
     def _check_open(self) -> None:
         if self._life.inherited:
             raise ForkedProcessError(repr(self))
-        if self._life.state is not State.OPEN:
-            raise ClosedResourceError(f"{self!r} is not open")
+        if self._life.state is not _OPEN:
+            advice = ": its opening failed, and it can only be closed" if self._life.state is _FAILED else ""
+            raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
         """Open it; what its block would do at its beginning.
@@ -376,22 +445,22 @@ class Resource(anyio.abc.AsyncResource):
     def _open_now(self) -> None:
         # Without an await: a cancellation finds it either unopened or open.
         life = self._life
-        life.begin(tuple(parent._life for parent in self._parents), self._owner())
+        life.begin(tuple([parent._life for parent in self._parents]), self._owner())
         try:
             self._open()
         except BaseException as error:
             try:
                 life.undo()
-            except Exception as another:  # what is left has its handles still: a later close may succeed
-                life.opened()
-                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed again")
+            except Exception as another:
+                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed")
             raise
         life.opened()
 
     async def aclose(self) -> None:
         """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
 
-        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless.
+        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless;
+        where a verb fails then, too, the cancellation is raised, with the error as its context and in a note.
         In the child of a fork nothing is done: it is the parent's.
 
         :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
@@ -418,7 +487,7 @@ class Resource(anyio.abc.AsyncResource):
 
     def __del__(self) -> None:
         life = getattr(self, "_life", None)
-        if life is None or life.state is not State.OPEN or life.quiet or life.inherited:
+        if life is None or life.state not in (_OPEN, _FAILED) or life.quiet or life.inherited:
             return
         life.quiet = True
         # Verbs are the owner's to call. Where there is none, or it is gone, the parents' end is also this one's.
@@ -427,6 +496,25 @@ class Resource(anyio.abc.AsyncResource):
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 owner.loop.call_soon_threadsafe(_close_on_owner, owner.loop, life)
         _warn_open(life, "it was forgotten")
+
+
+H = TypeVar("H", bound=_Destroyable)
+
+
+class Handled(Resource, Generic[H]):
+    """A resource that one object of the compiled core stands for."""
+
+    _handle: H | None = None
+
+    @property
+    def handle(self) -> H:
+        """The verbs object.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._handle is not None
+        return self._handle
 
 
 _closing: set[asyncio.Task[None]] = set()  # loops keep weak references only

@@ -596,7 +596,7 @@ class Pooling(RuleBasedStateMachine):
     @rule()
     def lease(self) -> None:
         async def work() -> None:
-            self.queue.append(asyncio.ensure_future(self.pool._lease("here")))
+            self.queue.append(asyncio.ensure_future(self.pool._lease(None)))
             await self.settle()
 
         self.run(work())

@@ -9,7 +9,7 @@ import warnings
 import anyio
 import pytest
 
-from aioverbs import BusyResourceError, MemoryRegion, Resource
+from aioverbs import BusyResourceError, MemoryRegion, Resource, VerbsError
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
 from aioverbs.resource import State
@@ -163,6 +163,56 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
     assert cq.closed
     assert domain.closed
     region.pins.discard(region)
+
+
+@pytest.mark.parametrize("kind", ["native", "anyio"])
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str, whole: bool) -> None:
+    domain = await device.resource_domain().open()
+    region = await domain.register(64).open()
+    region.pins.add(region)  # closing waits
+    closed = domain if whole else region
+    raised: list[BaseException] = []
+
+    async def close() -> None:
+        try:
+            await closed.aclose()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    device.handle.faults.fail("dereg_mr", errno.EIO)
+    if kind == "native":
+        task = asyncio.create_task(close())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    else:
+        with anyio.move_on_after(0.01) as scope:
+            await close()
+        assert scope.cancelled_caught
+    (error,) = raised
+    assert isinstance(error, asyncio.CancelledError)
+    assert isinstance(error.__context__, VerbsError)
+    assert error.__notes__ == [f"and closing {closed._life!r} failed: VerbsError: {error.__context__}"]
+    assert region.state is domain.state is State.OPEN
+    region.pins.discard(region)
+    await region.aclose()
+    await domain.aclose()
+
+
+async def test_a_warning_is_not_lost_in_an_error(device: Device) -> None:
+    pd = await device.protection_domain().open()
+    child = await pd.parent_domain().open()
+    device.handle.faults.fail("dealloc_pd", errno.EIO, first=2)  # a parent domain is deallocated by the same verb
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(VerbsError, match="EIO") as caught:
+            await pd.aclose()
+    assert [note for note in caught.value.__notes__ if "a warning was an error: <ParentDomain" in note]
+    assert child.closed
+    await pd.aclose()
 
 
 async def test_memory_is_closed_after_the_queues_that_work_with_it(

@@ -4,10 +4,11 @@ import errno
 import logging
 import sys
 import types
+from typing import Any
 
 import pytest
 
-from aioverbs import DeviceNotFoundError, LibraryNotFoundError
+from aioverbs import DeviceNotFoundError, LibraryNotFoundError, State
 from aioverbs.device import devices, open_device
 from aioverbs.providers import hardware
 
@@ -90,6 +91,28 @@ async def test_one_that_is_not_there_lists_those_that_are(
     monkeypatch.setattr(hardware, "open_context", refuse)
     with pytest.raises(DeviceNotFoundError, match="no device 'mlx5_9'; here are: mlx5_0, soft0"):
         await open_device("mlx5_9").open()
+
+
+@pytest.mark.parametrize("given", [{"engine_mode": True}, {"engine_mode": True, "delay_ns": 5}, {"delay_ns": 5}])
+async def test_hardware_has_no_engine_to_be_set(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(hardware, "open_context", opened.append)
+    device = open_device("mlx5_0", **given)
+    with pytest.raises(ValueError, match="are the software device's: leave them out for mlx5_0, or name soft0"):
+        await device.open()
+    assert (opened, device.state) == ([], State.NEW)
+
+
+async def test_a_device_that_went_meanwhile_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(name: str) -> None:
+        raise DeviceNotFoundError(name)
+
+    monkeypatch.setattr(hardware, "names", lambda: ["mlx5_7"])
+    monkeypatch.setattr(hardware, "open_context", gone)
+    assert [(each.name, each.problem) for each in devices()] == [
+        ("mlx5_7", "there is no device 'mlx5_7'; here are: soft0"),
+        ("soft0", None),
+    ]
 
 
 async def test_attributes_and_statistics() -> None:

@@ -4,7 +4,9 @@ import asyncio
 import errno
 import gc
 import io
+import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,9 @@ import anyio
 import pytest
 from rich.console import Console
 
-from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, VerbsError
+from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, ParentDomain, ResourceDomain, VerbsError
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
-from aioverbs.domains import ParentDomain, ResourceDomain
 from aioverbs.resource import Resource, State
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {
@@ -231,7 +232,7 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make:
             async with resource:
                 pass
         faults.clear()
-        # What could not be destroyed is still open, and closes now.
+        # What could not be destroyed is closed now.
         await resource.aclose()
         assert not verbs_left(device)
 
@@ -246,6 +247,58 @@ async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
         assert verbs_left(device) == {"pds": 1}
 
 
+async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
+    faults = device.handle.faults
+    domain = device.resource_domain()
+    # The parent domain is made last; then the thread domain cannot be undone.
+    faults.fail("alloc_parent_domain", errno.ENOMEM)
+    faults.fail("dealloc_td", errno.EIO, times=2)
+    with pytest.raises(VerbsError, match="ENOMEM") as caught:
+        await domain.open()
+    assert any("undoing what was made failed" in note and "EIO" in note for note in caught.value.__notes__)
+    assert (domain.state, domain.closed, repr(domain)) == (State.FAILED, False, "<ResourceDomain (failed)>")
+    assert domain.td is not None
+    assert (domain.native, domain.td.state, domain.base.state) == (False, State.FAILED, State.FAILED)
+    (shown,) = device.resources().children
+    assert (shown.kind, shown.state) == ("ResourceDomain", State.FAILED)
+    uses: list[Callable[[], object]] = [
+        lambda: domain.handle,
+        lambda: domain.parent,
+        lambda: domain.completion_queue(4),
+        lambda: domain.register(64),
+    ]
+    for use in uses:
+        with pytest.raises(ClosedResourceError, match="is not open: its opening failed, and it can only be closed"):
+            use()
+    with pytest.raises(ClosedResourceError, match=r"\(failed\).* is not open: nothing can be made from it"):
+        await domain.base.parent_domain().open()
+    with pytest.raises(ClosedResourceError, match="cannot be opened again"):
+        await domain.open()
+    with pytest.raises(VerbsError, match="EIO"):
+        await domain.aclose()
+    assert domain.state is State.FAILED
+    await domain.aclose()
+    assert domain.closed
+    assert not verbs_left(device)
+
+
+async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> None:
+    faults = device.handle.faults
+
+    async def fail() -> None:
+        faults.fail("alloc_parent_domain", errno.ENOMEM)
+        faults.fail("dealloc_td", errno.EIO)
+        with pytest.raises(VerbsError, match="ENOMEM"):
+            await device.resource_domain().open()
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match=r"ResourceDomain \(failed\).* it was forgotten"):
+        await fail()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not verbs_left(device)
+
+
 async def test_the_tree(device: Device) -> None:
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
         tree = device.resources()
@@ -258,6 +311,32 @@ async def test_the_tree(device: Device) -> None:
         assert Path(__file__).name in text
         assert text.count("\n") == 3
     assert device.resources().children == ()
+
+
+async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
+    line = sys._getframe().f_lineno
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(4),
+    ):
+        (tree,) = device.resources().children
+        parts = {child.kind: child.created for child in tree.children}
+        assert tree.created == parts["ProtectionDomain"] == f"{__file__}:{line + 2}"
+        assert parts["CompletionQueue"] == f"{__file__}:{line + 3}"
+
+
+@every_kind
+async def test_what_is_closed_is_no_garbage(device: Device, make: Callable[[Device], Resource]) -> None:
+    resource = make(device)
+    async with resource:
+        pass
+    gone = weakref.ref(resource)
+    gc.disable()
+    try:
+        del resource
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_rich_prints_the_tree(device: Device) -> None:

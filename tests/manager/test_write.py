@@ -18,6 +18,7 @@ from aioverbs import (
     EventType,
     MemoryRegion,
     Mtu,
+    ParentDomain,
     QpCapabilities,
     QpState,
     QpType,
@@ -25,6 +26,7 @@ from aioverbs import (
     QueuePairAddress,
     RemoteRegion,
     Resource,
+    ResourceDomain,
     ThreadModel,
     VerbsError,
     WcStatus,
@@ -32,7 +34,6 @@ from aioverbs import (
 )
 from aioverbs.completion import CompletionQueue
 from aioverbs.device import Device, open_device
-from aioverbs.domains import ParentDomain, ResourceDomain
 from aioverbs.resource import State
 from tests.core.pairs import wait_until
 

@@ -1,0 +1,117 @@
+"""What every domain that protects memory makes: queues and regions."""
+
+from typing import TYPE_CHECKING
+
+from aioverbs._core import engine
+from aioverbs.allocators import Allocator
+from aioverbs.attributes import QpCapabilities
+from aioverbs.buffers import BufferPool
+from aioverbs.completion import CompletionQueue, Placement
+from aioverbs.memory import MemoryRegion
+from aioverbs.queue_pair import QueuePair, SharedReceiveQueue
+from aioverbs.registration_cache import RegistrationCache
+from aioverbs.resource import Handled
+from aioverbs.thread_domain import ThreadDomainBudget
+from aioverbs.types import AccessFlags, QpType
+from aioverbs.xrc_domain import XrcDomain
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Domain"]
+
+
+class Domain(Handled[engine.ProtectionDomain]):
+    """What protection, parent and resource domains have in common: what takes the one takes the others."""
+
+    _context: engine.Context
+    _budget: ThreadDomainBudget
+
+    @property
+    def base(self) -> "Domain":
+        """The protection domain that protects memory here."""
+        raise NotImplementedError
+
+    @property
+    def cache(self) -> RegistrationCache:
+        """The registrations that its protection domain keeps: see `RegistrationCache`."""
+        return self.base.cache
+
+    def _placement(self) -> Placement:
+        """Where its queues are made."""
+        raise NotImplementedError
+
+    def completion_queue(self, depth: int, *, comp_vector: int = 0) -> CompletionQueue:
+        """A completion queue, to be opened: see `CompletionQueue`."""
+        return CompletionQueue(self, self._placement(), depth, comp_vector)
+
+    def queue_pair(
+        self,
+        send_cq: CompletionQueue,
+        recv_cq: CompletionQueue | None = None,
+        capabilities: QpCapabilities | None = None,
+        *,
+        qp_type: QpType = QpType.RC,
+        srq: SharedReceiveQueue | None = None,
+        port: int = 1,
+        gid_index: int = 1,
+    ) -> QueuePair:
+        """A queue pair, to be opened: see `QueuePair`.
+
+        :param port: the device's port that it sends from.
+        :param gid_index: which of the port's GIDs it sends from.
+        """
+        if qp_type is QpType.XRC_RECV:
+            raise ValueError(
+                "a queue pair of type XRC_RECV has no protection domain: make it by XrcDomain.queue_pair()"
+            )
+        return QueuePair(
+            self,
+            self._placement(),
+            send_cq,
+            recv_cq,
+            capabilities,
+            qp_type=qp_type,
+            srq=srq,
+            port=port,
+            gid_index=gid_index,
+        )
+
+    def shared_receive_queue(
+        self,
+        max_wr: int,
+        max_sge: int = 1,
+        limit: int = 0,
+        *,
+        xrc_domain: XrcDomain | None = None,
+        cq: CompletionQueue | None = None,
+    ) -> SharedReceiveQueue:
+        """A shared receive queue, to be opened: see `SharedReceiveQueue`."""
+        return SharedReceiveQueue(self, self._placement(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
+
+    def register(
+        self,
+        memory: "Buffer | int",
+        access: AccessFlags = AccessFlags.LOCAL_WRITE,
+        allocator: Allocator | None = None,
+    ) -> MemoryRegion:
+        """A memory region, to be opened: see `MemoryRegion`.
+
+        :param memory: an object with the buffer protocol, or how many bytes to allocate.
+        :param access: what may be done to it; peers that may write imply ``LOCAL_WRITE``, which is to be given, too.
+        :param allocator: where to allocate those bytes.
+        """
+        return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
+
+    def buffer_pool(
+        self,
+        size: int,
+        count: int,
+        *,
+        limit: int | None = None,
+        allocator: Allocator | None = None,
+        access: AccessFlags = AccessFlags.LOCAL_WRITE,
+        alignment: int = 64,
+    ) -> BufferPool:
+        """A pool of registered buffers, to be opened: see `BufferPool`."""
+        return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)

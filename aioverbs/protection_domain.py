@@ -1,0 +1,185 @@
+"""Protection domains, parent domains over them, and those that are shared with other contexts."""
+
+import errno
+
+from aioverbs._core import domains as core
+from aioverbs._core import engine
+from aioverbs.affinity import Affinity
+from aioverbs.allocators import Allocator
+from aioverbs.completion import Placement
+from aioverbs.domain import Domain
+from aioverbs.errors import ClosedResourceError, VerbsError
+from aioverbs.registration_cache import RegistrationCache
+from aioverbs.resource import Resource, State
+from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
+
+__all__ = ["ParentDomain", "ProtectionDomain", "SharedProtectionDomain"]
+
+# What a provider says that does not know an attribute of parent domains: some answer EINVAL.
+_NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class ProtectionDomain(Domain):
+    """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
+
+    Made by `Device.protection_domain`.
+    """
+
+    def __init__(
+        self,
+        device: Resource,
+        context: engine.Context,
+        budget: ThreadDomainBudget,
+        shared: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(device)
+        self._context = context
+        self._budget = budget
+        self._shared = shared
+        self._cache = RegistrationCache(self)
+
+    def _open(self) -> None:
+        if self._shared is None:
+            self._handle = engine.ProtectionDomain(self._context)
+        else:
+            self._handle = engine.ProtectionDomain.open_shared(self._context, *self._shared)
+        self._life.hold(self._handle)
+
+    @property
+    def base(self) -> "ProtectionDomain":
+        """Itself."""
+        return self
+
+    @property
+    def cache(self) -> RegistrationCache:
+        """The registrations that it keeps: see `RegistrationCache`."""
+        return self._cache
+
+    def _placement(self) -> Placement:
+        return Placement(self.handle, None, native=False)
+
+    def share(self, share_key: int) -> "SharedProtectionDomain":
+        """Let other contexts of the device open it: see `SharedProtectionDomain`."""
+        return SharedProtectionDomain(self, share_key)
+
+    def parent_domain(
+        self,
+        td: ThreadDomain | None = None,
+        allocator: Allocator | None = None,
+        context: object = None,
+        *,
+        require_native: bool = False,
+    ) -> "ParentDomain":
+        """A parent domain over it: see `ParentDomain`."""
+        return ParentDomain(self, td, allocator, context, require_native=require_native)
+
+
+class SharedProtectionDomain(Resource):
+    """A protection domain that other contexts of its device may open: ``ibv_alloc_shpd``.
+
+    It stays shared as long as the protection domain or another instance of it is open: the verbs take nothing back.
+    Made by `ProtectionDomain.share`.
+
+    :param share_key: the secret of 64 bits that others need.
+    """
+
+    def __init__(self, pd: ProtectionDomain, share_key: int) -> None:
+        if not 0 <= share_key < 1 << 64:
+            raise ValueError("a share key has 64 bits")
+        super().__init__(pd)
+        self._pd = pd
+        self._share_key = share_key
+        self._id: int | None = None
+
+    def _open(self) -> None:
+        self._id = self._pd.handle.share(self._share_key)
+
+    @property
+    def id(self) -> int:
+        """The number that `Device.shared_protection_domain` takes; it stays, as other instances may.
+
+        :raises ClosedResourceError: it was not opened yet.
+        """
+        if self._id is None:
+            raise ClosedResourceError(f"{self!r} is not open")
+        return self._id
+
+
+class ParentDomain(Domain):
+    """A parent domain: ``ibv_alloc_parent_domain``. It is "completely interchangeable" with its protection domain.
+
+    What is made on it takes no locks where `td` is native, and gets its queues and doorbell records from `allocator`
+    where the provider asks one. Memory registered on its protection domain serves it, and the other way round.
+
+    Made by `ProtectionDomain.parent_domain`.
+
+    :param td: the thread domain whose owner is to own what is made on it; None: anyone may use that.
+    :param allocator: where the provider takes memory from; None: from its own.
+    :param context: anything; `context` gives it back ("additional user-specific data").
+    :param require_native: raise where the provider has no parent domains, or where `td` is not native, instead of
+        going on without.
+    """
+
+    def __init__(
+        self,
+        pd: ProtectionDomain,
+        td: ThreadDomain | None = None,
+        allocator: Allocator | None = None,
+        context: object = None,
+        *,
+        require_native: bool = False,
+    ) -> None:
+        if not isinstance(pd, ProtectionDomain):
+            raise TypeError(f"a parent domain is made from a protection domain, and {pd!r} is none")
+        super().__init__(*([pd] if td is None else [pd, td]))
+        self._pd = pd
+        self._td = td
+        self._context = pd._context
+        self._budget = pd._budget
+        self._require_native = require_native
+        self._is_native = False
+        self.allocator = allocator
+        self.context = context
+
+    def _owner(self) -> Affinity | None:
+        return self._td.owner if self._td is not None else None
+
+    def _open(self) -> None:
+        td = self._td.handle if self._td is not None else None
+        if self._require_native and self._td is not None and td is None:
+            raise VerbsError("ibv_alloc_parent_domain", errno.EOPNOTSUPP, f"{self._td!r} is not native")
+        try:
+            handle = core.ParentDomain(self._pd.handle, td, self.allocator, affinity=self._life.owner)
+        except VerbsError as error:
+            if error.errno not in _NO_PARENT_DOMAIN or self._require_native:
+                raise
+            message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
+            self._budget.say_once("parent domain", message, self._context.name, error)
+            self._handle = self._pd.handle
+            return
+        self._life.hold(handle)
+        self._handle = handle
+        self._is_native = True
+
+    @property
+    def base(self) -> ProtectionDomain:
+        """The protection domain that it was made from."""
+        return self._pd
+
+    @property
+    def td(self) -> ThreadDomain | None:
+        """The thread domain that it was made with."""
+        return self._td
+
+    @property
+    def native(self) -> bool:
+        """Whether it is open and the provider made a parent domain; if not, its protection domain stands for it."""
+        return self._is_native and self.state is State.OPEN
+
+    def _placement(self) -> Placement:
+        return Placement(self.handle, self.owner, self._is_native)
+
+    @property
+    def native_allocators(self) -> bool:
+        """Whether the provider was told of the allocator, and may ask it."""
+        return self.native and self.allocator is not None

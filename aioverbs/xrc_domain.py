@@ -1,0 +1,52 @@
+"""XRC domains: what lets one shared receive queue serve the queue pairs of many processes."""
+
+import os
+
+from aioverbs._core import engine
+from aioverbs.errors import BusyResourceError
+from aioverbs.queue_pair import QueuePair
+from aioverbs.resource import Handled, Resource
+from aioverbs.types import QpType
+
+__all__ = ["XrcDomain"]
+
+
+class XrcDomain(Handled[engine.XrcDomain]):
+    """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it.
+
+    Made by `Device.xrc_domain`.
+
+    :param fd: "the file descriptor to associate with the XRCD": who opens one with the same inode opens the same; -1:
+        no inode is associated, and nobody else opens it.
+    :param oflag: ``os.O_CREAT``: it is created where it does not exist; with ``os.O_EXCL`` opening fails where it does.
+    """
+
+    def __init__(self, device: Resource, context: engine.Context, fd: int = -1, oflag: int = os.O_CREAT) -> None:
+        super().__init__(device)
+        self._context = context
+        self._fd = fd
+        self._oflag = oflag
+
+    def _open(self) -> None:
+        self._handle = engine.XrcDomain(self._context, self._fd, self._oflag)
+        self._life.hold(self._handle)
+
+    def queue_pair(self, *, port: int = 1, gid_index: int = 1) -> QueuePair:
+        """A queue pair of type XRC_RECV, to be opened. It has nothing but the domain: what arrives goes to the shared
+        receive queues that its peers name.
+
+        :param port: the device's port that it answers from.
+        :param gid_index: which of the port's GIDs it answers from.
+        """
+        return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
+
+    async def aclose(self) -> None:
+        """Close it: ``ibv_close_xrcd``.
+
+        :raises BusyResourceError: something is still associated with it, which the verb refuses, too; nothing was done.
+        :raises VerbsError: the verb failed; it is still open, and can be closed again.
+        """
+        if self._life.children:
+            first = next(iter(self._life.children.values()))
+            raise BusyResourceError(f"{self!r} cannot be closed: {first!r} is associated with it; close that first")
+        await super().aclose()

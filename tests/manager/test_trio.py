@@ -1,0 +1,93 @@
+"""In a trio task: what anyone may use works, and what needs an asyncio event loop says so."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from aioverbs import Device, ProtectionDomain, ResourceDomain, State, ThreadModel, open_device
+from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+
+Attempt = Callable[[Device, ProtectionDomain, ResourceDomain], Awaitable[object]]
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[Device, ProtectionDomain, ResourceDomain]]:
+    async with (
+        open_device("soft0") as device,
+        device.protection_domain() as pd,
+        device.resource_domain(pd, thread_model=ThreadModel.SAFE) as domain,
+    ):
+        yield device, pd, domain
+
+
+def test_what_anyone_may_use_works() -> None:
+    async def main() -> None:
+        async with (
+            opened() as (device, pd, domain),
+            device.resource_domain(thread_model=ThreadModel.UNSAFE) as unsafe,
+            device.xrc_domain() as xrc,
+            domain.shared_receive_queue(4) as srq,
+            pd.register(64) as region,
+            pd.share(1) as shared,
+        ):
+            assert await domain.run(region.remote) == region.remote()
+            assert srq.query().max_wr >= 4
+            assert [each.state for each in (unsafe, xrc, shared)] == [State.OPEN] * 3
+        with pytest.warns(ResourceWarning, match="ProtectionDomain"):
+            async with open_device("soft0") as device:
+                forgotten = await device.protection_domain().open()
+        assert forgotten.closed
+
+    trio.run(main)
+
+
+async def loop_domain(device: Device, *_: object) -> None:
+    async with device.loop_domain():
+        raise AssertionError("opened")
+
+
+ATTEMPTS: dict[str, Attempt] = {
+    "thread domain": lambda device, pd, domain: device.thread_domain().open(),
+    "resource domain": lambda device, pd, domain: device.resource_domain().open(),
+    "loop domain": loop_domain,
+    "completion queue": lambda device, pd, domain: domain.completion_queue(4).open(),
+    "large region": lambda device, pd, domain: pd.register(16 << 20).open(),
+    "events": lambda device, pd, domain: anext(device.events()),
+}
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=ATTEMPTS)
+def test_what_needs_a_loop_says_so(attempt: Attempt) -> None:
+    async def main() -> None:
+        async with opened() as (device, pd, domain):
+            before = device.statistics().objects
+            with pytest.raises(RuntimeError, match="needs an asyncio event loop, and this is a trio task"):
+                await attempt(device, pd, domain)
+            assert device.statistics().objects == before
+
+    trio.run(main)
+
+
+def test_calls_to_an_owner_say_so() -> None:
+    async def make() -> Affinity:
+        return Affinity.of_running_loop()
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="needs an asyncio event loop, and this is a trio task"):
+            await run_on_owner(owner, print)
+
+    loop = asyncio.new_event_loop()
+    owner = loop.run_until_complete(make())
+    trio.run(main)
+    loop.close()
+
+
+def test_to_wait_for_the_end_says_so_and_leaves_nothing_unawaited() -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="needs an asyncio event loop, and this is a trio task"):
+            await to_the_end(asyncio.sleep(0))
+
+    trio.run(main)

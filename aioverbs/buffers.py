@@ -99,7 +99,7 @@ class _Shelf:
         loan = self.away.get(number)
         if loan is None or not loan.pins.closed or len(loan.pins):
             return
-        if self.away.pop(number, None) is not None:
+        if self.away.pop(number, None) is not None and not loan.block.region.closed:
             self.free.append(loan.block)
             self.give()
 
@@ -143,6 +143,11 @@ class _Shelf:
         with contextlib.suppress(IndexError):  # some are withdrawn meanwhile
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
+
+    def destroy(self) -> None:
+        """The pool is closed, and so are its slabs: keep no memory."""
+        self.free.clear()
+        self.slabs.clear()
 
     def stop(self) -> None:
         """The pool is being closed: nobody gets one any more, and what is away is left to those who have it."""
@@ -233,12 +238,12 @@ class LeasedBuffer(RegionSlice):
         self.release()
 
     def __del__(self) -> None:
-        # That of a closed pool was warned of, and the child of a fork has nothing to give back.
-        if self.pins.closed or self.region.closed:
+        if self.pins.closed:
             return
         loan = self._shelf.away.get(self._number)
         self.release()
-        if loan is not None:
+        # That of a closed pool was warned of, and the child of a fork has nothing to give back.
+        if loan is not None and not self.region.closed:
             warnings.warn(
                 f"{self!r} was leased at {line_of(loan.site)} and forgotten", ResourceWarning, stacklevel=2, source=self
             )
@@ -317,8 +322,9 @@ class BufferPool(Resource):
         self._shelf = _Shelf(self._life)
 
     def _open(self) -> None:
-        self._add_slab()
+        self._life.hold(self._shelf)
         self._life.stop = self._shelf.stop
+        self._add_slab()
 
     async def open(self) -> Self:
         """Register the first slab; where it is large, in a thread, so that the loop goes on meanwhile.

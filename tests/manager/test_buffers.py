@@ -220,6 +220,24 @@ async def test_a_cancelled_waiter_takes_nothing(pd: ProtectionDomain, when: str)
         assert counts(pool) == (0, 0, 1, 0)
 
 
+async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        held = await pool.lease()
+        first = asyncio.ensure_future(pool.lease())
+        await turns()
+        with pool._shelf._giving:  # it has not come to this one
+            held.release()
+            assert counts(pool) == (0, 0, 1, 1)
+            with pytest.raises(anyio.WouldBlock):
+                pool.lease_nowait()
+            second = asyncio.ensure_future(pool.lease())
+            await turns()
+            assert counts(pool) == (0, 0, 1, 2)
+        pool._shelf.give()
+        (await first).release()
+        (await second).release()
+
+
 async def test_scopes_and_timeouts(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool, pool.lease():
         with anyio.move_on_after(0.01) as scope:
@@ -516,6 +534,8 @@ async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
     held[0].release()
     del held, buffer
     view[:2] = b"ok"  # memory all the same
+    assert counts(pool) == (0, 0, 0, 0)
+    assert pool.statistics().slabs == 0
     await refuses(pool)
 
 

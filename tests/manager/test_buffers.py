@@ -236,6 +236,12 @@ async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDoma
         pool._shelf.give()
         (await first).release()
         (await second).release()
+        for _ in range(2):  # who waited is gone, and so is what was free
+            pool._shelf._give_one()
+            assert counts(pool) == (0, 0, 1, 0)
+            with pool.lease_nowait():
+                pool._shelf._give_one()
+                assert counts(pool) == (1, 0, 0, 0)
 
 
 async def test_scopes_and_timeouts(pd: ProtectionDomain) -> None:
@@ -486,28 +492,55 @@ async def test_large_slabs_are_registered_beside_the_loop(
             (await task).release()
 
 
+class Slow:
+    """The next slab is added when it is said, in a thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        add_slab = BufferPool._add_slab
+
+        def slow(pool: BufferPool) -> None:
+            self.begun.set()
+            assert self.go_on.wait(10)
+            add_slab(pool)
+
+        monkeypatch.setattr(BufferPool, "_add_slab", slow)
+
+
+async def test_who_adds_slabs_does_it_for_those_who_come_meanwhile(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pd.buffer_pool(64, 1, limit=3) as pool, asyncio.timeout(10):
+        with pool.lease_nowait():
+            slow = Slow(monkeypatch)
+            first = asyncio.ensure_future(pool.lease())
+            await asyncio.to_thread(slow.begun.wait, 10)
+            second = asyncio.ensure_future(pool.lease())
+            await turns()
+            assert pool._growth is not None
+            await pool._growth  # the second's, which left it to the first's
+            assert pool.statistics().slabs == 1
+            slow.go_on.set()
+            for buffer in await asyncio.gather(first, second):  # nothing was released meanwhile
+                buffer.release()
+            assert pool.statistics().slabs == 3
+
+
 async def test_closing_while_it_grows(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = await pd.buffer_pool(64, 1, limit=2).open()
     held = await pool.lease()
-    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
-    begun, go_on = threading.Event(), threading.Event()
-    add_slab = BufferPool._add_slab
-
-    def slow(self: BufferPool) -> None:
-        begun.set()
-        assert go_on.wait(10)
-        add_slab(self)
-
-    monkeypatch.setattr(BufferPool, "_add_slab", slow)
+    slow = Slow(monkeypatch)
     waiting = asyncio.ensure_future(pool.lease())
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(slow.begun.wait, 10)
     held.release()
     (await waiting).release()
     await pool.aclose()
-    go_on.set()
+    slow.go_on.set()
     assert pool._growth is not None
     await pool._growth
     assert pool.closed
+    assert pool.statistics().slabs == 0
 
 
 # ---- Closing
@@ -537,6 +570,22 @@ async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
     assert counts(pool) == (0, 0, 0, 0)
     assert pool.statistics().slabs == 0
     await refuses(pool)
+
+
+async def test_who_comes_while_another_thread_closes_it_does_not_wait(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pd.buffer_pool(64, 1) as pool, asyncio.timeout(5):
+
+        def closed_meanwhile(*_: object) -> None:
+            pool._life.state = State.CLOSING
+
+        monkeypatch.setattr(pool._shelf, "take", closed_meanwhile)
+        pool._shelf.free.clear()
+        with pytest.raises(ClosedResourceError, match="is not open"):
+            await pool.lease()
+        pool._life.state = State.OPEN
+        assert counts(pool) == (0, 0, 0, 0)
 
 
 async def test_closing_waits_for_dma(pd: ProtectionDomain) -> None:

@@ -60,11 +60,12 @@ if TYPE_CHECKING:
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .events import DeviceEvent
+    from .life import ResourceInfo, State
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
     from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
     from .registration_cache import RegistrationCache, RegistrationCacheStatistics
-    from .resource import Resource, ResourceInfo, ResourceStatistics, State
+    from .resource import Resource, ResourceStatistics
     from .resource_domain import ResourceDomain
     from .thread_domain import ThreadDomain
     from .xrc_domain import XrcDomain
@@ -187,13 +188,13 @@ _LAZY = {
     "RemoteRegion": "memory",
     "Resource": "resource",
     "ResourceDomain": "resource_domain",
-    "ResourceInfo": "resource",
+    "ResourceInfo": "life",
     "ResourceKind": "allocators",
     "ResourceStatistics": "resource",
     "SharedPageAllocator": "allocators",
     "SharedProtectionDomain": "protection_domain",
     "SharedReceiveQueue": "queue_pair",
-    "State": "resource",
+    "State": "life",
     "ThreadDomain": "thread_domain",
     "ThreadModel": "affinity",
     "USE_DEFAULT": "allocators",

@@ -19,8 +19,9 @@ from aioverbs._core import engine
 from aioverbs.affinity import running_loop
 from aioverbs.allocators import Allocator
 from aioverbs.errors import ClosedResourceError
+from aioverbs.life import Life, Site, line_of
 from aioverbs.memory import MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
-from aioverbs.resource import Handled, Life, Resource, ResourceStatistics, Site, creation_site, line_of
+from aioverbs.resource import Handled, Resource, ResourceStatistics, creation_site
 from aioverbs.types import AccessFlags
 
 __all__ = ["BufferPool", "BufferPoolStatistics", "LeasedBuffer", "Leasing"]
@@ -457,7 +458,7 @@ class BufferPool(Resource):
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
         slab._life.quiet = True
         slab._open_now()
-        slab._parents = ()  # its life has them: who forgets a pool is to be warned
+        slab._drop_parents()  # its life has them: who forgets a pool is to be warned
         self._buffers += buffers
         self._shelf.slabs.append(slab)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last in is the first out

@@ -21,9 +21,9 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
-from aioverbs.events import EventPump
+from aioverbs.events import Eventful, EventPump
 from aioverbs.memory import RegionSlice
-from aioverbs.resource import Handled, Resource, ResourceStatistics
+from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.types import WcStatus
 
 __all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Work"]
@@ -116,7 +116,7 @@ class CompletionQueueStatistics(ResourceStatistics):
     events: int
 
 
-class CompletionQueue(Handled[engine.CompletionQueue]):
+class CompletionQueue(Eventful[engine.CompletionQueue]):
     """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
 
     The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Made by

@@ -17,9 +17,10 @@ from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
 from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
+from aioverbs.life import ResourceInfo, State, reap
 from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
-from aioverbs.resource import Handled, Resource, ResourceInfo, ResourceStatistics, State
+from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.resource_domain import ResourceDomain
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.types import LinkLayer, Mtu, PortState
@@ -150,7 +151,10 @@ def _native(context: engine.Context) -> list[str]:
 
 
 class Device(Handled[engine.Context]):
-    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`."""
+    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`.
+
+    One that is forgotten is closed by the loop that opened it, or where that is gone by the next that opens a device.
+    """
 
     def __init__(
         self, name: str | None, max_native_thread_domains: int | None, engine_mode: bool, delay_ns: int
@@ -189,10 +193,11 @@ class Device(Handled[engine.Context]):
         self._life.label = context.name
         self._pump = EventPump.of(context)
         self._pump.find = self._life.find
-        self._life.drain = self._stop_events
-
-    async def _stop_events(self) -> None:
-        self._pump.stop()
+        self._life.drain = self._pump.drain  # and nothing of the device's own, or it could not be forgotten
+        with contextlib.suppress(RuntimeError):  # in a trio task, or nowhere
+            self._life.opener = asyncio.get_running_loop()
+        if self._life.opener is not None:
+            reap()
 
     @property
     def name(self) -> str:
@@ -294,9 +299,10 @@ class Device(Handled[engine.Context]):
     def events(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
         """Asynchronous events of the device and of all that was made from it: ``async for``.
 
-        It ends when the device is closed. Events that come while nobody listens wait, the latest 1,024 of them.
+        It ends when the device is closed. Events that nobody listens for wait, the latest 1,024 of them.
 
-        :param resource: only what happens to this queue pair, completion queue or shared receive queue.
+        :param resource: only what happens to this queue pair, completion queue or shared receive queue, which has this
+            as its `events`, too; then it ends when that is closed.
         """
         self._check_open()
         return self._pump.listen(resource)

@@ -2,20 +2,22 @@
 
 import asyncio
 import contextlib
+import functools
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from aioverbs._core import engine
-from aioverbs.affinity import running_loop
-from aioverbs.errors import VerbsError
-from aioverbs.resource import Resource
+from aioverbs.affinity import Bell, running_loop
+from aioverbs.errors import ClosedResourceError, VerbsError
+from aioverbs.resource import Handled, Resource
 from aioverbs.types import EventType
 
-__all__ = ["DeviceEvent", "EventPump"]
+__all__ = ["DeviceEvent", "EventPump", "Eventful"]
 
 _KEPT = 1024  # events that nobody heard of yet, at most; then the oldest are forgotten
 
@@ -35,29 +37,41 @@ class DeviceEvent:
     port_num: int | None
 
 
+class _Unheard:
+    """An event that nobody listened for. It keeps no object open that its user forgot."""
+
+    def __init__(self, event: DeviceEvent) -> None:
+        self._type = event.event_type
+        self._resource = weakref.ref(event.resource) if event.resource is not None else None
+        self._port_num = event.port_num
+
+    def event(self) -> DeviceEvent:
+        return DeviceEvent(self._type, self._resource() if self._resource is not None else None, self._port_num)
+
+
 class _Listener:
     """Who waits in one loop, for events of everything or of one object."""
 
     def __init__(self, resource: Resource | None) -> None:
-        self.resource = resource
         self.loop = running_loop()
+        self._resource = resource
         self._events: deque[DeviceEvent | None] = deque()
-        self._news = asyncio.Event()
+        self._bell = resource._life.bell() if resource is not None else Bell()  # that rings when it is closed
+
+    def concerns(self, event: DeviceEvent) -> bool:
+        return self._resource is None or self._resource is event.resource
 
     def tell(self, event: DeviceEvent | None) -> None:
         """From any thread; None: there are no more."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed
-            self.loop.call_soon_threadsafe(self._take, event)
-
-    def _take(self, event: DeviceEvent | None) -> None:
         self._events.append(event)
-        self._news.set()
+        self._bell.ring()
 
     async def next(self) -> DeviceEvent | None:
-        while not self._events:
-            self._news.clear()
-            await self._news.wait()
-        return self._events.popleft()
+        await self._bell.wait_while(lambda: not self._events and not self._is_over())
+        return self._events.popleft() if self._events else None
+
+    def _is_over(self) -> bool:
+        return self._resource is not None and self._resource.closed
 
 
 class _Watcher:
@@ -71,6 +85,33 @@ class _Watcher:
         """From any thread."""
         with contextlib.suppress(RuntimeError):  # its loop is closed
             self.loop.call_soon_threadsafe(self._lost)
+
+
+class _Waker:
+    """Wakes a loop, by a descriptor of its own: who closes the context, on whatever loop, closes none that is polled.
+
+    A loop that polls what was closed misses what has the number next; libuv ends the process.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, readable: Callable[[], None]) -> None:
+        self._loop = loop
+        self._fd = os.dup(fd)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        loop.add_reader(self._fd, readable)
+
+    def stop(self) -> None:
+        """From any thread, once."""
+        if asyncio._get_running_loop() is self._loop:
+            self._stop()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._stop)
+        except RuntimeError:  # closed: it polls nothing
+            self._close()
+
+    def _stop(self) -> None:
+        self._loop.remove_reader(self._fd)
+        self._close()
 
 
 class EventPump:
@@ -95,75 +136,126 @@ class EventPump:
         self._context = weakref.ref(context)
         self._fd = context.async_fd
         self._lock = threading.Lock()
+        self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # each loop adds its own
         # Both are replaced, never changed: read by all threads, replaced under the lock.
         self._listeners: tuple[_Listener, ...] = ()
         self._watchers: tuple[_Watcher, ...] = ()
-        self._unheard: deque[DeviceEvent] = deque(maxlen=_KEPT)
-        self.find: Callable[[engine.Handle], Resource | None] = lambda _: None  # the user's object for a handle
+        self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
+        self.find: Callable[[engine.Handle], object] = lambda _: None  # the user's object for a handle
 
     async def listen(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
-        """Events of everything or of one object, from those on that nobody heard of, until the pump is stopped."""
+        """Events of everything, or of one object until it is closed, from those on that nobody heard of.
+
+        :raises OSError: there are no more descriptors.
+        """
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
-        self._wake_in(listener.loop)
-        while self._unheard:
-            self._tell(self._unheard.popleft())
+            unheard = tuple(self._unheard)
+            self._unheard.clear()
+            for kept in unheard:
+                if listener.concerns(known := kept.event()):
+                    listener.tell(known)
+                else:
+                    self._unheard.append(kept)
         try:
+            self._wake(listener.loop)
             while (event := await listener.next()) is not None:
                 yield event
         finally:
             with self._lock:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
-            self._let_sleep(listener.loop)
+            self._let_sleep_unheeded(listener.loop)
 
     def watch(self, lost: Callable[[], None]) -> "_Watcher":
-        """Have a function called on the running loop when the device is lost; until `unwatch` there."""
+        """Have a function called on the running loop when the device is lost; until `unwatch` there.
+
+        :raises OSError: there are no more descriptors.
+        """
         watcher = _Watcher(running_loop(), lost)
         with self._lock:
             self._watchers += (watcher,)
-        self._wake_in(watcher.loop)
+        try:
+            self._wake(watcher.loop)
+        except BaseException:
+            self.unwatch(watcher)
+            raise
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:
         """Do not. On the watcher's loop."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
-        self._let_sleep(watcher.loop)
+        self._let_sleep_unheeded(watcher.loop)
+
+    async def drain(self) -> None:
+        """The device is about to be closed."""
+        self.stop()
 
     def stop(self) -> None:
-        """There are no more events: the device is about to be closed."""
+        """There are no more events."""
         for listener in self._listeners:
             listener.tell(None)
+        for loop in tuple(self._wakers):
+            self._let_sleep(loop)
 
-    # ---- Loops that are woken by the descriptor
+    # ---- Loops that are woken when there are events
 
-    def _wake_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_reader(self._fd, self._readable)  # once for each loop: it replaces
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop not in self._wakers:
+            self._wakers[loop] = _Waker(loop, self._fd, functools.partial(self._readable, loop))
 
     def _let_sleep(self, loop: asyncio.AbstractEventLoop) -> None:
+        waker = self._wakers.pop(loop, None)
+        if waker is not None:
+            waker.stop()
+
+    def _let_sleep_unheeded(self, loop: asyncio.AbstractEventLoop) -> None:
         loops = [listener.loop for listener in self._listeners] + [watcher.loop for watcher in self._watchers]
         if loop not in loops:
-            loop.remove_reader(self._fd)
+            self._let_sleep(loop)
 
-    def _readable(self) -> None:
+    def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
         context = self._context()
         try:
-            while context is not None and (taken := context.get_async_event()) is not None:
+            while context is not None and loop in self._wakers and (taken := context.get_async_event()) is not None:
                 found = self.find(taken.element) if taken.element is not None else None
-                event = DeviceEvent(taken.event_type, found, taken.port_num)
+                resource = found if isinstance(found, Resource) else None
+                event = DeviceEvent(taken.event_type, resource, taken.port_num)
                 taken.ack()
                 self._tell(event)
-        except VerbsError:
+        except VerbsError:  # as of a device that was unplugged: nobody will hear of anything any more
+            self._tell_watchers()
             self.stop()
+        except ClosedResourceError:  # by another loop, meanwhile
+            self.stop()
+
+    def _tell_watchers(self) -> None:
+        for watcher in self._watchers:
+            watcher.tell()
 
     def _tell(self, event: DeviceEvent) -> None:
         if event.event_type is EventType.DEVICE_FATAL:
-            for watcher in self._watchers:
-                watcher.tell()
-        listeners = self._listeners
-        if not listeners:
-            self._unheard.append(event)
+            self._tell_watchers()
+        with self._lock:
+            listeners = [listener for listener in self._listeners if listener.concerns(event)]
+            if not listeners:
+                self._unheard.append(_Unheard(event))
         for listener in listeners:
-            if listener.resource is None or listener.resource is event.resource:
-                listener.tell(event)
+            listener.tell(event)
+
+
+H = TypeVar("H", bound=engine.Handle)
+
+
+class Eventful(Handled[H]):
+    """What asynchronous events happen to: queue pairs, completion queues and shared receive queues."""
+
+    def events(self) -> AsyncIterator[DeviceEvent]:
+        """Asynchronous events that happen to it: ``async for``, on any asyncio event loop, until it is closed.
+
+        Those that nobody heard of yet come first. `Device.events` has those of everything.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        return EventPump.of(self.handle.context).listen(self)

@@ -45,6 +45,9 @@ def _part(key: slice | int, length: int, what: object) -> tuple[int, int]:
 class RemoteRegion:
     """Memory of a peer: where it is, how long it is, and the key that opens it.
 
+    ``len()`` raises `OverflowError` where `length` exceeds ``sys.maxsize``, as it may: a peer can register all of its
+    address space. Everything else goes by `length`.
+
     :param address: of its first byte, in the peer's address space.
     :param length: in bytes.
     :param rkey: the key of the peer's region or window.
@@ -63,6 +66,9 @@ class RemoteRegion:
 
     def __len__(self) -> int:
         return self.length
+
+    def __bool__(self) -> bool:  # or it would be asked for its `len`
+        return self.length > 0
 
     def __getitem__(self, key: slice) -> "RemoteRegion":
         """A part of it.

@@ -9,8 +9,9 @@ from aioverbs.allocators import Allocator
 from aioverbs.completion import Placement
 from aioverbs.domain import Domain
 from aioverbs.errors import ClosedResourceError, VerbsError
+from aioverbs.life import State
 from aioverbs.registration_cache import RegistrationCache
-from aioverbs.resource import Resource, State
+from aioverbs.resource import Resource
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 
 __all__ = ["ParentDomain", "ProtectionDomain", "SharedProtectionDomain"]

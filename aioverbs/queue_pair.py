@@ -13,6 +13,7 @@ from aioverbs.affinity import Affinity
 from aioverbs.attributes import AddressVector, QpAttributes, QpCapabilities, SrqAttributes
 from aioverbs.completion import CompletionQueue, Placement, Work
 from aioverbs.errors import ConcurrentAccessError, VerbsError
+from aioverbs.events import Eventful
 from aioverbs.memory import MemoryRegion, RegionSlice, RemoteRegion
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendFlags, SendOpcode
@@ -67,7 +68,7 @@ class QueuePairAddress:
         return cls(gid, qp_num, psn, Mtu(mtu))
 
 
-class SharedReceiveQueue(Handled[engine.SharedReceiveQueue]):
+class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue]):
     """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
 
     Made by the `shared_receive_queue` of a domain.
@@ -131,7 +132,7 @@ class QueuePairStatistics(ResourceStatistics):
     under_way: int
 
 
-class QueuePair(Handled[engine.QueuePair]):
+class QueuePair(Eventful[engine.QueuePair]):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the `queue_pair` of a domain.
 
     :param send_cq: where what it sends completes.

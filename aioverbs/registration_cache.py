@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from aioverbs._core import engine
 from aioverbs.affinity import Bell
 from aioverbs.errors import BusyResourceError, ClosedResourceError
+from aioverbs.life import State
 from aioverbs.memory import MemoryRegion
-from aioverbs.resource import Handled, State
+from aioverbs.resource import Handled
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class RegistrationCache:
             region._life.quiet = True
             region._life.hold(_Forget(self, entry))  # before its handle, and so after that at the end
             await region.open()
-            region._parents = ()  # its life has them: who forgets a protection domain is to be warned
+            region._drop_parents()  # its life has them: who forgets a protection domain is to be warned
         except BaseException:
             self._remove(entry)
             raise

@@ -8,8 +8,9 @@ from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs.allocators import Allocator
 from aioverbs.completion import MessageModel, Placement
 from aioverbs.domain import Domain
+from aioverbs.life import State
 from aioverbs.protection_domain import ParentDomain, ProtectionDomain
-from aioverbs.resource import Resource, State
+from aioverbs.resource import Resource
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 
 __all__ = ["ResourceDomain"]

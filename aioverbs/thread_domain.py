@@ -8,7 +8,8 @@ from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for
 from aioverbs.errors import VerbsError
-from aioverbs.resource import Resource, State
+from aioverbs.life import State
+from aioverbs.resource import Resource
 
 __all__ = ["ThreadDomain", "ThreadDomainBudget"]
 

@@ -33,7 +33,7 @@ from aioverbs import (
     open_device,
 )
 from aioverbs.device import Device
-from aioverbs.resource import State
+from aioverbs.life import State
 from tests.conftest import LOOP_FACTORIES
 from tests.manager.test_write import ends
 

@@ -9,10 +9,9 @@ import warnings
 import anyio
 import pytest
 
-from aioverbs import BusyResourceError, MemoryRegion, Resource, VerbsError
+from aioverbs import BusyResourceError, MemoryRegion, Resource, State, VerbsError
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
-from aioverbs.resource import State
 from tests.manager.test_domains import Elsewhere
 from tests.manager.test_write import REMOTE, Ends, ends
 

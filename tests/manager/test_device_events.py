@@ -1,11 +1,28 @@
 """A device's asynchronous events, as an iterator, on one loop and on several."""
 
 import asyncio
+import errno
+import gc
+import os
+import warnings
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from aioverbs import ClosedResourceError, Device, DeviceEvent, EventType, open_device
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    DeviceEvent,
+    EventType,
+    ThreadModel,
+    open_device,
+)
+from aioverbs.events import Eventful, EventPump
+
+WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def take(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
@@ -58,6 +75,76 @@ async def test_events_of_one_object(device: Device) -> None:
         assert [(await second).resource, *(event.resource for event in await take(of_all, 1))] == [other, qp]
 
 
+async def test_objects_have_their_own(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(4) as cq,
+        domain.queue_pair(cq) as qp,
+        domain.queue_pair(cq) as other,
+        domain.shared_receive_queue(4) as srq,
+    ):
+        objects: list[Eventful[Any]] = [qp, srq, cq]
+        tasks = [await listening(each.events()) for each in objects]
+        faults = device.handle.faults
+        faults.set_port(False)
+        faults.break_queue_pair(other.handle)
+        faults.break_queue_pair(qp.handle)
+        faults.break_shared_receive_queue(srq.handle)
+        faults.break_completion_queue(cq.handle)
+        types = [EventType.QP_FATAL, EventType.SRQ_ERR, EventType.CQ_ERR]
+        assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [
+            DeviceEvent(kind, each, None) for kind, each in zip(types, objects, strict=True)
+        ]
+        # What they did not listen for waits for somebody who does.
+        rest = await take(device.events(), 2)
+        assert [(event.event_type, event.resource) for event in rest] == [
+            (EventType.PORT_ERR, None),
+            (EventType.QP_FATAL, other),
+        ]
+
+
+@pytest.mark.parametrize("by", ["itself", "its device", "its device's events"])
+async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
+    device = await open_device("soft0").open()
+    domain = await device.resource_domain(thread_model=ThreadModel.SAFE).open()
+    srq = await domain.shared_receive_queue(4).open()
+    events = device.events(srq) if "events" in by else srq.events()
+    here, heard = asyncio.get_running_loop(), asyncio.Event()
+    found: list[EventType] = []
+
+    async def listen() -> None:
+        async for event in events:
+            found.append(event.event_type)
+            here.call_soon_threadsafe(heard.set)
+
+    def elsewhere() -> None:
+        asyncio.run(asyncio.wait_for(listen(), 10))
+
+    thread = asyncio.create_task(asyncio.to_thread(elsewhere))
+    device.handle.faults.break_shared_receive_queue(srq.handle)
+    await asyncio.wait_for(heard.wait(), 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        await (device if "device" in by else srq).aclose()
+        await thread
+        await device.aclose()
+    assert found == [EventType.SRQ_ERR]
+    with pytest.raises(ClosedResourceError, match="SharedReceiveQueue"):
+        srq.events()
+
+
+async def test_what_nobody_heard_of_keeps_no_object(device: Device) -> None:
+    async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
+        kept = [await domain.shared_receive_queue(4).open()]
+        device.handle.faults.break_shared_receive_queue(kept[0].handle)
+        async with domain.shared_receive_queue(4) as other:
+            device.handle.faults.break_shared_receive_queue(other.handle)
+            assert (await take(other.events(), 1))[0].resource is other  # of the first one nobody hears
+        with pytest.warns(ResourceWarning, match="SharedReceiveQueue"):
+            kept.clear()
+        assert await take(device.events(), 1) == [DeviceEvent(EventType.SRQ_ERR, None, None)]
+
+
 async def test_listeners_on_several_loops_all_hear(device: Device) -> None:
     ready = asyncio.Event()
     here = asyncio.get_running_loop()
@@ -97,6 +184,87 @@ async def test_the_end_of_the_device_is_their_end() -> None:
     assert found == [EventType.DEVICE_FATAL]
     with pytest.raises(ClosedResourceError):
         device.events()
+
+
+async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
+    """libuv ends a process whose loop polls a descriptor that was closed."""
+    async with open_device("soft0") as device:
+        async with device.resource_domain() as domain, domain.completion_queue(4):
+            device.handle.faults.set_port(False)
+            await asyncio.sleep(0.01)  # the queue's loop takes it, and nobody hears of it
+        await asyncio.sleep(0.01)
+        events = device.events()
+        assert (await anext(events)).event_type is EventType.PORT_ERR
+        device.handle.faults.set_port(True)
+    await asyncio.sleep(0.01)
+
+
+async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, "too many")
+
+    pump = EventPump.of(device.handle)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", refuse)
+        with pytest.raises(OSError, match="too many"):
+            await anext(device.events())
+        with pytest.raises(OSError, match="too many"):
+            pump.watch(lambda: None)
+    device.handle.faults.set_port(False)
+    device.handle.faults.lose_device()
+    await asyncio.sleep(0.01)
+    assert [event.event_type for event in await take(device.events(), 2)] == [
+        EventType.PORT_ERR,
+        EventType.DEVICE_FATAL,
+    ], "they wait for somebody who listens"
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("loop_is", ["running", "standing", "closed"])
+async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
+    before = descriptors()
+    device = await open_device("soft0").open()
+    loop = asyncio.new_event_loop()
+    listener = loop.create_task(listen_to_all(device))
+    await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0.01))
+    if loop_is == "closed":
+        loop.close()
+    thread = asyncio.to_thread(loop.run_until_complete, listener) if loop_is == "running" else asyncio.sleep(0)
+    task = asyncio.create_task(thread)
+    await asyncio.sleep(0.01)
+    await device.aclose()
+    await task
+    if loop_is == "standing":
+        await asyncio.to_thread(loop.run_until_complete, listener)
+    if loop_is != "closed":
+        assert listener.result() == 0
+        loop.close()
+    del listener, task, thread
+    gc.collect()
+    assert descriptors() == before
+
+
+async def listen_to_all(device: Device) -> int:
+    return len([event async for event in device.events()])
+
+
+async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -> None:
+    events = device.events()
+    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        device.handle.faults.fail("get_async_event", errno.EIO, times=0)
+        device.handle.faults.set_port(False)
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(waiting, 10)
+        async with asyncio.timeout(10), domain.queue_pair(cq) as qp, domain.register(8, WRITTEN) as region:
+            qp.connect(qp.address, WRITTEN)
+            with pytest.raises(BrokenResourceError, match="the device was lost"):
+                await qp.write(region[:4], region.remote()[4:])
+    device.handle.faults.clear()
 
 
 async def test_an_event_that_was_told_keeps_nothing_from_being_closed(device: Device) -> None:

@@ -10,7 +10,7 @@ import pytest
 from aioverbs import ForkedProcessError, Resource
 from aioverbs.affinity import Affinity, run_on_owner
 from aioverbs.device import Device, open_device
-from aioverbs.resource import _tree
+from aioverbs.life import _tree
 from tests.core.children import in_child
 from tests.manager.test_write import REMOTE, ends
 

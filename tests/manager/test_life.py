@@ -14,10 +14,18 @@ import anyio
 import pytest
 from rich.console import Console
 
-from aioverbs import AffinityError, BusyResourceError, ClosedResourceError, ParentDomain, ResourceDomain, VerbsError
+from aioverbs import (
+    AffinityError,
+    BusyResourceError,
+    ClosedResourceError,
+    ParentDomain,
+    Resource,
+    ResourceDomain,
+    State,
+    VerbsError,
+)
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
-from aioverbs.resource import Resource, State
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {
     "protection domain": lambda device: device.protection_domain(),

@@ -3,6 +3,7 @@
 import array
 import asyncio
 import mmap
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,6 +187,24 @@ def test_the_wire_form_and_parts(address: int, length: int, rkey: int, start: in
         return
     assert address <= part.address <= part.address + part.length <= address + length
     assert part.rkey == rkey
+
+
+@pytest.mark.parametrize("length", [sys.maxsize, sys.maxsize + 1, (1 << 64) - 1])
+def test_a_region_longer_than_any_of_ours(length: int) -> None:
+    region = RemoteRegion(0, length, 7)
+    assert region.length == length
+    if length > sys.maxsize:
+        with pytest.raises(OverflowError):
+            len(region)
+    assert region
+    assert RemoteRegion.from_bytes(bytes(region)) == region[:] == region[0:length] == region
+    assert hash(region[:length]) == hash(region)
+    assert region[-5:] == region[length - 5 :] == RemoteRegion(length - 5, 5, 7)
+    assert region[1:] == RemoteRegion(1, length - 1, 7)
+    assert region[length - 1 : length][:1].address == length - 1
+    assert not region[length:]
+    with pytest.raises(IndexError, match=f"lie in the {length} bytes"):
+        region[: length + 1]
 
 
 def test_what_is_no_wire_form() -> None:

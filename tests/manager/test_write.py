@@ -34,7 +34,7 @@ from aioverbs import (
 )
 from aioverbs.completion import CompletionQueue
 from aioverbs.device import Device, open_device
-from aioverbs.resource import State
+from aioverbs.life import State
 from tests.core.pairs import wait_until
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE

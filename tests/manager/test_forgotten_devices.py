@@ -1,0 +1,101 @@
+"""A device that is forgotten is closed by a loop: that of its opener, or the next that opens one."""
+
+import asyncio
+import errno
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioverbs import Device, ResourceDomain, open_device
+from aioverbs._core import engine
+from tests.conftest import LOOP_FACTORIES
+from tests.manager.test_domains import Elsewhere
+
+
+async def forget() -> None:
+    """Open one, and what it takes to make queues; nobody else knows them."""
+    device = await open_device("soft0").open()
+    await device.protection_domain().open()
+    await device.resource_domain().open()
+    del device
+    gc.collect()
+
+
+async def all_closed() -> bool:
+    """Whether nothing is open, within a while."""
+    for _ in range(1000):
+        if not engine.open_handles():
+            return True
+        await asyncio.sleep(0.005)
+    return False
+
+
+async def test_its_openers_loop_closes_it() -> None:
+    with pytest.warns(ResourceWarning, match="it was forgotten") as caught:
+        await forget()
+    said = sorted(str(warning.message).split()[0] for warning in caught)
+    assert said == ["<Device", "<ProtectionDomain", "<ResourceDomain"]
+    assert len(engine.open_handles()) == 5, "a finalizer calls no verb"
+    assert await all_closed()
+
+
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def test_where_that_is_gone_the_next_that_opens_one_closes_it(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    loop = factory()
+    devices: list[Device] = [loop.run_until_complete(open_device("soft0").open())]
+    loop.close()
+    with pytest.warns(ResourceWarning, match="it was forgotten"):
+        devices.clear()
+    (left,) = engine.open_handles()
+
+    async def main() -> None:
+        async with open_device("soft0"):
+            await asyncio.sleep(0)
+            assert left.closed
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main())
+
+
+async def test_one_with_a_domain_of_another_loop_is_closed_after_that() -> None:
+    with Elsewhere() as elsewhere:
+
+        async def open_domain(device: Device) -> ResourceDomain:
+            return await device.resource_domain().open()
+
+        async def forget() -> None:
+            device = await open_device("soft0").open()
+            opening = asyncio.run_coroutine_threadsafe(open_domain(device), elsewhere.loop)
+            domain = await asyncio.wrap_future(opening)
+            await asyncio.sleep(0.01)  # the other loop has no more to do with it
+            elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)
+            del opening, device, domain
+            gc.collect()
+
+        with pytest.warns(ResourceWarning, match="it was forgotten"):
+            await forget()
+        assert await all_closed()
+
+
+async def test_one_that_cannot_be_closed_is_told_of_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    devices = [await open_device("soft0").open()]
+    pds = [await devices[0].protection_domain().open()]
+    devices[0].handle.faults.fail("dealloc_pd", errno.EIO)
+    with pytest.warns(ResourceWarning, match="it was forgotten"), caplog.at_level(logging.ERROR):
+        await forget_all(devices, pds)
+    assert len(engine.open_handles()) == 2
+    assert "ibv_dealloc_pd failed: EIO" in caplog.text
+    async with open_device("soft0"):
+        await asyncio.sleep(0)
+    assert await all_closed()
+
+
+async def forget_all(*kept: list[Any]) -> None:
+    for each in kept:
+        each.clear()
+    gc.collect()
+    await asyncio.sleep(0.01)

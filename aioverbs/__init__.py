@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         SharedPageAllocator,
         UseDefault,
     )
+    from .buffers import BufferPool, BufferPoolStatistics, LeasedBuffer, Leasing
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .events import DeviceEvent
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from .memory import MemoryRegion, RegionSlice, RemoteRegion
     from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
     from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
+    from .registration_cache import RegistrationCache, RegistrationCacheStatistics
     from .resource import Resource, ResourceStatistics
     from .resource_domain import ResourceDomain
     from .thread_domain import ThreadDomain
@@ -81,6 +83,8 @@ __all__ = [
     "ArenaAllocator",
     "AtomicCap",
     "BrokenResourceError",
+    "BufferPool",
+    "BufferPoolStatistics",
     "BusyResourceError",
     "ClosedResourceError",
     "CompletionQueue",
@@ -96,6 +100,8 @@ __all__ = [
     "EventType",
     "ForkedProcessError",
     "HugePageAllocator",
+    "LeasedBuffer",
+    "Leasing",
     "LenderClosedError",
     "LibraryNotFoundError",
     "LinkLayer",
@@ -121,6 +127,8 @@ __all__ = [
     "QueuePairStatistics",
     "RecordingAllocator",
     "RegionSlice",
+    "RegistrationCache",
+    "RegistrationCacheStatistics",
     "RemoteRegion",
     "Resource",
     "ResourceDomain",
@@ -155,6 +163,8 @@ _LAZY = {
     "AllocatorStatistics": "allocators",
     "AllocatorUsage": "allocators",
     "ArenaAllocator": "allocators",
+    "BufferPool": "buffers",
+    "BufferPoolStatistics": "buffers",
     "CompletionQueue": "completion",
     "CompletionQueueStatistics": "completion",
     "DefaultAllocator": "allocators",
@@ -163,6 +173,8 @@ _LAZY = {
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
     "HugePageAllocator": "allocators",
+    "LeasedBuffer": "buffers",
+    "Leasing": "buffers",
     "MemoryRegion": "memory",
     "MessageModel": "completion",
     "NativeAllocator": "allocators",
@@ -175,6 +187,8 @@ _LAZY = {
     "QueuePairStatistics": "queue_pair",
     "RecordingAllocator": "allocators",
     "RegionSlice": "memory",
+    "RegistrationCache": "registration_cache",
+    "RegistrationCacheStatistics": "registration_cache",
     "RemoteRegion": "memory",
     "Resource": "resource",
     "ResourceDomain": "resource_domain",

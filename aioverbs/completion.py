@@ -16,12 +16,13 @@ from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
     BusyResourceError,
+    ClosedResourceError,
     ConcurrentAccessError,
     VerbsError,
     WorkCompletionError,
 )
 from aioverbs.events import Eventful, EventPump
-from aioverbs.memory import MemoryRegion
+from aioverbs.memory import RegionSlice
 from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.types import WcStatus
 
@@ -71,22 +72,22 @@ class Placement:
 class Work:
     """A work request that was posted: what it needs until it is done, and who waits for it.
 
-    It keeps its regions until it completes, whatever became of who waits.
+    It keeps its memory until it completes, whatever became of who waits.
     """
 
-    __slots__ = ("future", "loop", "number", "poster", "regions")
+    __slots__ = ("future", "loop", "memory", "number", "poster")
 
-    def __init__(self, poster: object, regions: Iterable[MemoryRegion]) -> None:
+    def __init__(self, poster: object, memory: Iterable[RegionSlice]) -> None:
         self.number = next(_numbers)
         self.poster = poster
-        self.regions = tuple(regions)
+        self.memory = tuple(memory)
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self.loop.create_future()
 
     def done(self, error: BaseException | None) -> None:
         """It is over; from any thread, once."""
-        for region in self.regions:
-            region.pins.discard(self)
+        for part in self.memory:
+            part.pins.discard(self)
         with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
             self.loop.call_soon_threadsafe(self._tell, error)
 
@@ -184,9 +185,14 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
         """Before it is posted: from here on its completion has somebody to go to.
 
         :raises BrokenResourceError: nothing completes here any more.
+        :raises ClosedResourceError: its memory was given back.
         """
-        for region in work.regions:
-            region.pins.add(work)
+        try:
+            for part in work.memory:
+                part.pins.add(work)
+        except ClosedResourceError:
+            self._withdraw(work)
+            raise
         self._under_way[work.number] = work
         if not self._watched:  # looked at last: who breaks it says so first
             self._withdraw(work)
@@ -195,8 +201,8 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
     def _withdraw(self, work: Work) -> None:
         """It was not posted."""
         self._under_way.pop(work.number, None)
-        for region in work.regions:
-            region.pins.discard(work)
+        for part in work.memory:
+            part.pins.discard(work)
         self._bell.ring()
 
     def _under_way_of(self, poster: object) -> list[Work]:

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from aioverbs._core import engine
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import QpCapabilities
+from aioverbs.buffers import BufferPool
 from aioverbs.completion import CompletionQueue, Placement
 from aioverbs.memory import LentMemoryRegion, MemoryRegion
 from aioverbs.queue_pair import QueuePair, SharedReceiveQueue
+from aioverbs.registration_cache import RegistrationCache
 from aioverbs.resource import Handled
 from aioverbs.thread_domain import ThreadDomainBudget
 from aioverbs.types import AccessFlags, QpType
@@ -30,6 +32,11 @@ class Domain(Handled[engine.ProtectionDomain]):
     def base(self) -> "Domain":
         """The protection domain that protects memory here."""
         raise NotImplementedError
+
+    @property
+    def cache(self) -> RegistrationCache:
+        """The registrations that its protection domain keeps: see `RegistrationCache`."""
+        return self.base.cache
 
     def _placement(self) -> Placement:
         """Where its queues are made."""
@@ -109,3 +116,16 @@ class Domain(Handled[engine.ProtectionDomain]):
             ``LOCAL_WRITE``.
         """
         return LentMemoryRegion(self.base, self.base.handle, mr, access)
+
+    def buffer_pool(
+        self,
+        size: int,
+        count: int,
+        *,
+        limit: int | None = None,
+        allocator: Allocator | None = None,
+        access: AccessFlags = AccessFlags.LOCAL_WRITE,
+        alignment: int = 64,
+    ) -> BufferPool:
+        """A pool of registered buffers, to be opened: see `BufferPool`."""
+        return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)

@@ -25,7 +25,7 @@ from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProces
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-__all__ = ["CLOSED", "FAILED", "OPEN", "Destroyable", "Life", "ResourceInfo", "State", "reap"]
+__all__ = ["CLOSED", "FAILED", "OPEN", "Destroyable", "Life", "ResourceInfo", "Site", "State", "line_of", "reap"]
 
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
@@ -109,6 +109,18 @@ class ResourceInfo:
 _is_late = operator.attrgetter("late")
 
 
+Site = tuple[CodeType, int]
+
+
+def line_of(site: Site | None) -> str:
+    """The file and line of a piece of code and an instruction in it."""
+    if site is None:
+        return "?"
+    code, instruction = site
+    line, *_ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return f"{code.co_filename}:{line}"
+
+
 class Life:
     """What a resource is apart from its user's object: handles, parents, children, owner.
 
@@ -117,16 +129,17 @@ class Life:
 
     __slots__ = (
         "_bell", "_forks", "_handles", "_serial", "_site", "children", "drain", "kind", "label", "late", "opener",
-        "owner", "parents", "quiet", "state", "user",
+        "owner", "parents", "quiet", "state", "stop", "user",
     )  # fmt: skip
 
-    def __init__(self, kind: str, site: tuple[CodeType, int] | None, user: "weakref.ref[User]") -> None:
+    def __init__(self, kind: str, site: Site | None, user: "weakref.ref[User]") -> None:
         self.kind = kind
         self.label = ""
         self.owner: Affinity | None = None
         self.state = NEW
         self.parents: tuple[Life, ...] = ()
         self.children: dict[int, Life] = {}
+        self.stop: Callable[[], None] | None = None  # called first when it is closed
         self.drain: Callable[[], Awaitable[None]] | None = None
         self.late = False  # its siblings' work needs it: it is closed after them
         self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
@@ -144,11 +157,7 @@ class Life:
     @property
     def created(self) -> str:
         """The line of the user's that made it."""
-        if self._site is None:
-            return "?"
-        code, instruction = self._site
-        line, *_ = next(itertools.islice(code.co_positions(), instruction // 2, None))
-        return f"{code.co_filename}:{line}"
+        return line_of(self._site)
 
     @property
     def inherited(self) -> bool:
@@ -286,6 +295,11 @@ class Life:
         if before is None:
             return self.inherited or self.state in (NEW, CLOSED)
         try:
+            if self.stop is not None:
+                try:
+                    self.stop()
+                except ResourceWarning as raised:  # warnings are errors
+                    interruptions.append(raised)
             if self.children:
                 await self._close_children(interruptions)
             if self.drain is not None:

@@ -6,12 +6,14 @@ import mmap
 import struct
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from aioverbs._core import engine
 from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
+from aioverbs.errors import ClosedResourceError
 from aioverbs.providers import hardware
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import AccessFlags
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["LentMemoryRegion", "MemoryRegion", "RegionSlice", "RemoteRegion"]
+__all__ = ["LentMemoryRegion", "MemoryRegion", "Pins", "RegionSlice", "RemoteRegion"]
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
@@ -96,38 +98,76 @@ class RemoteRegion:
 
 
 class Pins:
-    """What is under way with a region's memory. Any thread adds and discards, any loop waits for the end."""
+    """What is under way with a piece of memory. Any thread adds and discards, any loop waits for the end.
 
-    def __init__(self) -> None:
+    :param parent: the pins of the memory that this is a piece of: what is under way here is under way there.
+    :param idle: called when nothing is under way any more, by the thread that discards; at times more often than once.
+    """
+
+    __slots__ = ("_bell", "_holders", "_idle", "_parent", "closed")
+
+    def __init__(self, parent: "Pins | None" = None, idle: Callable[[], None] | None = None) -> None:
+        self._parent = parent
+        self._idle = idle
         self._holders: set[object] = set()
         self._bell = Bell()
+        self.closed = False
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def add(self, holder: object) -> None:
-        """It is under way."""
+        """It is under way.
+
+        :raises ClosedResourceError: the memory was given back; nothing was added.
+        """
+        if self._parent is not None:
+            self._parent.add(holder)
         self._holders.add(holder)
+        # Looked at last: who closes looks for holders after that, so that one of the two sees the other.
+        if self.closed:
+            self.discard(holder)
+            self.check()
 
     def discard(self, holder: object) -> None:
         """It is over."""
         self._holders.discard(holder)
+        if self._parent is not None:
+            self._parent.discard(holder)
         self._bell.ring()
+        if self._idle is not None and not self._holders:
+            self._idle()
+
+    def close(self) -> None:
+        """Nothing more is to be done with the memory; what is under way goes on."""
+        self.closed = True
+
+    def check(self) -> None:
+        """Whether something may be done with the memory.
+
+        :raises ClosedResourceError: it was given back.
+        """
+        if self.closed:
+            raise ClosedResourceError("this buffer was released to its pool: lease another one")
 
     async def wait(self) -> None:
-        """Until nothing is."""
+        """Until nothing is under way."""
         await self._bell.wait_while(lambda: self._holders)
 
 
 class RegionSlice:
-    """A part of a memory region, without a copy."""
+    """A part of a memory region, without a copy.
 
-    __slots__ = ("length", "offset", "region")
+    :param pins: what is under way with it; None: that of the region.
+    """
 
-    def __init__(self, region: "MemoryRegion", offset: int, length: int) -> None:
+    __slots__ = ("length", "offset", "pins", "region")
+
+    def __init__(self, region: "MemoryRegion", offset: int, length: int, pins: Pins | None = None) -> None:
         self.region = region
         self.offset = offset
         self.length = length
+        self.pins = region.pins if pins is None else pins
 
     def __repr__(self) -> str:
         return f"<{self.region!r}[{self.offset}:{self.offset + self.length}]>"
@@ -137,11 +177,12 @@ class RegionSlice:
 
     def __getitem__(self, key: slice) -> "RegionSlice":
         offset, length = _part(key, self.length, self)
-        return RegionSlice(self.region, self.offset + offset, length)
+        return RegionSlice(self.region, self.offset + offset, length, self.pins)
 
     @property
     def address(self) -> int:
         """Of its first byte."""
+        self.pins.check()
         return self.region.address + self.offset
 
     @property
@@ -152,11 +193,28 @@ class RegionSlice:
     @property
     def buffer(self) -> memoryview:
         """Its bytes."""
+        self.pins.check()
         return self.region.buffer[self.offset : self.offset + self.length]
 
     def remote(self) -> RemoteRegion:
         """What a peer needs to reach it."""
         return RemoteRegion(self.address, self.length, self.region.rkey)
+
+
+def is_large(length: int) -> bool:
+    """Whether so many bytes are registered beside the loop."""
+    return length >= _OFF_LOOP_BYTES
+
+
+async def open_beside_the_loop(resource: Resource) -> None:
+    """Open what takes long in a thread, so that the loop goes on meanwhile."""
+    opening = running_loop().run_in_executor(None, resource._open_now)
+    try:
+        await to_the_end(opening)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped: what it made is undone when it has made it.
+        await resource.aclose()
+        raise
 
 
 class _Piece:
@@ -241,15 +299,9 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
         :raises BufferError: the memory is not contiguous, or is read-only and to be written.
         :raises VerbsError: the device cannot.
         """
-        if self._length < _OFF_LOOP_BYTES:
+        if not is_large(self._length):
             return await super().open()
-        opening = running_loop().run_in_executor(None, self._open_now)
-        try:
-            await to_the_end(opening)
-        except asyncio.CancelledError:
-            # The thread cannot be stopped: what it made is undone when it has made it.
-            await self.aclose()
-            raise
+        await open_beside_the_loop(self)
         return self
 
     def __len__(self) -> int:

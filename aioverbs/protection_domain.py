@@ -14,6 +14,7 @@ from aioverbs.domain import Domain
 from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.life import State
 from aioverbs.providers import hardware
+from aioverbs.registration_cache import RegistrationCache
 from aioverbs.resource import Resource
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 
@@ -45,6 +46,7 @@ class ProtectionDomain(Domain):
         self._budget = budget
         self._shared = shared
         self._lent = lent  # the user's own pyverbs PD
+        self._cache = RegistrationCache(self)
 
     def _open(self) -> None:
         if self._lent is not None:
@@ -59,6 +61,11 @@ class ProtectionDomain(Domain):
     def base(self) -> "ProtectionDomain":
         """Itself."""
         return self
+
+    @property
+    def cache(self) -> RegistrationCache:
+        """The registrations that it keeps: see `RegistrationCache`."""
+        return self._cache
 
     def _placement(self) -> Placement:
         return Placement(self.handle, None, native=False)

@@ -292,7 +292,7 @@ class QueuePair(Eventful[engine.QueuePair]):
             )
         self._check_open()
         assert self._posted is not None
-        work = Work(self._posted, [part.region])
+        work = Work(self._posted, [part])
         self._send_cq._add(work)
         try:
             # Asked for again: who closes looks at what is under way after it has said that it closes.

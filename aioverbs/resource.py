@@ -3,14 +3,14 @@
 import sys
 import weakref
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Generic, Self, TypeVar
 
 import anyio.abc
 
 from aioverbs._core.engine import Affinity
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
-from aioverbs.life import CLOSED, FAILED, OPEN, Destroyable, Life, State
+from aioverbs.life import CLOSED, FAILED, OPEN, Destroyable, Life, Site, State
 
 __all__ = ["Handled", "Resource", "ResourceStatistics"]
 
@@ -25,8 +25,8 @@ class ResourceStatistics:
     children: int
 
 
-def _creation_site() -> tuple[CodeType, int] | None:
-    # Of the innermost frame that is the user's: its code and instruction, of which `Life.created` makes a line.
+def creation_site() -> Site | None:
+    """Of the innermost frame that is the user's: its code and instruction, of which `line_of` makes a line."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
         frame = frame.f_back
@@ -41,7 +41,7 @@ class Resource(anyio.abc.AsyncResource):
     """
 
     def __init__(self, *parents: "Resource") -> None:
-        self._life = Life(type(self).__name__, _creation_site(), weakref.ref(self))
+        self._life = Life(type(self).__name__, creation_site(), weakref.ref(self))
         self._parents = parents
 
     def __repr__(self) -> str:

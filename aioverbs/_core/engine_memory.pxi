@@ -301,3 +301,17 @@ cdef class MemoryRegion(Handle):
             return self.pointer.lkey if field == 2 else self.pointer.rkey
         finally:
             self._leave()
+
+
+def span(memory):
+    """Where the bytes of an object with the buffer protocol are, as long as somebody exports them.
+
+    :return: the address of the first one, and how many they are.
+    :raises BufferError: they are not contiguous.
+    """
+    cdef Py_buffer buffer
+    PyObject_GetBuffer(memory, &buffer, PyBUF_SIMPLE)
+    try:
+        return <uintptr_t>buffer.buf, buffer.len
+    finally:
+        PyBuffer_Release(&buffer)

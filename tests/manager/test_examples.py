@@ -9,6 +9,11 @@ import pytest
 from tests.conftest import ROOT
 
 SAYS = {
+    "buffer_pool": [
+        "received: b'message 7'",
+        "16 messages, 4 buffers, none leased",
+        "registered 1 time, found 2 times",
+    ],
     "custom_allocator": ["one of our own:", "bytes at 0x", "asked: True", "recorded:"],
     "domains_by_hand": ["wrote 512 bytes, thread domain native", "arrived: True"],
     "first_transfer": ["everything was given back: 0 handles open"],

@@ -7,12 +7,15 @@ import aioverbs
 from aioverbs import (
     AccessFlags,
     Affinity,
+    BufferPool,
+    BufferPoolStatistics,
     CompletionQueue,
     CompletionQueueStatistics,
     Device,
     DeviceAttributes,
     DeviceInfo,
     DeviceStatistics,
+    LeasedBuffer,
     MemoryRegion,
     ParentDomain,
     ProtectionDomain,
@@ -21,6 +24,8 @@ from aioverbs import (
     QueuePairAddress,
     QueuePairStatistics,
     RegionSlice,
+    RegistrationCache,
+    RegistrationCacheStatistics,
     RemoteRegion,
     ResourceDomain,
     ResourceInfo,
@@ -81,6 +86,27 @@ async def test_queues_and_memory() -> None:
         assert_type(region.remote()[:8], RemoteRegion)
         assert_type(await domain.run(qp.query), QpAttributes)
         assert_type(await domain.run(domain_is_open, domain), bool)
+
+
+async def test_buffers() -> None:
+    async with (
+        aioverbs.open_device("soft0") as device,
+        device.protection_domain() as pd,
+        pd.buffer_pool(64, 2) as pool,
+        pool.lease() as buffer,
+        pd.cache.region(bytearray(64)) as region,
+    ):
+        assert_type(pool, BufferPool)
+        assert_type(pool.statistics(), BufferPoolStatistics)
+        assert_type(buffer, LeasedBuffer)
+        assert_type(buffer[:8], RegionSlice)
+        with pool.lease_nowait() as another:
+            assert_type(another, LeasedBuffer)
+        another = await pool.lease()
+        another.release()
+        assert_type(pd.cache, RegistrationCache)
+        assert_type(pd.cache.statistics(), RegistrationCacheStatistics)
+        assert_type(region, MemoryRegion)
 
 
 async def domain_is_open(domain: ResourceDomain) -> bool:

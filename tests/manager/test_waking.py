@@ -122,7 +122,7 @@ async def test_an_event_that_meets_another_thread_is_not_lost(
 
 async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(5):
-        work = Work(pair.near, [pair.source])
+        work = Work(pair.near, [pair.source[:]])
         pair.cq._add(work)
         settled = asyncio.create_task(pair.cq._settled(pair.near))
         await asyncio.sleep(0)

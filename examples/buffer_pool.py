@@ -1,0 +1,50 @@
+"""Buffers that are registered once and leased for each transfer, and a buffer of one's own that comes back.
+
+On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses.
+"""
+
+import asyncio
+
+import aioverbs
+from aioverbs import AccessFlags
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+async def main() -> None:
+    async with (
+        aioverbs.open_device() as device,
+        device.resource_domain() as domain,
+        domain.buffer_pool(64, 4) as pool,
+        domain.register(1024, ACCESS) as target,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.address, ACCESS)
+        far.connect(near.address, ACCESS)
+
+        async def send(number: int) -> None:
+            text = f"message {number}".encode()
+            async with pool.lease() as buffer:  # waits as long as the others have all of them
+                buffer.buffer[: len(text)] = text
+                start = number * 64
+                await near.write(buffer[: len(text)], target.remote()[start : start + len(text)])
+
+        await asyncio.gather(*(send(number) for number in range(16)))
+        print(f"received: {bytes(target.buffer[7 * 64 : 7 * 64 + 9])!r}")
+        statistics = pool.statistics()
+        print(f"16 messages, {statistics.free} buffers, {'some' if statistics.leased else 'none'} leased")
+
+        log = bytearray(b"a bytearray of one's own")
+        for _ in range(3):
+            async with domain.cache.region(log) as region:
+                await near.write(region, target.remote()[: len(log)])
+        kept = domain.cache.statistics()
+        print(f"{bytes(target.buffer[: len(log)])!r}: registered {kept.misses} time, found {kept.hits} times")
+        await domain.cache.drop(log)
+        log += b", which may be resized again"
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,752 @@
+"""Pools of buffers: who gets one when, and never somebody else's."""
+
+import asyncio
+import errno
+import gc
+import mmap
+import random
+import threading
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+
+import anyio
+import pytest
+import pytest_asyncio
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from aioverbs import (
+    AccessFlags,
+    BufferPool,
+    BufferPoolStatistics,
+    ClosedResourceError,
+    LeasedBuffer,
+    ProtectionDomain,
+    RecordingAllocator,
+    RemoteRegion,
+    SharedPageAllocator,
+    VerbsError,
+    open_device,
+)
+from aioverbs.device import Device
+from aioverbs.life import State
+from tests.conftest import LOOP_FACTORIES
+from tests.manager.test_write import ends
+
+REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+Factory = Callable[[], asyncio.AbstractEventLoop]
+
+
+@pytest_asyncio.fixture
+async def pd(device: Device) -> AsyncIterator[ProtectionDomain]:
+    async with device.protection_domain() as pd:
+        yield pd
+
+
+def counts(pool: BufferPool) -> tuple[int, int, int, int]:
+    """Leased, under DMA, free, waiting."""
+    statistics = pool.statistics()
+    return statistics.leased, statistics.under_dma, statistics.free, statistics.waiting
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def refuses(pool: BufferPool) -> None:
+    with pytest.raises(ClosedResourceError, match="is not open"):
+        pool.lease_nowait()
+    with pytest.raises(ClosedResourceError, match="is not open"):
+        await pool.lease()
+
+
+# ---- What a buffer is
+
+
+async def test_a_lease(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(100, 4, access=REMOTE) as pool:
+        assert (pool.size, pool.access, pool.owner) == (100, REMOTE, None)
+        async with pool.lease() as buffer:
+            assert len(buffer) == len(buffer.buffer) == 100
+            assert counts(pool) == (1, 0, 3, 0)
+            buffer.buffer[90:] = b"0123456789"
+            part = buffer[90:][2:4]
+            assert bytes(part.buffer) == b"23"
+            assert part.sge == (buffer.address + 92, 2, buffer.region.lkey)
+            assert part.remote() == RemoteRegion(buffer.address + 92, 2, buffer.region.rkey)
+            assert repr(buffer) == "<LeasedBuffer of 100 bytes (leased)>"
+        assert counts(pool) == (0, 0, 4, 0)
+        another = await pool.lease()
+        another.release()
+        with pool.lease_nowait() as buffer:
+            assert counts(pool) == (1, 0, 3, 0)
+        assert pool.statistics() == BufferPoolStatistics(
+            children=1, slabs=1, leased=0, under_dma=0, free=4, waiting=0, high_water=1
+        )
+
+
+async def test_buffers_are_apart_and_aligned(pd: ProtectionDomain) -> None:
+    for alignment, stride in ((1, 100), (64, 128), (mmap.PAGESIZE, mmap.PAGESIZE)):
+        async with pd.buffer_pool(100, 3, limit=5, alignment=alignment) as pool:
+            buffers = [await pool.lease() for _ in range(5)]
+            first, second = buffers[:3], buffers[3:]
+            for slab in (first, second):
+                assert [buffer.address - slab[0].address for buffer in slab] == [
+                    each * stride for each in range(len(slab))
+                ]
+                assert slab[0].address % mmap.PAGESIZE == 0
+            assert first[0].region is not second[0].region
+            for buffer in buffers:
+                buffer.release()
+
+
+async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        buffer = await pool.lease()
+        part = buffer[:8]
+        buffer.release()
+        buffer.release()
+        assert counts(pool) == (0, 0, 1, 0), "released once"
+        async with pool.lease() as another:
+            for old in (buffer, part, buffer[8:]):
+                asks: tuple[Callable[[], object], ...] = (
+                    partial(getattr, old, "address"),
+                    partial(getattr, old, "sge"),
+                    partial(getattr, old, "buffer"),
+                    old.remote,
+                    partial(old.pins.add, "work"),
+                    buffer.__enter__,
+                )
+                for ask in asks:
+                    with pytest.raises(ClosedResourceError, match="released to its pool"):
+                        ask()
+            assert len(another.pins) == len(another.region.pins) == 0
+            assert repr(buffer) == "<LeasedBuffer of 64 bytes (released)>"
+
+
+async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
+    makers: tuple[tuple[Callable[[], BufferPool], str], ...] = (
+        (lambda: pd.buffer_pool(0, 1), "size of a buffer pool is 1 at least, not 0"),
+        (lambda: pd.buffer_pool(1, 0), "count of a buffer pool is 1 at least, not 0"),
+        (lambda: pd.buffer_pool(1, 4, limit=3), "limit of 3 buffers leaves no room for a slab of 4"),
+        (lambda: pd.buffer_pool(1, 1, alignment=48), "power of two of 4096 bytes at most, not 48"),
+        (lambda: pd.buffer_pool(1, 1, alignment=8192), "not 8192"),
+    )
+    for make, match in makers:
+        with pytest.raises(ValueError, match=match):
+            make()
+    pool = pd.buffer_pool(64, 1, access=AccessFlags.REMOTE_WRITE)
+    with pytest.raises(ValueError, match="LOCAL_WRITE"):
+        await pool.open()
+    assert pool.state is State.NEW
+    await refuses(pool)
+
+
+async def test_numpy_without_copies(pd: ProtectionDomain) -> None:
+    numpy = pytest.importorskip("numpy")
+    async with pd.buffer_pool(64, 1) as pool, pool.lease() as buffer:
+        array = numpy.frombuffer(buffer.buffer, dtype="u4")
+        array[:] = range(16)
+        assert bytes(buffer[4:8].buffer) == (1).to_bytes(4, "little")
+        assert array.ctypes.data == buffer.address
+
+
+async def test_every_domain_makes_pools(device: Device) -> None:
+    async with device.resource_domain() as domain, domain.buffer_pool(64, 1) as pool:
+        with pool.lease_nowait() as buffer:
+            assert buffer.region.handle.pd is domain.pd.handle
+        assert not any(child.kind == "BufferPool" for child in domain._life.info().children), "the PD's"
+
+
+# ---- Who waits
+
+
+async def test_first_come_first_served(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 2) as pool:
+        held = [await pool.lease() for _ in range(2)]
+        with pytest.raises(anyio.WouldBlock):
+            pool.lease_nowait()
+        order: list[int] = []
+
+        async def wait(number: int) -> None:
+            async with pool.lease():
+                order.append(number)
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(wait(number)) for number in range(10)]
+        await turns()
+        assert counts(pool) == (2, 0, 0, 10)
+        held[0].release()
+        with pytest.raises(anyio.WouldBlock):  # it is the first one's already
+            pool.lease_nowait()
+        held[1].release()
+        await asyncio.gather(*tasks)
+        assert order == list(range(10))
+        assert pool.statistics().high_water == 2
+
+
+@pytest.mark.parametrize("when", ["waiting", "given", "given in the same turn"])
+async def test_a_cancelled_waiter_takes_nothing(pd: ProtectionDomain, when: str) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        held = await pool.lease()
+        order: list[int] = []
+
+        async def wait(number: int) -> None:
+            async with pool.lease():
+                order.append(number)
+
+        tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+        await turns()
+        if when == "waiting":
+            tasks[0].cancel()
+            await turns()
+            assert counts(pool) == (1, 0, 0, 2)
+            held.release()
+        elif when == "given":
+            held.release()
+            assert counts(pool) == (1, 0, 0, 2)
+            tasks[0].cancel()
+        else:
+            tasks[0].cancel()
+            held.release()
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled()
+        assert order == [1, 2]
+        assert counts(pool) == (0, 0, 1, 0)
+
+
+async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        held = await pool.lease()
+        first = asyncio.ensure_future(pool.lease())
+        await turns()
+        with pool._shelf._giving:  # it has not come to this one
+            held.release()
+            assert counts(pool) == (0, 0, 1, 1)
+            with pytest.raises(anyio.WouldBlock):
+                pool.lease_nowait()
+            second = asyncio.ensure_future(pool.lease())
+            await turns()
+            assert counts(pool) == (0, 0, 1, 2)
+        pool._shelf.give()
+        (await first).release()
+        (await second).release()
+        for _ in range(2):  # who waited is gone, and so is what was free
+            pool._shelf._give_one()
+            assert counts(pool) == (0, 0, 1, 0)
+            with pool.lease_nowait():
+                pool._shelf._give_one()
+                assert counts(pool) == (1, 0, 0, 0)
+
+
+async def test_scopes_and_timeouts(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool, pool.lease():
+        with anyio.move_on_after(0.01) as scope:
+            await pool.lease()
+        assert scope.cancelled_caught
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), pool.lease():
+                pytest.fail("there is none")
+        assert counts(pool) == (1, 0, 0, 0)
+
+
+def run_in_thread(factory: Factory, work: Callable[[], Coroutine[object, object, None]]) -> None:
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(work())
+
+
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+async def test_loops_share_a_pool(pd: ProtectionDomain, factory: Factory) -> None:
+    """Every buffer has one user at a time, on whatever loop, with cancellations among them."""
+    users: dict[int, object] = {}
+    done: list[int] = []
+
+    async def work() -> None:
+        async def use(number: int) -> None:
+            rng = random.Random(number)
+            for _ in range(30):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(rng.choice([None, 0.001, 0.0])), pool.lease() as buffer:
+                        assert users.setdefault(buffer.address, buffer) is buffer
+                        try:
+                            await asyncio.sleep(rng.choice([0, 0, 0.0005]))
+                        finally:
+                            assert users.pop(buffer.address) is buffer
+            done.append(number)
+
+        await asyncio.gather(*(use(number) for number in range(10)))
+
+    async with pd.buffer_pool(64, 2, limit=5) as pool:
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(asyncio.to_thread(run_in_thread, factory, work) for _ in range(4)))
+        assert len(done) == 40
+        assert not users
+        statistics = pool.statistics()
+        assert (statistics.leased, statistics.under_dma, statistics.waiting) == (0, 0, 0)
+        assert statistics.free == statistics.high_water == 5
+
+
+async def test_a_loop_that_is_gone_keeps_nothing(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        held = await pool.lease()
+        loop = asyncio.SelectorEventLoop()
+
+        async def wait() -> None:
+            await pool.lease()
+
+        def begin() -> asyncio.Task[None]:
+            task = loop.create_task(wait())
+            loop.run_until_complete(asyncio.sleep(0))
+            return task
+
+        task = await asyncio.to_thread(begin)
+        mine = asyncio.ensure_future(pool.lease())
+        await turns()
+        assert counts(pool) == (1, 0, 0, 2)
+        loop.close()
+        held.release()
+        (await mine).release()
+        assert counts(pool) == (0, 0, 1, 0)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            del task
+            gc.collect()
+
+
+async def test_what_was_on_its_way_to_a_loop_that_closed_comes_back(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        held = await pool.lease()
+        loop = asyncio.SelectorEventLoop()
+        tasks = []
+
+        async def wait() -> None:
+            await pool.lease()
+
+        def begin() -> None:
+            tasks.append(loop.create_task(wait()))
+            loop.run_until_complete(asyncio.sleep(0))
+
+        await asyncio.to_thread(begin)
+        held.release()
+        assert counts(pool) == (1, 0, 0, 0), "it is on its way"
+        with pytest.warns(ResourceWarning, match=r"was leased at .*test_buffers.py:\d+ and forgotten"):
+            loop.close()
+        assert counts(pool) == (0, 0, 1, 0)
+        tasks.pop()._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+# ---- Devices at work
+
+
+async def test_a_buffer_under_dma_is_nobody_elses(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        buffer = await pool.lease()
+        buffer[8:16].pins.add("work")
+        assert len(buffer.pins) == len(buffer.region.pins) == 1
+        buffer.release()
+        assert counts(pool) == (0, 1, 0, 0)
+        with pytest.raises(anyio.WouldBlock):
+            pool.lease_nowait()
+        waiting = asyncio.ensure_future(pool.lease())
+        await turns()
+        assert not waiting.done()
+        buffer.pins.discard("work")
+        assert counts(pool) == (1, 0, 0, 0), "without a turn of the loop"
+        another = await waiting
+        assert another.offset == buffer.offset
+        buffer.pins.discard("work")  # a second time, of somebody who is late
+        assert counts(pool) == (1, 0, 0, 0)
+        assert len(another.pins) == 0
+        another.release()
+
+
+async def test_a_cancelled_write_keeps_its_buffer(device: Device) -> None:
+    async with ends(device) as pair, pair.domain.buffer_pool(16, 1, access=REMOTE) as pool:
+        device.handle.faults.hold()
+        with anyio.move_on_after(0.01) as scope:
+            async with pool.lease() as buffer:
+                buffer.buffer[:5] = b"hello"
+                await pair.near.write(buffer[:5], pair.target.remote()[:5])
+        assert scope.cancelled_caught
+        assert counts(pool) == (0, 1, 0, 0)
+        assert pair.cq.statistics().under_way == 1
+        device.handle.faults.unhold()
+        async with asyncio.timeout(5), pool.lease() as buffer:
+            assert pair.cq.statistics().under_way == 0
+            await pair.near.write(buffer[5:6], pair.target.remote()[5:6])
+        assert bytes(pair.target.buffer[:5]) == b"hello"
+        with pytest.raises(ClosedResourceError, match="released to its pool"):
+            await pair.near.write(buffer[:5], pair.target.remote()[:5])
+        assert pair.cq.statistics().under_way == len(buffer.region.pins) == 0
+
+
+async def test_a_forgotten_buffer_comes_back(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        buffer = await pool.lease()
+        part = buffer[:8]
+        gone = weakref.ref(buffer)
+        with pytest.warns(ResourceWarning, match=r"was leased at .*test_buffers.py:\d+ and forgotten"):
+            del buffer
+        assert gone() is None, "at once: there is no cycle"
+        assert counts(pool) == (0, 0, 1, 0)
+        with pytest.raises(ClosedResourceError):
+            part.sge  # noqa: B018
+
+
+async def test_a_forgotten_buffer_under_dma_comes_back_when_that_is_over(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 1) as pool:
+        buffer = await pool.lease()
+        pins = buffer.pins
+        pins.add("work")
+        with pytest.warns(ResourceWarning, match="forgotten"):
+            del buffer
+        assert counts(pool) == (0, 1, 0, 0)
+        pins.discard("work")
+        assert counts(pool) == (0, 0, 1, 0)
+
+
+# ---- Growing
+
+
+async def test_it_grows_up_to_its_limit(pd: ProtectionDomain) -> None:
+    async with pd.buffer_pool(64, 2, limit=5) as pool:
+        held = [pool.lease_nowait() for _ in range(3)]
+        assert pool.statistics().slabs == 2
+        held += [await pool.lease() for _ in range(2)]
+        assert pool.statistics().slabs == 3
+        assert len({buffer.address for buffer in held}) == 5
+        with pytest.raises(anyio.WouldBlock):
+            pool.lease_nowait()
+        for buffer in held:
+            buffer.release()
+        assert counts(pool) == (0, 0, 5, 0)
+        assert pool.statistics().high_water == 5
+        tasks = [asyncio.ensure_future(pool.lease()) for _ in range(5)]
+        for buffer in await asyncio.gather(*tasks):
+            buffer.release()
+        assert pool.statistics().slabs == 3
+
+
+async def test_slabs_of_an_allocator(pd: ProtectionDomain) -> None:
+    allocator = RecordingAllocator(SharedPageAllocator())
+    async with pd.buffer_pool(64, 1, limit=3, allocator=allocator) as pool:
+        held = [await pool.lease() for _ in range(3)]
+        assert allocator.statistics().pieces == 3
+        for buffer in held:
+            buffer.release()
+        assert allocator.statistics().pieces == 3
+    assert allocator.statistics().pieces == 0
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+async def test_what_fails_is_told(
+    pd: ProtectionDomain, device: Device, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    async with pd.buffer_pool(64, 1, limit=3) as pool, pool.lease():
+        if large:
+            monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+        device.handle.faults.fail("reg_mr", errno.ENOMEM)
+        with pytest.raises(VerbsError, match="ENOMEM"):
+            await pool.lease()
+        assert counts(pool) == (1, 0, 0, 0)
+        async with pool.lease():
+            if not large:
+                device.handle.faults.fail("reg_mr", errno.ENOMEM)
+                with pytest.raises(VerbsError, match="ENOMEM"):
+                    pool.lease_nowait()
+        assert pool.statistics().slabs == 2
+
+
+async def test_large_slabs_are_registered_beside_the_loop(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    threads: list[int] = []
+    add_slab = BufferPool._add_slab
+
+    def watched(self: BufferPool) -> None:
+        threads.append(threading.get_ident())
+        add_slab(self)
+
+    monkeypatch.setattr(BufferPool, "_add_slab", watched)
+    async with pd.buffer_pool(64, 2, limit=7) as pool:
+        held = [await pool.lease(), pool.lease_nowait()]
+        with pytest.raises(anyio.WouldBlock):  # it does not wait for a thread
+            pool.lease_nowait()
+        tasks = [asyncio.ensure_future(pool.lease()) for _ in range(8)]
+        await turns(1)
+        tasks[0].cancel()  # who began it does not wait for it any more; the others do
+        held += await asyncio.gather(*tasks[1:6])
+        assert counts(pool) == (7, 0, 0, 2)
+        assert len(threads) == 4
+        assert threading.get_ident() not in threads
+        for buffer in held:
+            buffer.release()
+        for task in tasks[6:]:
+            (await task).release()
+
+
+class Slow:
+    """The next slab is added when it is said, in a thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        add_slab = BufferPool._add_slab
+
+        def slow(pool: BufferPool) -> None:
+            self.begun.set()
+            assert self.go_on.wait(10)
+            add_slab(pool)
+
+        monkeypatch.setattr(BufferPool, "_add_slab", slow)
+
+
+async def test_who_adds_slabs_does_it_for_those_who_come_meanwhile(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pd.buffer_pool(64, 1, limit=3) as pool, asyncio.timeout(10):
+        with pool.lease_nowait():
+            slow = Slow(monkeypatch)
+            first = asyncio.ensure_future(pool.lease())
+            await asyncio.to_thread(slow.begun.wait, 10)
+            second = asyncio.ensure_future(pool.lease())
+            await turns()
+            assert pool._growth is not None
+            await pool._growth  # the second's, which left it to the first's
+            assert pool.statistics().slabs == 1
+            slow.go_on.set()
+            for buffer in await asyncio.gather(first, second):  # nothing was released meanwhile
+                buffer.release()
+            assert pool.statistics().slabs == 3
+
+
+async def test_closing_while_it_grows(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = await pd.buffer_pool(64, 1, limit=2).open()
+    held = await pool.lease()
+    slow = Slow(monkeypatch)
+    waiting = asyncio.ensure_future(pool.lease())
+    await asyncio.to_thread(slow.begun.wait, 10)
+    held.release()
+    (await waiting).release()
+    await pool.aclose()
+    slow.go_on.set()
+    assert pool._growth is not None
+    await pool._growth
+    assert pool.closed
+    assert pool.statistics().slabs == 0
+
+
+# ---- Closing
+
+
+async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
+    pool = await pd.buffer_pool(64, 2).open()
+    held = [await pool.lease() for _ in range(2)]
+    view = held[0].buffer
+    waiting = asyncio.ensure_future(pool.lease())
+    await turns()
+    with pytest.warns(
+        ResourceWarning, match=r"2 buffers of <BufferPool .* were not released .*test_buffers.py:\d+"
+    ) as all_of:
+        await pool.aclose()
+    assert len(all_of) == 1
+    with pytest.raises(ClosedResourceError, match="was closed"):
+        await waiting
+    for buffer in held:
+        with pytest.raises(ClosedResourceError):
+            buffer.sge  # noqa: B018
+        with pytest.raises(ClosedResourceError):
+            buffer.buffer  # noqa: B018
+    held[0].release()
+    del held, buffer
+    view[:2] = b"ok"  # memory all the same
+    assert counts(pool) == (0, 0, 0, 0)
+    assert pool.statistics().slabs == 0
+    await refuses(pool)
+
+
+async def test_who_comes_while_another_thread_closes_it_does_not_wait(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pd.buffer_pool(64, 1) as pool, asyncio.timeout(5):
+
+        def closed_meanwhile(*_: object) -> None:
+            pool._life.state = State.CLOSING
+
+        monkeypatch.setattr(pool._shelf, "take", closed_meanwhile)
+        pool._shelf.free.clear()
+        with pytest.raises(ClosedResourceError, match="is not open"):
+            await pool.lease()
+        pool._life.state = State.OPEN
+        assert counts(pool) == (0, 0, 0, 0)
+
+
+async def test_closing_waits_for_dma(pd: ProtectionDomain) -> None:
+    pool = await pd.buffer_pool(64, 1).open()
+    with pool.lease_nowait() as buffer:
+        buffer.pins.add("work")
+    closing = asyncio.create_task(pool.aclose())
+    await turns()
+    assert not closing.done()
+    buffer.pins.discard("work")
+    await closing
+    assert pool.closed
+
+
+async def test_its_domain_closes_it(pd: ProtectionDomain, device: Device) -> None:
+    async with device.protection_domain() as another:
+        pool = await another.buffer_pool(64, 1).open()
+        with pytest.warns(ResourceWarning, match="BufferPool"):
+            await another.aclose()
+    assert pool.closed
+    pool = await pd.buffer_pool(64, 1).open()
+    with pytest.warns(ResourceWarning, match="was forgotten"):
+        del pool
+
+
+async def test_warnings_that_are_errors_do_not_keep_it_open(pd: ProtectionDomain) -> None:
+    pool = await pd.buffer_pool(64, 1).open()
+    buffer = await pool.lease()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ResourceWarning, match="1 buffers of"):
+            await pool.aclose()
+    assert pool.closed
+    buffer.release()
+
+
+async def test_an_opening_that_fails_leaves_nothing(pd: ProtectionDomain, device: Device) -> None:
+    device.handle.faults.fail("reg_mr", errno.ENOMEM)
+    pool = pd.buffer_pool(64, 1)
+    with pytest.raises(VerbsError, match="ENOMEM"):
+        await pool.open()
+    assert pool.state is State.NEW
+    async with pool:
+        assert counts(pool) == (0, 0, 1, 0)
+
+
+# ---- Whatever may happen
+
+
+class Pooling(RuleBasedStateMachine):
+    """A pool beside a model of it: who is first, what is away, what is worked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.device = open_device("soft0")
+        self.leased: list[LeasedBuffer] = []
+        self.released: list[LeasedBuffer] = []  # and under DMA
+        self.queue: list[asyncio.Task[LeasedBuffer]] = []
+        self.run(self.open())
+
+    def run(self, work: Coroutine[object, object, None]) -> None:
+        self.runner.run(work)
+
+    async def open(self) -> None:
+        await self.device.open()
+        self.pd = await self.device.protection_domain().open()
+        self.pool = await self.pd.buffer_pool(64, 2, limit=5).open()
+
+    async def settle(self) -> None:
+        """Those who got one are the first of those who wait."""
+        await turns()
+        while self.queue and self.queue[0].done():
+            self.leased.append(self.queue.pop(0).result())
+        assert not any(task.done() for task in self.queue), "somebody overtook"
+
+    @rule()
+    def lease(self) -> None:
+        async def work() -> None:
+            self.queue.append(asyncio.ensure_future(self.pool._lease(None)))
+            await self.settle()
+
+        self.run(work())
+
+    @rule()
+    def lease_nowait(self) -> None:
+        async def work() -> None:
+            free = 5 - len(self.leased) - len(self.released)
+            if free and not self.queue:
+                self.leased.append(self.pool.lease_nowait())
+            else:
+                with pytest.raises(anyio.WouldBlock):
+                    self.pool.lease_nowait()
+
+        self.run(work())
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data(), dma=st.booleans(), forget=st.booleans(), cancel=st.booleans())
+    def release(self, data: st.DataObject, dma: bool, forget: bool, cancel: bool) -> None:
+        async def work() -> None:
+            buffer = self.leased.pop(data.draw(st.integers(0, len(self.leased) - 1)))
+            if dma:
+                buffer.pins.add("work")
+                self.released.append(buffer)
+            if forget and not dma:
+                with pytest.warns(ResourceWarning, match="forgotten"):
+                    del buffer
+            else:
+                buffer.release()
+            if cancel and self.queue and not dma:  # it was given this one, in this turn
+                self.queue.pop(0).cancel()
+            await self.settle()
+
+        self.run(work())
+
+    @precondition(lambda self: self.released)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        async def work() -> None:
+            buffer = self.released.pop(data.draw(st.integers(0, len(self.released) - 1)))
+            buffer.pins.discard("work")
+            await self.settle()
+
+        self.run(work())
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        async def work() -> None:
+            self.queue.pop(data.draw(st.integers(0, len(self.queue) - 1))).cancel()
+            await self.settle()
+
+        self.run(work())
+
+    @invariant()
+    def all_is_accounted_for(self) -> None:
+        leased, under_dma, free, waiting = counts(self.pool)
+        assert (leased, under_dma, waiting) == (len(self.leased), len(self.released), len(self.queue))
+        assert not (waiting and (free or leased + under_dma < 5)), "somebody waits for nothing"
+        away = [buffer.offset + 4096 * id(buffer.region) for buffer in (*self.leased, *self.released)]
+        assert len(set(away)) == len(away), "two have the same"
+        assert leased + under_dma + free in (2, 4, 5)
+        assert self.pool.statistics().high_water <= 5
+
+    def teardown(self) -> None:
+        async def work() -> None:
+            for task in self.queue:
+                task.cancel()
+            for buffer in self.released:
+                buffer.pins.discard("work")
+            for buffer in self.leased:
+                buffer.release()
+            await turns()
+            assert not any(counts(self.pool)[each] for each in (0, 1, 3))
+            await self.pool.aclose()
+            await self.pd.aclose()
+            await self.device.aclose()
+
+        self.run(work())
+        self.runner.close()
+
+
+Pooling.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+TestPooling = Pooling.TestCase

@@ -1,0 +1,466 @@
+"""Registrations that are kept: found again, bounded, and never stale."""
+
+import array
+import asyncio
+import ctypes
+import errno
+import gc
+import mmap
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from aioverbs import (
+    AccessFlags,
+    BusyResourceError,
+    ClosedResourceError,
+    ProtectionDomain,
+    RegistrationCacheStatistics,
+    VerbsError,
+    open_device,
+)
+from aioverbs._core import engine
+from aioverbs.device import Device
+from tests.conftest import LOOP_FACTORIES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+SIZE = 4096
+
+
+def a_numpy_array() -> "Buffer":
+    numpy = pytest.importorskip("numpy")
+    made: Buffer = numpy.zeros(SIZE // 4, dtype="u4")
+    return made
+
+
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "bytearray": lambda: bytearray(SIZE),
+    "array": lambda: array.array("d", bytes(SIZE)),
+    "mmap": lambda: mmap.mmap(-1, SIZE),
+    "ctypes": lambda: (ctypes.c_char * SIZE)(),
+    "memoryview": lambda: memoryview(bytearray(SIZE)),
+    "a part": lambda: memoryview(bytearray(2 * SIZE))[100 : 100 + SIZE],
+    "numpy": a_numpy_array,
+}
+every_buffer = pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
+
+
+@pytest_asyncio.fixture
+async def pd(device: Device) -> AsyncIterator[ProtectionDomain]:
+    async with device.protection_domain() as pd:
+        yield pd
+
+
+def counts(pd: ProtectionDomain) -> tuple[int, int, int, int]:
+    """Hits, misses, evictions, entries; and the bytes are right."""
+    statistics = pd.cache.statistics()
+    regions = [entry.region for entry in pd.cache._entries.values()]
+    assert statistics.bytes == sum(len(region) for region in regions)
+    return statistics.hits, statistics.misses, statistics.evictions, statistics.entries
+
+
+async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> int:
+    """Its key."""
+    async with pd.cache.region(buffer, access) as region:
+        assert (region.address, len(region)) == engine.span(buffer)
+        return region.lkey
+
+
+# ---- Found again
+
+
+@every_buffer
+async def test_what_comes_back_is_registered_once(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
+    buffer = make()
+    keys = {await use(pd, buffer) for _ in range(3)}
+    assert len(keys) == 1
+    assert counts(pd) == (2, 1, 0, 1)
+    async with pd.cache.region(buffer) as region:
+        region.buffer[5] = 7
+        assert memoryview(buffer).cast("B")[5] == 7
+    assert pd.cache.statistics() == RegistrationCacheStatistics(hits=3, misses=1, evictions=0, entries=1, bytes=SIZE)
+    await pd.cache.drop(buffer)
+    assert counts(pd) == (3, 1, 1, 0)
+
+
+@every_buffer
+async def test_what_only_the_cache_holds_is_evicted(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
+    kept, lost = make(), make()
+    await use(pd, kept)
+    await use(pd, lost)
+    del lost
+    assert counts(pd) == (0, 2, 0, 2), "nothing looks before something happens"
+    async with pd.cache.region(bytearray(SIZE)):  # and this one is gone at once
+        pass
+    assert counts(pd) == (0, 3, 2, 1)
+    await use(pd, kept)
+    assert counts(pd) == (1, 3, 2, 1)
+
+
+async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
+    memory = bytearray(SIZE)
+    whole = await use(pd, memory)
+    for buffer, access in (
+        (memoryview(memory)[:100], AccessFlags.LOCAL_WRITE),
+        (memoryview(memory)[100:], AccessFlags.LOCAL_WRITE),
+        (memory, REMOTE),
+        (memory, AccessFlags.REMOTE_READ),
+        (memoryview(memory).toreadonly(), AccessFlags.REMOTE_READ),
+    ):
+        assert await use(pd, buffer, access) != whole
+    assert counts(pd) == (0, 6, 0, 6)
+    for same in (memory, memoryview(memory), memoryview(memoryview(memory))[:]):
+        assert await use(pd, same) == whole
+    assert counts(pd) == (3, 6, 0, 6)
+    async with pd.cache.region(memoryview(memory).toreadonly(), AccessFlags.REMOTE_READ) as region:
+        assert region.buffer.readonly
+    del buffer, same
+    await pd.cache.drop(memoryview(memory)[7:])  # the object behind it
+    assert counts(pd) == (4, 6, 6, 0)
+    memory.append(1)
+
+
+async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
+    memory = bytearray(SIZE)
+    await use(pd, memory)
+    for buffer in (memoryview(memory).toreadonly(), bytes(SIZE), mmap.mmap(-1, SIZE, access=mmap.ACCESS_READ)):
+        with pytest.raises(BufferError, match="is read-only"):
+            await use(pd, buffer)
+        await use(pd, buffer, AccessFlags.REMOTE_READ)
+
+
+async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -> None:
+    with pytest.raises(BufferError):
+        await use(pd, memoryview(bytearray(64))[::2])
+    with pytest.raises(ValueError, match="no bytes"):
+        await use(pd, bytearray())
+    with pytest.raises(TypeError):
+        await use(pd, "text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="LOCAL_WRITE"):
+        await use(pd, bytearray(64), AccessFlags.REMOTE_WRITE)
+    device.handle.faults.fail("reg_mr", errno.ENOMEM)
+    memory = bytearray(64)
+    with pytest.raises(VerbsError, match="ENOMEM"):
+        await use(pd, memory)
+    assert pd.cache.statistics().entries == 0
+    memory.append(1)
+    await use(pd, memory)
+
+
+# ---- Never stale
+
+
+async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain) -> None:
+    memory, mapping, numbers = bytearray(SIZE), mmap.mmap(-1, SIZE), array.array("B", bytes(SIZE))
+    for buffer in (memory, mapping, numbers):
+        await use(pd, buffer)
+        await use(pd, memoryview(buffer)[8:])
+    changes: tuple[Callable[[], None], ...] = (lambda: memory.append(1), mapping.close, lambda: numbers.append(1))
+    for change in changes:
+        with pytest.raises(BufferError):
+            change()
+    for buffer in (memory, mapping, numbers):
+        await pd.cache.drop(buffer)
+    memory.append(1)
+    numbers.append(1)
+    mapping.close()
+    assert counts(pd) == (0, 6, 6, 0)
+    async with pd.cache.region(memory) as region:
+        assert len(region) == SIZE + 1
+        with pytest.raises(BusyResourceError, match="leave the block first"):
+            await pd.cache.drop(memory)
+    with pytest.raises(ValueError, match="closed"):
+        await use(pd, mapping)
+
+
+async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
+    pages = mmap.mmap(-1, SIZE)
+    address, _ = engine.span(pages)
+    one = (ctypes.c_char * SIZE).from_address(address)
+    other = (ctypes.c_char * SIZE).from_address(address)
+    assert await use(pd, one) != await use(pd, other)
+    assert counts(pd) == (0, 2, 0, 2)
+    # And no object has the identity of one that is kept.
+    seen = set()
+    for _ in range(20):
+        memory = bytearray(SIZE)
+        seen.add(await use(pd, memory))
+        del memory
+    assert counts(pd)[0] == 0
+    assert len(seen) == 20
+
+
+async def test_memory_of_nobody_is_not_kept(pd: ProtectionDomain) -> None:
+    pages = mmap.mmap(-1, SIZE)
+    make = ctypes.pythonapi.PyMemoryView_FromMemory
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    view = make(engine.span(pages)[0], SIZE, 0x200)
+    assert view.obj is None
+    assert await use(pd, view) != await use(pd, view)
+    assert counts(pd) == (0, 2, 0, 0)
+
+
+async def test_an_object_that_only_a_view_holds_is_kept(pd: ProtectionDomain) -> None:
+    view = memoryview(bytearray(SIZE))
+    await use(pd, view)
+    async with pd.cache.region(bytearray(1)):
+        pass
+    assert counts(pd) == (0, 2, 1, 1)
+    await use(pd, view)
+    assert counts(pd) == (1, 2, 1, 1)
+
+
+# ---- Bounds
+
+
+async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
+    cache = pd.cache
+    cache.max_bytes = 3 * SIZE
+    buffers = [bytearray(SIZE) for _ in range(5)]
+    for each in (0, 1, 2, 0):
+        await use(pd, buffers[each])
+    await use(pd, buffers[3])
+    assert counts(pd) == (1, 4, 1, 3)
+    await use(pd, buffers[0])
+    assert counts(pd) == (2, 4, 1, 3)
+    await use(pd, buffers[1])
+    assert counts(pd) == (2, 5, 2, 3), "the second was"
+    cache.max_entries = 2
+    await use(pd, buffers[1])
+    assert counts(pd) == (3, 5, 3, 2)
+    cache.max_entries = 0
+    await use(pd, buffers[4])
+    assert counts(pd) == (3, 6, 3, 2)
+    await use(pd, buffers[1])
+    assert cache.statistics().entries == 2
+    cache.max_entries = 1
+    await use(pd, buffers[1])
+    assert cache.statistics().entries == 1
+
+
+async def test_what_is_too_large_drives_nothing_out(pd: ProtectionDomain) -> None:
+    small, large = bytearray(SIZE), bytearray(4 * SIZE)
+    pd.cache.max_bytes = 3 * SIZE
+    await use(pd, small)
+    for _ in range(2):
+        await use(pd, large)
+    large.append(1)
+    await use(pd, small)
+    assert counts(pd) == (1, 3, 0, 1)
+
+
+async def test_what_is_in_use_stays(pd: ProtectionDomain) -> None:
+    pd.cache.max_bytes = SIZE
+    one, two, three = (bytearray(SIZE) for _ in range(3))
+    async with pd.cache.region(one) as first, pd.cache.region(one) as again:
+        assert first is again
+        async with pd.cache.region(two) as second:
+            assert counts(pd) == (1, 2, 0, 2)
+            second.pins.add("work")
+        assert counts(pd) == (1, 2, 0, 2), "the device has it"
+        second.pins.discard("work")
+        del second
+        async with pd.cache.region(three):
+            assert counts(pd) == (1, 3, 1, 2)
+        assert not first.closed
+        first.buffer[0] = 1
+    assert counts(pd) == (1, 3, 2, 1)
+
+
+async def test_dropping_waits_for_dma(pd: ProtectionDomain) -> None:
+    memory = bytearray(SIZE)
+    async with pd.cache.region(memory) as region:
+        region.pins.add("work")
+    dropping = asyncio.create_task(pd.cache.drop(memory))
+    await asyncio.sleep(0.01)
+    assert not dropping.done()
+    region.pins.discard("work")
+    await dropping
+    assert region.closed
+
+
+async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) -> None:
+    one, two, three = (bytearray(SIZE) for _ in range(3))
+    await use(pd, one)
+    await use(pd, two)
+    pd.cache.max_entries = 1
+    device.handle.faults.fail("dereg_mr", errno.EIO)
+    with pytest.raises(VerbsError, match="EIO"):
+        await use(pd, three)
+    assert dict(device.statistics().objects)["mrs"] == 1, "the other one was; the pd has the first"
+    await use(pd, three)
+    assert pd.cache.statistics().entries == 1
+
+
+# ---- Many at once, and the end
+
+
+async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    memory = bytearray(SIZE)
+    keys = await asyncio.gather(*(use(pd, memory) for _ in range(5)))
+    assert len(set(keys)) == 1
+    assert counts(pd) == (4, 1, 0, 1)
+    del memory
+
+
+async def test_a_cancelled_registration_is_done_by_the_next(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    memory = bytearray(SIZE)
+    tasks = [asyncio.create_task(use(pd, memory)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.wait(tasks)
+    assert tasks[0].cancelled()
+    assert tasks[1].result() == tasks[2].result()
+    assert counts(pd) == (1, 2, 0, 1)
+
+
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+async def test_loops_share_it(pd: ProtectionDomain, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    pd.cache.max_entries = 3
+    buffers = [bytearray(SIZE) for _ in range(6)]
+
+    def run(seed: int) -> None:
+        async def work() -> None:
+            for each in range(60):
+                buffer = buffers[(each * seed + each // 7) % 6]
+                async with pd.cache.region(buffer) as region:
+                    assert region.address == engine.span(buffer)[0]
+                    region.buffer[seed] = each
+                    if each % 3 == 0:
+                        await asyncio.sleep(0)
+                    assert region.buffer[seed] == each
+
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(work())
+
+    await asyncio.gather(*(asyncio.to_thread(run, seed) for seed in (1, 5, 7, 11)))
+    statistics = pd.cache.statistics()
+    assert statistics.hits + statistics.misses == 240
+    assert statistics.misses - statistics.evictions == statistics.entries <= 3
+
+
+async def test_the_protection_domain_ends_it(device: Device) -> None:
+    memory = bytearray(SIZE)
+    async with (
+        device.protection_domain() as pd,
+        pd.parent_domain() as domain,
+        domain.cache.region(memory) as region,
+    ):
+        assert domain.cache is pd.cache
+        assert region.handle.pd is pd.handle
+    assert region.closed
+    memory.append(1)
+    assert pd.cache.statistics().entries == 0
+    with pytest.raises(ClosedResourceError):
+        await use(pd, memory)
+    cache = pd.cache
+    del pd, domain
+    gc.collect()
+    with pytest.raises(ClosedResourceError, match="is gone"):
+        async with cache.region(memory):
+            pass
+
+
+async def test_a_region_that_somebody_closes_leaves(pd: ProtectionDomain) -> None:
+    memory = bytearray(SIZE)
+    async with pd.cache.region(memory) as region:
+        await region.aclose()
+        memory.append(1)
+    assert counts(pd) == (0, 1, 0, 0)
+    await use(pd, memory)
+
+
+async def test_a_forgotten_protection_domain_is_warned_of() -> None:
+    memory = bytearray(SIZE)
+    async with open_device("soft0") as device:
+        pd = await device.protection_domain().open()
+        await use(pd, memory)
+        with pytest.warns(ResourceWarning, match="ProtectionDomain .* was forgotten") as all_of:
+            del pd
+        assert len(all_of) == 1
+    memory.append(1)
+
+
+class Caching(RuleBasedStateMachine):
+    """Objects that come, go, change and come back: what is found is theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.device = open_device("soft0")
+        self.buffers: list[bytearray] = []
+        self.run(self.open())
+
+    def run(self, work: Any) -> None:
+        self.runner.run(work)
+
+    async def open(self) -> None:
+        await self.device.open()
+        self.pd = await self.device.protection_domain().open()
+        self.pd.cache.max_bytes, self.pd.cache.max_entries = 10_000, 4
+
+    @rule(size=st.integers(1, 6_000))
+    def come(self, size: int) -> None:
+        self.buffers.append(bytearray(size))
+
+    @precondition(lambda self: self.buffers)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        self.buffers.pop(data.draw(st.integers(0, len(self.buffers) - 1)))
+
+    @precondition(lambda self: self.buffers)
+    @rule(data=st.data(), content=st.binary(min_size=1, max_size=1))
+    def use(self, data: st.DataObject, content: bytes) -> None:
+        async def work() -> None:
+            buffer = data.draw(st.sampled_from(self.buffers))
+            start = data.draw(st.integers(0, len(buffer) - 1))
+            stop = data.draw(st.integers(start + 1, len(buffer)))
+            async with self.pd.cache.region(memoryview(buffer)[start:stop]) as region:
+                assert region.address == engine.span(buffer)[0] + start
+                assert len(region) == stop - start
+                ctypes.memmove(region.handle.address, content, 1)  # as the device does
+                assert buffer[start : start + 1] == content
+
+        self.run(work())
+
+    @precondition(lambda self: self.buffers)
+    @rule(data=st.data(), size=st.integers(1, 6_000))
+    def resize(self, data: st.DataObject, size: int) -> None:
+        async def work() -> None:
+            buffer = data.draw(st.sampled_from(self.buffers))
+            await self.pd.cache.drop(buffer)
+            buffer[:] = bytes(size)
+
+        self.run(work())
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        hits, misses, evictions, entries = counts(self.pd)
+        assert misses - evictions >= entries <= 4
+        assert self.pd.cache.statistics().bytes <= 10_000
+        assert hits >= 0
+
+    def teardown(self) -> None:
+        async def work() -> None:
+            await self.pd.aclose()
+            await self.device.aclose()
+
+        self.run(work())
+        self.runner.close()
+
+
+Caching.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
+TestCaching = Caching.TestCase

@@ -71,7 +71,7 @@ def build_native(session: nox.Session, kind: str) -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
-    install_project(session, *group("test"))
+    install_project(session, *group("test"), *group("arrays"))
     session.run("pytest", *session.posargs)
 
 

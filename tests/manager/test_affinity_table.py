@@ -99,8 +99,8 @@ CALLS: dict[type[Resource], dict[str, Call]] = {
 # What calls none: attributes, what is for anybody, and `open`, which a new object has and these have behind them.
 FREE = {
     "address", "adopt_memory_region", "allocator", "base", "buffer_pool", "cache", "capabilities", "closed", "context",
-    "events", "handle", "label", "message_model", "native", "native_allocators", "open", "owner", "parent", "pd", "qp_num",
-    "qp_type", "register", "run", "state", "statistics", "td", "thread_model",
+    "events", "handle", "label", "message_model", "native", "native_allocators", "open", "owner", "parent", "pd",
+    "qp_num", "qp_type", "register", "run", "state", "statistics", "td", "thread_model",
 }  # fmt: skip
 
 

@@ -251,11 +251,3 @@ class TestAdopting:
             await pending
         assert device.closed
         assert descriptors() == before - 2  # the context's own
-
-
-async def test_its_protection_domains_are_not_shared(name: str) -> None:
-    async with open_device(name) as device, device.protection_domain() as pd:
-        with pytest.raises(VerbsError, match="EOPNOTSUPP"):
-            await pd.share(1).open()
-        with pytest.raises(VerbsError, match="EOPNOTSUPP"):
-            await device.shared_protection_domain(1, 1).open()

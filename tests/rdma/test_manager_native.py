@@ -31,9 +31,10 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
+from aioverbs.life import State
 from aioverbs.memory import MemoryRegion
 from aioverbs.queue_pair import QueuePair
-from aioverbs.resource import Resource, State
+from aioverbs.resource import Resource
 from aioverbs.resource_domain import ResourceDomain
 from tests.core.allocators import Recording
 from tests.rdma.seam import rdma_devices

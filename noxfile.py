@@ -17,7 +17,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-COMPILED = [f"aioverbs._core.{name}" for name in ("engine", "allocators", "domains", "pyverbs_bridge")]
+COMPILED = [f"aioverbs._core.{name}" for name in ("engine", "allocators", "domains", "work", "pyverbs_bridge")]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 LIMITED = ["timeout", "900"]  # for what has no time limit of its own
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
@@ -185,6 +185,13 @@ def bench(session: nox.Session) -> None:
     """Run the benchmarks and print their table."""
     install_project(session, *group("bench"))
     session.run("python", "tests/bench/run.py", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Move data for five minutes, and cancel, close and forget at random; `-- --seconds 60 --seed 1`."""
+    install_project(session, *group("test"))
+    session.run("python", "-P", "-X", "faulthandler", "tests/soak/soak.py", *session.posargs)
 
 
 @nox.session

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
 from .errors import (
     AffinityError,
+    BatchError,
     BrokenResourceError,
     BusyResourceError,
     ClosedResourceError,
@@ -17,6 +18,8 @@ from .errors import (
     ForkedProcessError,
     LenderClosedError,
     LibraryNotFoundError,
+    StateError,
+    TransitionError,
     VerbsError,
     WorkCompletionError,
 )
@@ -41,6 +44,7 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from .address_handle import AddressHandle, Way
     from .affinity import Affinity, ThreadModel
     from .allocators import (
         USE_DEFAULT,
@@ -60,21 +64,33 @@ if TYPE_CHECKING:
     from .buffers import BufferPool, BufferPoolStatistics, LeasedBuffer, Leasing
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
+    from .endpoint import Endpoint
     from .events import DeviceEvent
     from .imported_device import import_device
     from .life import ResourceInfo, State
-    from .memory import MemoryRegion, RegionSlice, RemoteRegion
+    from .memory import MemoryRegion, MemoryWindow, Pins, RegionSlice, RemoteRegion
     from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
-    from .queue_pair import QueuePair, QueuePairAddress, QueuePairStatistics, SharedReceiveQueue
+    from .queue_pair import (
+        Batch,
+        Message,
+        Operation,
+        QueuePair,
+        QueuePairStatistics,
+        Received,
+        Requester,
+        WorkQueueStatistics,
+    )
     from .registration_cache import RegistrationCache, RegistrationCacheStatistics
     from .resource import Resource, ResourceStatistics
     from .resource_domain import ResourceDomain
+    from .shared_receive_queue import ReceiveRequester, SharedReceiveQueue, SharedReceiveQueueStatistics
     from .thread_domain import ThreadDomain
     from .xrc_domain import XrcDomain
 
 __all__ = [
     "USE_DEFAULT",
     "AccessFlags",
+    "AddressHandle",
     "Affinity",
     "AffinityError",
     "Allocator",
@@ -82,6 +98,8 @@ __all__ = [
     "AllocatorUsage",
     "ArenaAllocator",
     "AtomicCap",
+    "Batch",
+    "BatchError",
     "BrokenResourceError",
     "BufferPool",
     "BufferPoolStatistics",
@@ -97,6 +115,7 @@ __all__ = [
     "DeviceInfo",
     "DeviceNotFoundError",
     "DeviceStatistics",
+    "Endpoint",
     "EventType",
     "ForkedProcessError",
     "HugePageAllocator",
@@ -106,13 +125,17 @@ __all__ = [
     "LibraryNotFoundError",
     "LinkLayer",
     "MemoryRegion",
+    "MemoryWindow",
+    "Message",
     "MessageModel",
     "Mtu",
     "MwType",
     "NativeAllocator",
     "NodeType",
     "NumaAllocator",
+    "Operation",
     "ParentDomain",
+    "Pins",
     "PortAttributes",
     "PortInfo",
     "PortState",
@@ -123,13 +146,15 @@ __all__ = [
     "QpState",
     "QpType",
     "QueuePair",
-    "QueuePairAddress",
     "QueuePairStatistics",
+    "ReceiveRequester",
+    "Received",
     "RecordingAllocator",
     "RegionSlice",
     "RegistrationCache",
     "RegistrationCacheStatistics",
     "RemoteRegion",
+    "Requester",
     "Resource",
     "ResourceDomain",
     "ResourceInfo",
@@ -140,16 +165,21 @@ __all__ = [
     "SharedPageAllocator",
     "SharedProtectionDomain",
     "SharedReceiveQueue",
+    "SharedReceiveQueueStatistics",
     "State",
+    "StateError",
     "ThreadDomain",
     "ThreadModel",
+    "TransitionError",
     "TransportType",
     "UseDefault",
     "VerbsError",
+    "Way",
     "WcFlags",
     "WcOpcode",
     "WcStatus",
     "WorkCompletionError",
+    "WorkQueueStatistics",
     "XrcDomain",
     "devices",
     "import_device",
@@ -158,11 +188,13 @@ __all__ = [
 
 # Where the names are that load the compiled core: importing the package is to cost next to nothing.
 _LAZY = {
+    "AddressHandle": "address_handle",
     "Affinity": "affinity",
     "Allocator": "allocators",
     "AllocatorStatistics": "allocators",
     "AllocatorUsage": "allocators",
     "ArenaAllocator": "allocators",
+    "Batch": "queue_pair",
     "BufferPool": "buffers",
     "BufferPoolStatistics": "buffers",
     "CompletionQueue": "completion",
@@ -172,24 +204,31 @@ _LAZY = {
     "DeviceEvent": "events",
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
+    "Endpoint": "endpoint",
     "HugePageAllocator": "allocators",
     "LeasedBuffer": "buffers",
     "Leasing": "buffers",
     "MemoryRegion": "memory",
+    "MemoryWindow": "memory",
+    "Message": "queue_pair",
     "MessageModel": "completion",
     "NativeAllocator": "allocators",
     "NumaAllocator": "allocators",
+    "Operation": "queue_pair",
     "ParentDomain": "protection_domain",
+    "Pins": "memory",
     "PortInfo": "device",
     "ProtectionDomain": "protection_domain",
     "QueuePair": "queue_pair",
-    "QueuePairAddress": "queue_pair",
     "QueuePairStatistics": "queue_pair",
+    "Received": "queue_pair",
+    "ReceiveRequester": "shared_receive_queue",
     "RecordingAllocator": "allocators",
     "RegionSlice": "memory",
     "RegistrationCache": "registration_cache",
     "RegistrationCacheStatistics": "registration_cache",
     "RemoteRegion": "memory",
+    "Requester": "queue_pair",
     "Resource": "resource",
     "ResourceDomain": "resource_domain",
     "ResourceInfo": "life",
@@ -197,12 +236,15 @@ _LAZY = {
     "ResourceStatistics": "resource",
     "SharedPageAllocator": "allocators",
     "SharedProtectionDomain": "protection_domain",
-    "SharedReceiveQueue": "queue_pair",
+    "SharedReceiveQueue": "shared_receive_queue",
+    "SharedReceiveQueueStatistics": "shared_receive_queue",
     "State": "life",
     "ThreadDomain": "thread_domain",
     "ThreadModel": "affinity",
     "USE_DEFAULT": "allocators",
     "UseDefault": "allocators",
+    "Way": "address_handle",
+    "WorkQueueStatistics": "queue_pair",
     "XrcDomain": "xrc_domain",
     "devices": "device",
     "import_device": "imported_device",

@@ -1,58 +1,56 @@
-"""Completion queues: what is under way, and who waits for it."""
+"""Completion queues: where work requests end, and how those who wait for that are woken."""
 
 import asyncio
 import contextlib
 import enum
 import errno
-import itertools
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
 
 from aioverbs._core import engine
-from aioverbs.affinity import Affinity, Bell, run_on_owner, to_the_end
-from aioverbs.errors import (
-    AffinityError,
-    BrokenResourceError,
-    BusyResourceError,
-    ClosedResourceError,
-    ConcurrentAccessError,
-    VerbsError,
-    WorkCompletionError,
-)
+from aioverbs._core.work import Completer
+from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, VerbsError
 from aioverbs.events import Eventful, EventPump
-from aioverbs.memory import RegionSlice
 from aioverbs.resource import Resource, ResourceStatistics
-from aioverbs.types import WcStatus
 
-__all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Work"]
-
-# How many completions are taken in one turn of the loop, at most.
-_TURN = 256
+__all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "patiently"]
 
 # How long another loop may take to let go of a queue's descriptor.
 _STOP_S = 10.0
 # How often a verb is tried again that met another thread inside of its domain.
 _TRIES = 1000
-
-_numbers = itertools.count(1)  # of work requests: none is ever used again
+# How long an await may poll before it sleeps: about as long as sleeping and being woken takes.
+_SPIN_NS = 20_000
+# One event for so many completions, or so long after the first of them, where bandwidth is what counts.
+_MODERATION = (16, 16)
 
 
 class MessageModel(enum.Enum):
-    """What the queues of a resource domain are good at, as documented for resource domains."""
+    """How the queues of a resource domain wait, as documented for resource domains."""
 
     FORCE_LOW_LATENCY = "force low latency"
-    """The provider is forced to optimise for low latency."""
+    """An await polls, for a while without letting go of the thread, then in each turn of its loop, until it is done."""
 
     LOW_LATENCY = "low latency"
-    """The provider is asked to optimise for low latency."""
+    """An await polls for a while, then sleeps until the completion channel wakes its loop."""
 
     HIGH_BANDWIDTH = "high bandwidth"
-    """The provider is asked to optimise for high bandwidth."""
+    """What is posted in one turn of the loop goes to the device together, at its end, and completes together."""
 
     DEFAULT = "default"
-    """The provider does as it usually does."""
+    """An await looks once, then sleeps until the completion channel wakes its loop."""
+
+
+_MODELS = {
+    MessageModel.DEFAULT: 0,
+    MessageModel.HIGH_BANDWIDTH: 0,
+    MessageModel.LOW_LATENCY: 1,
+    MessageModel.FORCE_LOW_LATENCY: 2,
+}
 
 
 @dataclass(frozen=True)
@@ -60,44 +58,17 @@ class Placement:
     """Where a domain has its queues made.
 
     :param pd: the parent domain, or the protection domain that stands for it.
+    :param base: the protection domain, which memory is of.
     :param owner: who may use them; None: anyone.
     :param native: whether `pd` is a parent domain, which completion queues are told of.
+    :param message_model: of completion queues that are not given another one.
     """
 
     pd: engine.ProtectionDomain
+    base: engine.ProtectionDomain
     owner: Affinity | None
     native: bool
-
-
-class Work:
-    """A work request that was posted: what it needs until it is done, and who waits for it.
-
-    It keeps its memory until it completes, whatever became of who waits.
-    """
-
-    __slots__ = ("future", "loop", "memory", "number", "poster")
-
-    def __init__(self, poster: object, memory: Iterable[RegionSlice]) -> None:
-        self.number = next(_numbers)
-        self.poster = poster
-        self.memory = tuple(memory)
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self.loop.create_future()
-
-    def done(self, error: BaseException | None) -> None:
-        """It is over; from any thread, once."""
-        for part in self.memory:
-            part.pins.discard(self)
-        with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
-            self.loop.call_soon_threadsafe(self._tell, error)
-
-    def _tell(self, error: BaseException | None) -> None:
-        if self.future.done():  # nobody waits any more
-            return
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+    message_model: MessageModel = MessageModel.DEFAULT
 
 
 @dataclass(frozen=True)
@@ -105,43 +76,117 @@ class CompletionQueueStatistics(ResourceStatistics):
     """What a completion queue holds and has seen.
 
     :param depth: completions that fit; at least those that were asked for.
+    :param reserved: of these, what queue pairs made on it can have at once.
     :param under_way: work requests that are to complete here.
     :param completions: that were taken.
-    :param events: that woke the loop.
+    :param late: of these, those of what was destroyed meanwhile, or posted by a handle.
+    :param wakeups: of the loop, by the completion channel.
+    :param spins: awaits that polled for a while.
+    :param spins_paid: of these, those that were done by that.
     """
 
     depth: int
+    reserved: int
     under_way: int
     completions: int
-    events: int
+    late: int
+    wakeups: int
+    spins: int
+    spins_paid: int
+
+
+class _Watch:
+    """What has a queue's home loop woken by its channel and told of a lost device. It does not know the user's object,
+    which may be forgotten."""
+
+    def __init__(self, completer: Completer, channel: engine.CompletionChannel) -> None:
+        self._completer = completer
+        self._home = completer.home
+        self._loop = asyncio.get_running_loop()
+        self._fd = channel.fileno()
+        self._pump = EventPump.of(completer.handle.context)
+        self._watcher = self._pump.watch(self._broken)
+        self._loop.add_reader(self._fd, completer.readable)
+        self._watching = True
+
+    def _broken(self, lost: bool) -> None:
+        # The device is gone, and beyond what it completed before nothing that is under way completes any more; or some
+        # completion queue broke, which those find who poll theirs.
+        if not self._watching:
+            return
+        try:
+            self._completer.drain()
+        except ConcurrentAccessError:
+            self._loop.call_soon(self._broken, lost)
+            return
+        except VerbsError as error:
+            self._completer.broke(error)
+            return
+        if lost:
+            self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, "the device was lost (DEVICE_FATAL)"))
+
+    async def stop(self) -> None:
+        """Let go of the loop, and acknowledge what it was woken by."""
+        await to_the_end(self._let_go())
+        await patiently(self._completer.acknowledge)
+
+    async def _let_go(self) -> None:
+        # A loop that is gone wakes nothing any more.
+        with anyio.move_on_after(_STOP_S) as scope, contextlib.suppress(AffinityError):
+            await run_on_owner(self._home, self._remove)
+        if scope.cancelled_caught:
+            raise BusyResourceError(
+                f"{self._completer.handle!r} is watched by {self._loop!r}, which does not answer: run or close that"
+            )
+
+    def _remove(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._loop.remove_reader(self._fd)
+            self._pump.unwatch(self._watcher)
+        self._completer.let_go()
 
 
 class CompletionQueue(Eventful[engine.CompletionQueue]):
     """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
 
-    The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Made by
-    the `completion_queue` of a domain.
+    The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Queue
+    pairs reserve as much of it as they can have under way, so that it cannot overflow. Made by the `completion_queue`
+    of a domain.
 
     :param depth: how many completions it holds at least.
     :param comp_vector: which of the device's interrupt vectors signals it.
+    :param message_model: how awaits of what completes here wait; None: as its domain has it.
+    :param spin_ns: how many nanoseconds an await polls before it sleeps, for FORCE_LOW_LATENCY and LOW_LATENCY; the
+        awaits of one turn of the loop share them. None: 20,000.
     """
 
-    def __init__(self, domain: Resource, placement: Placement, depth: int, comp_vector: int = 0) -> None:
+    def __init__(
+        self,
+        domain: Resource,
+        placement: Placement,
+        depth: int,
+        comp_vector: int = 0,
+        message_model: MessageModel | None = None,
+        spin_ns: int | None = None,
+    ) -> None:
         if depth < 1:
             raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
+        model = MessageModel(message_model) if message_model is not None else placement.message_model
+        if spin_ns is not None and not _MODELS[model]:
+            raise ValueError(f"spin_ns is for awaits that poll, and {model.name} has none of those: leave it out")
+        if spin_ns is not None and not 0 <= spin_ns <= 10**9:
+            raise ValueError(f"spin_ns is from 0 to 1,000,000,000 nanoseconds, not {spin_ns}")
         super().__init__(domain)
         self._placement = placement
-        self._depth = self._holds = depth
+        self._depth = depth
         self._comp_vector = comp_vector
-        self._channel: engine.CompletionChannel | None = None
-        self._driver: Affinity | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
-        self._under_way: dict[int, Work] = {}
-        self._completions = 0
-        self._events = 0
-        self._unacknowledged = 0  # events that were taken
-        self._error: VerbsError | None = None  # that it broke by
-        self._bell = Bell()  # something is not under way any more
+        self._spin_ns = spin_ns if spin_ns is not None else _SPIN_NS
+        self._completer: Completer | None = None
+        self._reserved = 0
+        self._reserving = threading.Lock()
+        self._moderated = False
+        self.message_model = model
 
     def _owner(self) -> Affinity | None:
         return self._placement.owner
@@ -149,14 +194,14 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
     def _open(self) -> None:
         pd, owner = self._placement.pd, self._placement.owner
         # What wakes a loop is that loop's, even where anybody may use the queue.
-        self._driver = owner if owner is not None and owner.bound else Affinity.of_running_loop()
-        self._channel = engine.CompletionChannel(pd.context, affinity=owner)
-        self._life.hold(self._channel)
+        home = owner if owner is not None and owner.bound else Affinity.of_running_loop()
+        channel = engine.CompletionChannel(pd.context, affinity=owner)
+        self._life.hold(channel)
         alone = self._placement.native and owner is not None and owner.bound
         self._handle = engine.CompletionQueue(
             pd.context,
             self._depth,
-            self._channel,
+            channel,
             comp_vector=self._comp_vector,
             extended=alone,
             single_threaded=alone,
@@ -164,160 +209,79 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
             affinity=owner,
         )
         self._life.hold(self._handle)
-        self._holds = self._handle.cqe
-        self._handle.request_notify()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._channel.fileno(), self._readable)
-        self._pump = EventPump.of(pd.context)
-        self._watcher = self._pump.watch(self._lost)
-        self._life.drain = self._stop
+        self._depth = self._handle.cqe
+        if self.message_model is MessageModel.HIGH_BANDWIDTH:
+            self._moderate(self._handle)
+        loop = asyncio.get_running_loop()
+        self._completer = Completer(self._handle, loop, home, _MODELS[self.message_model], self._spin_ns)
+        self._life.drain = _Watch(self._completer, channel).stop
+
+    def _moderate(self, handle: engine.CompletionQueue) -> None:
+        try:
+            handle.modify(*_MODERATION)
+        except VerbsError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+        else:
+            self._moderated = True
+
+    @property
+    def completer(self) -> Completer:
+        """What takes its completions.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._completer is not None
+        return self._completer
+
+    @property
+    def moderated(self) -> bool:
+        """Whether the device moderates its events, as it does for HIGH_BANDWIDTH where it can."""
+        return self._moderated
 
     def statistics(self) -> CompletionQueueStatistics:
         """What it holds and has seen."""
-        return CompletionQueueStatistics(
-            len(self._life.children), self._holds, len(self._under_way), self._completions, self._events
-        )
+        of = self._completer
+        seen = (of.under_way, of.completions, of.late, of.wakeups, of.spins, of.spins_paid) if of else (0,) * 6
+        return CompletionQueueStatistics(len(self._life.children), self._depth, self._reserved, *seen)
 
-    # ---- Work. Entries of `_under_way` are added by who posts and removed by the loop that takes completions: single
-    # operations of a dictionary, whatever the threads.
+    def resize(self, depth: int) -> None:
+        """Change how many completions it holds at least: ``ibv_resize_cq``. Those that are in it stay.
 
-    def _add(self, work: Work) -> None:
-        """Before it is posted: from here on its completion has somebody to go to.
-
-        :raises BrokenResourceError: nothing completes here any more.
-        :raises ClosedResourceError: its memory was given back.
+        :raises ValueError: queue pairs have reserved more.
+        :raises VerbsError: the device cannot; it is as it was.
         """
-        try:
-            for part in work.memory:
-                part.pins.add(work)
-        except ClosedResourceError:
-            self._withdraw(work)
-            raise
-        self._under_way[work.number] = work
-        if not self._watched:  # looked at last: who breaks it says so first
-            self._withdraw(work)
-            raise self._broken_by(self._error)
+        with self._reserving:
+            if depth < max(self._reserved, 1):
+                raise ValueError(f"the queue pairs on {self!r} need {self._reserved} completions, and {depth} are less")
+            self.handle.resize(depth)
+            self._depth = self.handle.cqe
 
-    def _withdraw(self, work: Work) -> None:
-        """It was not posted."""
-        self._under_way.pop(work.number, None)
-        for part in work.memory:
-            part.pins.discard(work)
-        self._bell.ring()
+    def reserve(self, completions: int) -> None:
+        """Keep room for so many completions, for a queue that is made on it.
 
-    def _under_way_of(self, poster: object) -> list[Work]:
-        """What a poster has under way here."""
-        return [work for work in tuple(self._under_way.values()) if work.poster is poster]
+        :raises ValueError: so much is not left.
+        """
+        with self._reserving:
+            if self._reserved + completions > self._depth:
+                raise ValueError(
+                    f"{self!r} holds {self._depth} completions, {self._reserved} of them for others, and {completions} "
+                    "more could come: make it deeper, resize() it, or ask for fewer (QpCapabilities)"
+                )
+            self._reserved += completions
 
-    async def _settled(self, poster: object) -> None:
-        """Until a poster has nothing under way here."""
-        await self._bell.wait_while(lambda: self._under_way_of(poster))
+    def release(self, completions: int) -> None:
+        """Give back what was reserved."""
+        with self._reserving:
+            self._reserved -= completions
 
-    def _abandon(self, poster: object) -> None:
-        """The poster is destroyed: what it had under way completes no more."""
-        for work in self._under_way_of(poster):
-            self._under_way.pop(work.number, None)
-            work.done(BrokenResourceError(f"{poster!r} was closed before this was done"))
 
-    @property
-    def _watched(self) -> bool:
-        """Whether a loop still takes what completes."""
-        driver = self._driver
-        return self._error is None and driver is not None and driver.loop is self._loop and not driver.orphaned
-
-    # ---- The loop that opened it
-
-    def _readable(self) -> None:
-        if self._loop is None:
-            return  # it was to be called again, and let go of meanwhile
-        assert self._channel is not None
-        assert self._handle is not None
-        try:
-            while self._channel.get_event() is not None:
-                self._events += 1
-                self._unacknowledged += 1
-            self._acknowledge()
-            # Armed before it is drained: what completes in between is either taken now or an event.
-            self._handle.request_notify()
-            self._drain()
-        except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
-            asyncio.get_running_loop().call_soon(self._readable)
-        except VerbsError as error:
-            self._broken(error)
-
-    def _acknowledge(self) -> None:
-        assert self._handle is not None
-        if self._unacknowledged:
-            self._handle.ack_events(self._unacknowledged)
-            self._unacknowledged = 0
-
-    def _drain(self) -> None:
-        # Until there is nothing: only then a broken queue says so, and it may never wake anybody again.
-        assert self._handle is not None
-        left = _TURN
-        while taken := self._handle.poll(left):
-            self._completions += len(taken)
-            for completion in taken:
-                work = self._under_way.pop(completion.wr_id, None)
-                if work is None:
-                    continue  # of a poster that is gone
-                if completion.status is WcStatus.SUCCESS:
-                    work.done(None)
-                else:
-                    work.done(WorkCompletionError(completion.status, None, completion.vendor_err, completion.qp_num))
-            self._bell.ring()
-            left -= len(taken)
-            if not left:  # others' turn first
-                asyncio.get_running_loop().call_soon(self._readable)
-                return
-
-    def _lost(self) -> None:
-        # The device is gone: beyond what it completed before, nothing that is under way completes any more.
-        if self._loop is None:
-            return
-        try:
-            self._drain()
-        except ConcurrentAccessError:
-            self._loop.call_soon(self._lost)
-            return
-        except VerbsError as error:
-            self._broken(error)
-            return
-        self._broken(VerbsError("ibv_get_async_event", errno.EIO, "the device was lost (DEVICE_FATAL)"))
-
-    def _broken_by(self, error: VerbsError | None) -> BrokenResourceError:
-        broken = BrokenResourceError(f"{self!r} is broken: {error or 'no loop watches it any more'}")
-        broken.__cause__ = error
-        return broken
-
-    def _broken(self, error: VerbsError) -> None:
-        self._error = error
-        self._remove_reader()
-        while self._under_way:
-            _, work = self._under_way.popitem()
-            work.done(self._broken_by(error))
-        self._bell.ring()
-
-    async def _stop(self) -> None:
-        await to_the_end(self._let_go())
-        for _ in range(_TRIES):
-            with contextlib.suppress(ConcurrentAccessError):  # a thread is inside of a domain that any may use
-                self._acknowledge()
-                return
-            await asyncio.sleep(0)
-
-    async def _let_go(self) -> None:
-        assert self._driver is not None
-        # A loop that is gone wakes nothing any more.
-        with anyio.move_on_after(_STOP_S) as scope, contextlib.suppress(AffinityError):
-            await run_on_owner(self._driver, self._remove_reader)
-        if scope.cancelled_caught:
-            raise BusyResourceError(f"{self!r} is watched by {self._loop!r}, which does not answer: run or close that")
-
-    def _remove_reader(self) -> None:
-        assert self._channel is not None
-        if self._loop is None:
-            return
-        self._loop.remove_reader(self._channel.fileno())
-        self._pump.unwatch(self._watcher)
-        self._loop = None
+async def patiently(verb: Callable[[], object]) -> bool:
+    """Call a verb of a domain that any thread may use, until no other thread is inside of it; whether it was called."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(ConcurrentAccessError):
+            verb()
+            return True
+        await asyncio.sleep(0)
+    return False

@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -326,7 +326,7 @@ class Device(Handled[engine.Context]):
         """An XRC domain: see there."""
         return XrcDomain(self, self.handle, fd, oflag)
 
-    def events(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
+    def events(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
         """Asynchronous events of the device and of all that was made from it: ``async for``.
 
         It ends when the device is closed. Events that nobody listens for wait, the latest 1,024 of them.

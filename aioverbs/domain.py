@@ -3,16 +3,19 @@
 from typing import TYPE_CHECKING
 
 from aioverbs._core import engine
+from aioverbs.address_handle import AddressHandle
 from aioverbs.allocators import Allocator
-from aioverbs.attributes import QpCapabilities
+from aioverbs.attributes import AddressVector, QpCapabilities
 from aioverbs.buffers import BufferPool
-from aioverbs.completion import CompletionQueue, Placement
-from aioverbs.memory import LentMemoryRegion, MemoryRegion
-from aioverbs.queue_pair import QueuePair, SharedReceiveQueue
+from aioverbs.completion import CompletionQueue, MessageModel, Placement
+from aioverbs.endpoint import Endpoint
+from aioverbs.memory import LentMemoryRegion, MemoryRegion, MemoryWindow
+from aioverbs.queue_pair import QueuePair
 from aioverbs.registration_cache import RegistrationCache
 from aioverbs.resource import Handled
+from aioverbs.shared_receive_queue import SharedReceiveQueue
 from aioverbs.thread_domain import ThreadDomainBudget
-from aioverbs.types import AccessFlags, QpType
+from aioverbs.types import AccessFlags, MwType, QpType
 from aioverbs.xrc_domain import XrcDomain
 
 if TYPE_CHECKING:
@@ -42,9 +45,16 @@ class Domain(Handled[engine.ProtectionDomain]):
         """Where its queues are made."""
         raise NotImplementedError
 
-    def completion_queue(self, depth: int, *, comp_vector: int = 0) -> CompletionQueue:
+    def completion_queue(
+        self,
+        depth: int,
+        *,
+        comp_vector: int = 0,
+        message_model: MessageModel | None = None,
+        spin_ns: int | None = None,
+    ) -> CompletionQueue:
         """A completion queue, to be opened: see `CompletionQueue`."""
-        return CompletionQueue(self, self._placement(), depth, comp_vector)
+        return CompletionQueue(self, self._placement(), depth, comp_vector, message_model, spin_ns)
 
     def queue_pair(
         self,
@@ -56,6 +66,8 @@ class Domain(Handled[engine.ProtectionDomain]):
         srq: SharedReceiveQueue | None = None,
         port: int = 1,
         gid_index: int = 1,
+        receive_depth: int = 0,
+        receive_size: int = 0,
     ) -> QueuePair:
         """A queue pair, to be opened: see `QueuePair`.
 
@@ -76,6 +88,8 @@ class Domain(Handled[engine.ProtectionDomain]):
             srq=srq,
             port=port,
             gid_index=gid_index,
+            receive_depth=receive_depth,
+            receive_size=receive_size,
         )
 
     def shared_receive_queue(
@@ -103,6 +117,19 @@ class Domain(Handled[engine.ProtectionDomain]):
         :param allocator: where to allocate those bytes.
         """
         return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
+
+    def memory_window(self, mw_type: MwType = MwType.TYPE_2) -> MemoryWindow:
+        """A memory window, to be opened: see `MemoryWindow`."""
+        return MemoryWindow(self.base, self.base.handle, mw_type)
+
+    def address_handle(self, to: Endpoint | AddressVector, *, port: int = 1, gid_index: int = 1) -> AddressHandle:
+        """The way that datagrams take to a port, to be opened: see `AddressHandle`.
+
+        :param to: a queue pair's endpoint, or just a path.
+        :param port: the device's port that they are sent from, to an endpoint.
+        :param gid_index: which of the port's GIDs they are sent from, to an endpoint.
+        """
+        return AddressHandle(self.base, self.base.handle, to, port, gid_index)
 
     def adopt_memory_region(self, mr: "MR", access: AccessFlags) -> MemoryRegion:
         """A memory region that the user registered with pyverbs on the `PD` that was adopted, to be opened.

@@ -6,14 +6,15 @@ handles them; a verb that fails raises an `OSError`.
 
 import errno as _errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import anyio
 
-from .types import WcOpcode, WcStatus
+from .types import QpState, QpType, WcOpcode, WcStatus
 
 __all__ = [
     "AffinityError",
+    "BatchError",
     "BrokenResourceError",
     "BusyResourceError",
     "ClosedResourceError",
@@ -22,6 +23,8 @@ __all__ = [
     "ForkedProcessError",
     "LenderClosedError",
     "LibraryNotFoundError",
+    "StateError",
+    "TransitionError",
     "VerbsError",
     "WorkCompletionError",
 ]
@@ -106,6 +109,28 @@ class WorkCompletionError(Exception):
         return f"{text}: {advice}" if advice else text
 
 
+class BatchError(WorkCompletionError):
+    """Requests of a batch failed. Its status and the rest is that of the first one that did.
+
+    :param errors: of each request in its order: None where it succeeded, `WorkCompletionError` where it did not; those
+        after the first one were flushed, and did nothing. `VerbsError` where it was never posted.
+    """
+
+    def __init__(self, errors: Sequence[WorkCompletionError | VerbsError | None]) -> None:
+        self.errors = tuple(errors)
+        self.index = next(index for index, error in enumerate(self.errors) if error is not None)
+        first = self.errors[self.index]
+        if isinstance(first, WorkCompletionError):
+            super().__init__(first.status, first.opcode, first.vendor_err, first.qp_num)
+        else:
+            super().__init__(WcStatus.GENERAL_ERR, None, 0, 0)
+        self.args = (self.errors,)
+
+    def __str__(self) -> str:
+        others = sum(error is not None for error in self.errors) - 1
+        return f"request {self.index} of {len(self.errors)} in a batch, and {others} others: {self.errors[self.index]}"
+
+
 class ClosedResourceError(anyio.ClosedResourceError):
     """The object was closed in this process."""
 
@@ -151,12 +176,65 @@ class BusyResourceError(anyio.BusyResourceError):
         Exception.__init__(self, message)
 
 
+class StateError(RuntimeError):
+    """A queue pair is in a state that has no such requests, as one that is not connected yet. Nothing was done."""
+
+
 class AffinityError(RuntimeError):
     """A bound object was used from another thread or another event loop than its owner. Nothing was done."""
 
 
 class ConcurrentAccessError(RuntimeError):
     """A verb was called while another one was under way on the same unlocked object. Nothing was done."""
+
+
+class TransitionError(ValueError):
+    """A queue pair cannot go from its state to that one, or not with those attributes. Nothing was done.
+
+    :param qp_type: its type.
+    :param state: the state that it is in.
+    :param wanted: the one that it was to go to.
+    :param missing: the attributes that must be given.
+    :param unexpected: those that were given and are none of this transition.
+    :param wrong: those that have a value that cannot be, and why.
+    :param reachable: the states that it can go to from the one that it is in.
+
+    `subject` is the queue pair as text, where it is known.
+    """
+
+    def __init__(
+        self,
+        qp_type: QpType,
+        state: QpState,
+        wanted: QpState,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        wrong: Mapping[str, str] | None = None,
+        reachable: tuple[QpState, ...] = (),
+    ) -> None:
+        super().__init__(qp_type, state, wanted, missing, unexpected, wrong, reachable)
+        self.qp_type = qp_type
+        self.state = state
+        self.wanted = wanted
+        self.missing = missing
+        self.unexpected = unexpected
+        self.wrong = dict(wrong or {})
+        self.reachable = reachable
+        self.subject = "a queue pair"
+
+    def __str__(self) -> str:
+        parts = []
+        if self.missing:
+            brought = " (a remote endpoint brings what is of the peer)" if "dest_qp_num" in self.missing else ""
+            parts.append(f"missing: {', '.join(self.missing)}{brought}")
+        if self.unexpected:
+            parts.append(f"none of this transition: {', '.join(self.unexpected)}")
+        parts += [f"{name}: {why}" for name, why in self.wrong.items()]
+        if not parts:
+            ways = ", ".join(state.name for state in self.reachable) or "none"
+            parts.append(f"there is no such transition, from {self.state.name} are those to {ways}")
+        where = f"of type {self.qp_type.name} from {self.state.name} to {self.wanted.name}"
+        return f"{self.subject} {where}: {'; '.join(parts)}"
 
 
 class DeviceNotFoundError(LookupError):

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -75,16 +75,16 @@ class _Listener:
 
 
 class _Watcher:
-    """Who is to be told in one loop that the device is lost."""
+    """Who is to be told in one loop that something is broken: the device, or a completion queue."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, lost: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, broken: Callable[[bool], None]) -> None:
         self.loop = loop
-        self._lost = lost
+        self._broken = broken
 
-    def tell(self) -> None:
+    def tell(self, lost: bool) -> None:
         """From any thread."""
         with contextlib.suppress(RuntimeError):  # its loop is closed
-            self.loop.call_soon_threadsafe(self._lost)
+            self.loop.call_soon_threadsafe(self._broken, lost)
 
 
 class _Waker:
@@ -143,7 +143,7 @@ class EventPump:
         self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
         self.find: Callable[[engine.Handle], object] = lambda _: None  # the user's object for a handle
 
-    async def listen(self, resource: Resource | None = None) -> AsyncIterator[DeviceEvent]:
+    async def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
         """Events of everything, or of one object until it is closed, from those on that nobody heard of.
 
         :raises OSError: there are no more descriptors.
@@ -167,12 +167,14 @@ class EventPump:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
             self._let_sleep_unheeded(listener.loop)
 
-    def watch(self, lost: Callable[[], None]) -> "_Watcher":
-        """Have a function called on the running loop when the device is lost; until `unwatch` there.
+    def watch(self, broken: Callable[[bool], None]) -> "_Watcher":
+        """Have a function called on the running loop when the device is lost, or a completion queue of it broke, which
+        raises no event for those who wait there; until `unwatch` there.
 
+        :param broken: is told whether the device is lost.
         :raises OSError: there are no more descriptors.
         """
-        watcher = _Watcher(running_loop(), lost)
+        watcher = _Watcher(running_loop(), broken)
         with self._lock:
             self._watchers += (watcher,)
         try:
@@ -225,18 +227,18 @@ class EventPump:
                 taken.ack()
                 self._tell(event)
         except VerbsError:  # as of a device that was unplugged: nobody will hear of anything any more
-            self._tell_watchers()
+            self._tell_watchers(True)
             self.stop()
         except ClosedResourceError:  # by another loop, meanwhile
             self.stop()
 
-    def _tell_watchers(self) -> None:
+    def _tell_watchers(self, lost: bool) -> None:
         for watcher in self._watchers:
-            watcher.tell()
+            watcher.tell(lost)
 
     def _tell(self, event: DeviceEvent) -> None:
-        if event.event_type is EventType.DEVICE_FATAL:
-            self._tell_watchers()
+        if event.event_type in (EventType.DEVICE_FATAL, EventType.CQ_ERR):
+            self._tell_watchers(event.event_type is EventType.DEVICE_FATAL)
         with self._lock:
             listeners = [listener for listener in self._listeners if listener.concerns(event)]
             if not listeners:
@@ -251,7 +253,7 @@ H = TypeVar("H", bound=engine.Handle)
 class Eventful(Handled[H]):
     """What asynchronous events happen to: queue pairs, completion queues and shared receive queues."""
 
-    def events(self) -> AsyncIterator[DeviceEvent]:
+    def events(self) -> AsyncGenerator[DeviceEvent, None]:
         """Asynchronous events that happen to it: ``async for``, on any asyncio event loop, until it is closed.
 
         Those that nobody heard of yet come first. `Device.events` has those of everything.

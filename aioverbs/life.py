@@ -129,7 +129,7 @@ class Life:
 
     __slots__ = (
         "_bell", "_forks", "_handles", "_serial", "_site", "children", "drain", "kind", "label", "late", "opener",
-        "owner", "parents", "quiet", "state", "stop", "user",
+        "owner", "parents", "quiet", "resume", "state", "stop", "user",
     )  # fmt: skip
 
     def __init__(self, kind: str, site: Site | None, user: "weakref.ref[User]") -> None:
@@ -141,6 +141,7 @@ class Life:
         self.children: dict[int, Life] = {}
         self.stop: Callable[[], None] | None = None  # called first when it is closed
         self.drain: Callable[[], Awaitable[None]] | None = None
+        self.resume: Callable[[], None] | None = None  # its closing failed: `drain` is taken back
         self.late = False  # its siblings' work needs it: it is closed after them
         self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
@@ -191,6 +192,10 @@ class Life:
     def hold(self, handle: Destroyable) -> None:
         """Destroy that handle at the end, before those that are held already."""
         self._handles.append(handle)
+
+    def hold_below(self, handle: Destroyable) -> None:
+        """Destroy that handle at the end, after those that are held already."""
+        self._handles.insert(0, handle)
 
     def opened(self) -> None:
         """The end of its making."""
@@ -309,6 +314,8 @@ class Life:
                     interruptions.append(raised)
             self._destroy_handles()
         except BaseException:
+            if self.resume is not None:
+                self.resume()
             self._settle(before)
             raise
         self._settle(CLOSED)

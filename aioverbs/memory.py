@@ -3,202 +3,71 @@
 import asyncio
 import ctypes
 import mmap
-import struct
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from aioverbs._core import engine
+from aioverbs._core import engine, work
+from aioverbs._core.work import RegionSlice, Registered, RemoteRegion
 from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
-from aioverbs.errors import ClosedResourceError
+from aioverbs.errors import BusyResourceError
 from aioverbs.providers import hardware
 from aioverbs.resource import Handled, Resource
-from aioverbs.types import AccessFlags
+from aioverbs.types import AccessFlags, MwType
 
 if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["LentMemoryRegion", "MemoryRegion", "Pins", "RegionSlice", "RemoteRegion"]
+__all__ = ["LentMemoryRegion", "MemoryRegion", "MemoryWindow", "Pins", "RegionSlice", "RemoteRegion", "Scratch"]
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
-
-_WIRE = struct.Struct(">QQI")
-
-
-def _part(key: slice | int, length: int, what: object) -> tuple[int, int]:
-    """The offset and length of a slice, which must lie inside: what is cut off silently is read or written wrongly."""
-    if isinstance(key, int):
-        raise TypeError(f"{what!r} is sliced, as [{key}:{key + 1}], not indexed")
-    start = 0 if key.start is None else key.start
-    stop = length if key.stop is None else key.stop
-    start, stop = (each + length if each < 0 else each for each in (start, stop))
-    if key.step not in (None, 1):
-        raise ValueError(f"a slice of {what!r} is one piece: no step, not {key.step}")
-    if not 0 <= start <= stop <= length:
-        raise IndexError(f"[{key.start}:{key.stop}] does not lie in the {length} bytes of {what!r}")
-    return start, stop - start
+_MADV_WIPEONFORK = 18  # linux/mman.h; the module mmap has no name for it
 
 
-@dataclass(frozen=True)
-class RemoteRegion:
-    """Memory of a peer: where it is, how long it is, and the key that opens it.
+class Pins(work.Pins):
+    """What is under way with some memory. Any thread adds and discards, any loop waits for the end.
 
-    ``len()`` raises `OverflowError` where `length` exceeds ``sys.maxsize``, as it may: a peer can register all of its
-    address space. Everything else goes by `length`.
-
-    :param address: of its first byte, in the peer's address space.
-    :param length: in bytes.
-    :param rkey: the key of the peer's region or window.
-    """
-
-    address: int
-    length: int
-    rkey: int
-
-    def __post_init__(self) -> None:
-        for name, value, bits in (("address", self.address, 64), ("length", self.length, 64), ("rkey", self.rkey, 32)):
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"{name} has {bits} bits, and {value} is none of those numbers")
-        if self.address + self.length > 1 << 64:
-            raise ValueError(f"{self.length} bytes at {self.address:#x} leave the address space")
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __bool__(self) -> bool:  # or it would be asked for its `len`
-        return self.length > 0
-
-    def __getitem__(self, key: slice) -> "RemoteRegion":
-        """A part of it.
-
-        :raises IndexError: the part does not lie inside.
-        """
-        offset, length = _part(key, self.length, self)
-        return RemoteRegion(self.address + offset, length, self.rkey)
-
-    def __bytes__(self) -> bytes:
-        """Its wire form, 20 bytes in network order: address, length, key."""
-        return _WIRE.pack(self.address, self.length, self.rkey)
-
-    @classmethod
-    def from_bytes(cls, data: "Buffer") -> Self:
-        """From its wire form.
-
-        :raises ValueError: it is none.
-        """
-        view = memoryview(data).cast("B")
-        if len(view) != _WIRE.size:
-            raise ValueError(f"a remote region is {_WIRE.size} bytes on the wire, not {len(view)}")
-        return cls(*_WIRE.unpack(view))
-
-
-class Pins:
-    """What is under way with a piece of memory. Any thread adds and discards, any loop waits for the end.
-
-    :param parent: the pins of the memory that this is a piece of: what is under way here is under way there.
+    :param parent: of the memory that this is a part of: what is under way here is under way there.
     :param idle: called when nothing is under way any more, by the thread that discards; at times more often than once.
     """
 
-    __slots__ = ("_bell", "_holders", "_idle", "_parent", "closed")
-
-    def __init__(self, parent: "Pins | None" = None, idle: Callable[[], None] | None = None) -> None:
-        self._parent = parent
-        self._idle = idle
-        self._holders: set[object] = set()
-        self._bell = Bell()
-        self.closed = False
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def add(self, holder: object) -> None:
-        """It is under way.
-
-        :raises ClosedResourceError: the memory was given back; nothing was added.
-        """
-        if self._parent is not None:
-            self._parent.add(holder)
-        self._holders.add(holder)
-        # Looked at last: who closes looks for holders after that, so that one of the two sees the other.
-        if self.closed:
-            self.discard(holder)
-            self.check()
-
-    def discard(self, holder: object) -> None:
-        """It is over."""
-        self._holders.discard(holder)
-        if self._parent is not None:
-            self._parent.discard(holder)
-        self._bell.ring()
-        if self._idle is not None and not self._holders:
-            self._idle()
-
-    def close(self) -> None:
-        """Nothing more is to be done with the memory; what is under way goes on."""
-        self.closed = True
-
-    def check(self) -> None:
-        """Whether something may be done with the memory.
-
-        :raises ClosedResourceError: it was given back.
-        """
-        if self.closed:
-            raise ClosedResourceError("this buffer was released to its pool: lease another one")
-
     async def wait(self) -> None:
         """Until nothing is under way."""
-        await self._bell.wait_while(lambda: self._holders)
+        if self.bell is None:
+            self.bell = Bell()
+        await self.bell.wait_while(lambda: len(self))
+
+    async def end(self) -> None:
+        """Let nothing more begin, and wait for what is under way.
+
+        :raises BusyResourceError: receives are: they may never end by themselves.
+        """
+        self.close()
+        if self.receives:
+            raise BusyResourceError(
+                f"{self.receives} receives may still be filled with what arrives: close or reset their queue pair, or "
+                "close their shared receive queue, first"
+            )
+        await self.wait()
 
 
-class RegionSlice:
-    """A part of a memory region, without a copy.
+class Scratch(Registered):
+    """Memory that a queue pair has for itself."""
 
-    :param pins: what is under way with it; None: that of the region.
+    pins = Pins()
+
+
+def pages(length: int) -> mmap.mmap:
+    """Zeroed pages that no fork copies: a child finds zeros there.
+
+    With MADV_DONTFORK it would find nothing, map something else there, and lose that by the end of this object.
     """
-
-    __slots__ = ("length", "offset", "pins", "region")
-
-    def __init__(self, region: "MemoryRegion", offset: int, length: int, pins: Pins | None = None) -> None:
-        self.region = region
-        self.offset = offset
-        self.length = length
-        self.pins = region.pins if pins is None else pins
-
-    def __repr__(self) -> str:
-        return f"<{self.region!r}[{self.offset}:{self.offset + self.length}]>"
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, key: slice) -> "RegionSlice":
-        offset, length = _part(key, self.length, self)
-        return RegionSlice(self.region, self.offset + offset, length, self.pins)
-
-    @property
-    def address(self) -> int:
-        """Of its first byte."""
-        self.pins.check()
-        return self.region.address + self.offset
-
-    @property
-    def sge(self) -> tuple[int, int, int]:
-        """Its scatter/gather entry: address, length and lkey."""
-        return self.address, self.length, self.region.lkey
-
-    @property
-    def buffer(self) -> memoryview:
-        """Its bytes."""
-        self.pins.check()
-        return self.region.buffer[self.offset : self.offset + self.length]
-
-    def remote(self) -> RemoteRegion:
-        """What a peer needs to reach it."""
-        return RemoteRegion(self.address, self.length, self.region.rkey)
+    found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found.madvise(_MADV_WIPEONFORK)
+    return found
 
 
 def is_large(length: int) -> bool:
@@ -233,11 +102,11 @@ class _Piece:
         self._allocator.free(self._address, 0)
 
 
-class MemoryRegion(Handled[engine.MemoryRegion]):
+class MemoryRegion(Handled[engine.MemoryRegion], Registered):
     """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
     What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
-    for work requests that use it: close their queue pair before, to have those flushed.
+    for work requests that use it, and is refused while receives do: close their queue pair before.
 
     :param memory: an object with the buffer protocol, contiguous; or how many bytes to allocate, zeroed, in pages that
         a fork does not copy.
@@ -264,19 +133,20 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
         self._memory: Buffer | None = None if isinstance(memory, int) else memory
         self._allocator = allocator
         self._access = AccessFlags(access)
-        self._constants = (0, 0, 0)
         self.pins = Pins()
 
     def _open(self) -> None:
         if self._memory is None:
             self._memory = self._allocate()
-        self._begin(engine.MemoryRegion(self._pd_handle, self._memory, self._access))
+        handle = engine.MemoryRegion(self._pd_handle, self._memory, self._access)
+        self._life.hold(handle)
+        self._begin(handle)
 
     def _begin(self, handle: engine.MemoryRegion) -> None:
-        self._life.hold(handle)
         self._handle = handle
-        self._constants = (handle.address, handle.lkey, handle.rkey)
-        self._life.drain = self.pins.wait
+        RegionSlice.of_all(self, handle, self.pins, self._access)
+        self._life.drain = self.pins.end
+        self._life.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":
         address: object = USE_DEFAULT
@@ -285,9 +155,7 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
         if address is None:
             raise MemoryError(f"{self._allocator!r} has no {self._length} bytes")
         if self._allocator is None or not isinstance(address, int):
-            pages = mmap.mmap(-1, self._length)
-            pages.madvise(mmap.MADV_DONTFORK)
-            return pages
+            return pages(self._length)
         self._life.hold(_Piece(self, self._allocator, address))
         return (ctypes.c_char * self._length).from_address(address)
 
@@ -307,13 +175,6 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, key: slice) -> RegionSlice:
-        """A part of it, without a copy.
-
-        :raises IndexError: the part does not lie inside.
-        """
-        return RegionSlice(self, *_part(key, len(self), self))
-
     @property
     def access(self) -> AccessFlags:
         """What may be done to it."""
@@ -322,20 +183,17 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
     @property
     def address(self) -> int:
         """Of its first byte."""
-        self._check_open()
-        return self._constants[0]
+        return self.handle.address
 
     @property
     def lkey(self) -> int:
         """Its key for local work requests."""
-        self._check_open()
-        return self._constants[1]
+        return self.handle.lkey
 
     @property
     def rkey(self) -> int:
         """Its key for peers."""
-        self._check_open()
-        return self._constants[2]
+        return self.handle.rkey
 
     @property
     def buffer(self) -> memoryview:
@@ -346,7 +204,8 @@ class MemoryRegion(Handled[engine.MemoryRegion]):
 
     def remote(self) -> RemoteRegion:
         """What a peer needs to reach all of it."""
-        return self[:].remote()
+        self._check_open()
+        return self.whole.remote()
 
 
 class LentMemoryRegion(MemoryRegion):
@@ -364,10 +223,11 @@ class LentMemoryRegion(MemoryRegion):
 
     def _open(self) -> None:
         handle = hardware.adopt_memory_region(self._pd_handle, self._lent)
-        self._begin(handle)
+        self._life.hold(handle)
         self._length = handle.length
         if self._length > sys.maxsize:
             raise ValueError(f"{self._lent!r} is all of the address space: register or adopt the parts that are needed")
+        self._begin(handle)
         self._memory = None
         if self._lent.buf:  # not so of device memory, or of what was imported
             memory = (ctypes.c_char * handle.length).from_address(handle.address)
@@ -389,3 +249,27 @@ class LentMemoryRegion(MemoryRegion):
         if self._memory is None:
             raise ValueError(f"{self!r} has no memory in this process: it is reached by work requests only")
         return super().buffer
+
+
+class MemoryWindow(Handled[engine.MemoryWindow]):
+    """A memory window: ``ibv_alloc_mw``. Any event loop may use it. Made by `ProtectionDomain.memory_window`.
+
+    `QueuePair.bind_window` binds it to a part of a region, for as long as that is to be granted to a peer.
+
+    :param mw_type: of type 1, which is bound and unbound by a verb, or of type 2, which is bound by a work request,
+        used through that queue pair alone, and unbound by invalidating its key.
+    """
+
+    def __init__(self, pd: Resource, handle: engine.ProtectionDomain, mw_type: MwType) -> None:
+        super().__init__(pd)
+        self._pd_handle = handle
+        self.mw_type = MwType(mw_type)
+
+    def _open(self) -> None:
+        self._handle = engine.MemoryWindow(self._pd_handle, self.mw_type)
+        self._life.hold(self._handle)
+
+    @property
+    def rkey(self) -> int:
+        """The key that a peer needs; each binding changes it."""
+        return self.handle.rkey

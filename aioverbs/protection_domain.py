@@ -68,7 +68,7 @@ class ProtectionDomain(Domain):
         return self._cache
 
     def _placement(self) -> Placement:
-        return Placement(self.handle, None, native=False)
+        return Placement(self.handle, self.handle, None, native=False)
 
     def share(self, share_key: int) -> "SharedProtectionDomain":
         """Let other contexts of the device open it: see `SharedProtectionDomain`."""
@@ -220,7 +220,7 @@ class ParentDomain(Domain):
         return self._is_native and self.state is State.OPEN
 
     def _placement(self) -> Placement:
-        return Placement(self.handle, self.owner, self._is_native)
+        return Placement(self.handle, self._pd.handle, self.owner, self._is_native)
 
     @property
     def native_allocators(self) -> bool:

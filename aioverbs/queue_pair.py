@@ -1,144 +1,123 @@
-"""Queue pairs, and what is awaited on them."""
+"""Queue pairs: what is awaited on them, what they have under way, and how that ends."""
 
-import asyncio
-import random
-import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 
 import anyio
 
 from aioverbs._core import engine
-from aioverbs.affinity import Affinity
-from aioverbs.attributes import AddressVector, QpAttributes, QpCapabilities, SrqAttributes
-from aioverbs.completion import CompletionQueue, Placement, Work
-from aioverbs.errors import ConcurrentAccessError, VerbsError
-from aioverbs.events import Eventful
-from aioverbs.memory import MemoryRegion, RegionSlice, RemoteRegion
+from aioverbs._core.work import (
+    Batch,
+    Inbox,
+    Message,
+    Operation,
+    Received,
+    RegionSlice,
+    RemoteRegion,
+    Requester,
+    Requests,
+    WorkQueue,
+)
+from aioverbs.affinity import Affinity, Bell
+from aioverbs.attributes import QpCapabilities
+from aioverbs.completion import CompletionQueue, MessageModel, Placement, patiently
+from aioverbs.connecting import Connectable
+from aioverbs.errors import BrokenResourceError, VerbsError
+from aioverbs.life import Life
+from aioverbs.memory import MemoryRegion, MemoryWindow, Scratch, pages
+from aioverbs.messages import Refiller
 from aioverbs.resource import Handled, Resource, ResourceStatistics
-from aioverbs.types import AccessFlags, Mtu, QpState, QpType, SendFlags, SendOpcode
+from aioverbs.shared_receive_queue import SharedReceiveQueue
+from aioverbs.types import AccessFlags, QpState, QpType, WcStatus
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+__all__ = [
+    "Batch",
+    "Message",
+    "Operation",
+    "QueuePair",
+    "QueuePairStatistics",
+    "Received",
+    "Requester",
+    "WorkQueueStatistics",
+]
 
-__all__ = ["QueuePair", "QueuePairAddress", "QueuePairStatistics", "SharedReceiveQueue"]
+logger = logging.getLogger("aioverbs")
 
-_WIRE = struct.Struct(">16sIIB")
 _FLUSH_S = 10.0  # the longest that hardware is given to flush what is under way
-_TRIES = 1000  # of a verb that met another thread inside of its domain
 
 
 @dataclass(frozen=True)
-class QueuePairAddress:
-    """What a peer needs to connect to a queue pair.
+class WorkQueueStatistics:
+    """What a send queue or a receive queue is at, and has seen.
 
-    :param gid: of its port, 16 bytes.
-    :param qp_num: its number, 24 bits.
-    :param psn: the first packet sequence number that it sends, 24 bits.
-    :param mtu: the largest packet that its port takes.
+    :param depth: requests that it has places for.
+    :param under_way: requests that have one: they were posted, or are about to be.
+    :param queued: requests that wait for a place.
+    :param high_water: the most places that were taken at once.
+    :param posted: requests that were.
+    :param completed: requests that are done, well or not.
+    :param bytes: of those that were posted.
+    :param doorbells: calls of the verb that posts.
+    :param failed: how many ended with each status but success.
     """
 
-    gid: bytes
-    qp_num: int
-    psn: int
-    mtu: Mtu
-
-    def __post_init__(self) -> None:
-        if len(self.gid) != 16:
-            raise ValueError(f"a GID has 16 bytes, not {len(self.gid)}")
-        for name, value in (("qp_num", self.qp_num), ("psn", self.psn)):
-            if not 0 <= value < 1 << 24:
-                raise ValueError(f"{name} has 24 bits, and {value} is none of those numbers")
-        Mtu(self.mtu)
-
-    def __bytes__(self) -> bytes:
-        """Its wire form, 25 bytes in network order: GID, number, sequence number, MTU."""
-        return _WIRE.pack(self.gid, self.qp_num, self.psn, self.mtu)
+    depth: int
+    under_way: int
+    queued: int
+    high_water: int
+    posted: int
+    completed: int
+    bytes: int
+    doorbells: int
+    failed: tuple[tuple[WcStatus, int], ...]
 
     @classmethod
-    def from_bytes(cls, data: "Buffer") -> Self:
-        """From its wire form.
-
-        :raises ValueError: it is none.
-        """
-        view = memoryview(data).cast("B")
-        if len(view) != _WIRE.size:
-            raise ValueError(f"the address of a queue pair is {_WIRE.size} bytes on the wire, not {len(view)}")
-        gid, qp_num, psn, mtu = _WIRE.unpack(view)
-        return cls(gid, qp_num, psn, Mtu(mtu))
-
-
-class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue]):
-    """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
-
-    Made by the `shared_receive_queue` of a domain.
-
-    :param max_wr: how many receives it holds at least.
-    :param max_sge: how many entries a receive's list may have.
-    :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
-    :param xrc_domain: the XRC domain whose queue pairs fill it; with it goes `cq`.
-    :param cq: where its receives complete.
-    """
-
-    def __init__(
-        self,
-        domain: Resource,
-        placement: Placement,
-        max_wr: int,
-        max_sge: int = 1,
-        limit: int = 0,
-        *,
-        xrc_domain: Handled[engine.XrcDomain] | None = None,
-        cq: CompletionQueue | None = None,
-    ) -> None:
-        if (xrc_domain is None) != (cq is None):
-            raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
-        super().__init__(*(parent for parent in (domain, xrc_domain, cq) if parent is not None))
-        self._placement = placement
-        self._sizes = max_wr, max_sge, limit
-        self._xrc_domain = xrc_domain
-        self._cq = cq
-
-    def _owner(self) -> Affinity | None:
-        return self._placement.owner
-
-    def _open(self) -> None:
-        self._handle = engine.SharedReceiveQueue(
-            self._placement.pd,
-            *self._sizes,
-            xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
-            cq=self._cq.handle if self._cq is not None else None,
-            affinity=self._placement.owner,
+    def of(cls, queue: WorkQueue | None) -> "WorkQueueStatistics":
+        """Those of a queue; all zeros where there is none."""
+        if queue is None:
+            return cls(0, 0, 0, 0, 0, 0, 0, 0, ())
+        return cls(
+            queue.depth,
+            queue.under_way,
+            queue.queued,
+            queue.high_water,
+            queue.posted,
+            queue.completed,
+            queue.bytes,
+            queue.doorbells,
+            tuple(sorted(queue.failed.items())),
         )
-        self._life.hold(self._handle)
-
-    @property
-    def number(self) -> int:
-        """Its number, which XRC peers need: ``ibv_get_srq_num``."""
-        return self.handle.number
-
-    def query(self) -> SrqAttributes:
-        """Its sizes and its limit: ``ibv_query_srq``."""
-        return self.handle.query()
 
 
 @dataclass(frozen=True)
 class QueuePairStatistics(ResourceStatistics):
-    """What a queue pair is at.
+    """What a queue pair is at, and has seen.
 
-    :param under_way: work requests that were posted and are not done.
+    :param sends: of its send queue.
+    :param receives: of its receive queue, if it has one of its own.
     """
 
-    under_way: int
+    sends: WorkQueueStatistics
+    receives: WorkQueueStatistics
+
+    @property
+    def under_way(self) -> int:
+        """Requests that were posted and are not done."""
+        return self.sends.under_way + self.receives.under_way
 
 
-class QueuePair(Eventful[engine.QueuePair]):
+class QueuePair(Connectable, Requester):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the `queue_pair` of a domain.
+
+    Its requests are described at `aioverbs.Requester`: posted when they are called, awaited or not.
 
     :param send_cq: where what it sends completes.
     :param recv_cq: where what it receives completes; None: there, too.
-    :param capabilities: the depths that are needed.
+    :param capabilities: the depths that are needed. Completion queues must have room for them.
     :param srq: where it takes receives from, instead of a queue of its own.
+    :param receive_depth: how many receives it is to keep posted, for `messages`; 0: none.
+    :param receive_size: the bytes of each, which no message may exceed.
     :param qp_type: RC, UC, UD or XRC_SEND; those of type XRC_RECV are made by `XrcDomain.queue_pair`.
     """
 
@@ -155,8 +134,17 @@ class QueuePair(Eventful[engine.QueuePair]):
         xrc_domain: Handled[engine.XrcDomain] | None = None,
         port: int = 1,
         gid_index: int = 1,
+        receive_depth: int = 0,
+        receive_size: int = 0,
     ) -> None:
         self.qp_type = QpType(qp_type)
+        wanted = capabilities if capabilities is not None else QpCapabilities()
+        if (receive_depth > 0) != (receive_size > 0) or receive_depth < 0 or receive_size < 0:
+            raise ValueError("receive_depth receives of receive_size bytes: give both, or neither")
+        if receive_depth and (srq is not None or self.qp_type in (QpType.XRC_SEND, QpType.XRC_RECV)):
+            raise ValueError("receive_depth is for a receive queue of its own, which this queue pair has not")
+        if receive_depth > wanted.max_recv_wr:
+            wanted = replace(wanted, max_recv_wr=receive_depth)
         if recv_cq is None and self.qp_type not in (QpType.XRC_SEND, QpType.XRC_RECV):
             recv_cq = send_cq
         parents = dict.fromkeys(part for part in (domain, send_cq, recv_cq, srq) if part is not None)
@@ -164,35 +152,70 @@ class QueuePair(Eventful[engine.QueuePair]):
         self._placement = placement
         self._send_cq = send_cq
         self._recv_cq = recv_cq
-        self._wanted = capabilities
+        self._wanted = wanted
+        self._receive_depth = receive_depth
+        self._receive_size = receive_size
+        self._refiller: Refiller | None = None
         self._srq = srq
         self._xrc_domain = xrc_domain
         self._port = port
         self._gid_index = gid_index
-        self._psn = random.getrandbits(24)
-        self._posted: _Posted | None = None
+        self._work: Requests | None = None
 
     def _owner(self) -> Affinity | None:
         return self._placement.owner if self._placement is not None else None
 
     def _open(self) -> None:
+        wanted = self._wanted
+        if self.qp_type is QpType.UD:
+            wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # for the route
+        room = _Room(self._life)
+        room.reserve(self._send_cq, wanted.max_send_wr)
+        if self._srq is None:
+            room.reserve(self._recv_cq, wanted.max_recv_wr)
+        end = _End()
+        self._life.hold(end)
         handle = engine.QueuePair(
             self._placement.pd if self._placement is not None else None,
             self._send_cq.handle if self._send_cq is not None else None,
             self._recv_cq.handle if self._recv_cq is not None else None,
-            self._wanted,
+            wanted,
             qp_type=self.qp_type,
             srq=self._srq.handle if self._srq is not None else None,
             xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
             affinity=self._life.owner,
         )
         self._handle = handle
-        self._life.label = str(handle.qp_num)
-        if self._send_cq is not None:
-            self._posted = _Posted(handle, self._send_cq)
-            self._life.hold(self._posted)
-            self._life.drain = self._posted.flush
         self._life.hold(handle)
+        if self._srq is not None and self._recv_cq is not None:
+            end.share(self._srq.serve(self._recv_cq, handle.qp_num), self._recv_cq.completer.drain)
+        self._life.label = str(handle.qp_num)
+        self._begin(handle, wanted, end)
+
+    def _begin(self, handle: engine.QueuePair, wanted: QpCapabilities, end: "_End") -> None:
+        life, placement = self._life, self._placement
+        work = Requests(
+            handle,
+            placement.base if placement is not None else None,
+            self._send_cq.completer if self._send_cq is not None else None,
+            self._recv_cq.completer if self._recv_cq is not None and self._srq is None else None,
+            send_depth=wanted.max_send_wr,
+            receive_depth=wanted.max_recv_wr,
+            chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
+            make_scratch=lambda size: _scratch(life, placement, size),
+        )
+        end.begin(handle, work)
+        self._work = work
+        self._requests_begin(work)
+        if self._receive_depth and work.receive_queue is not None and placement is not None:
+            poster = Requester()
+            poster._requests_begin(work)
+            self._refiller = Refiller(
+                life, placement.base, work.receive_queue, poster, self._receive_depth, self._receive_size
+            )
+            end.inbox = self._refiller.inbox
+        life.drain = end.flush
+        life.resume = work.reopen
 
     @property
     def label(self) -> str:
@@ -210,138 +233,146 @@ class QueuePair(Eventful[engine.QueuePair]):
         return self.handle.capabilities
 
     def statistics(self) -> QueuePairStatistics:
-        """What it has under way."""
-        under_way = self._posted.under_way() if self._posted is not None else 0
-        return QueuePairStatistics(len(self._life.children), under_way)
+        """What it is at, and has seen."""
+        of = self._work
+        queues = (of.send_queue, of.receive_queue) if of is not None else (None, None)
+        return QueuePairStatistics(len(self._life.children), *map(WorkQueueStatistics.of, queues))
 
-    @property
-    def address(self) -> QueuePairAddress:
-        """What a peer needs to connect to it."""
-        context = self.handle.context
-        gid, mtu = context.query_gid(self._port, self._gid_index), context.query_port(self._port).active_mtu
-        return QueuePairAddress(gid, self.qp_num, self._psn, mtu)
+    def _under_way(self) -> int:
+        return self._work.under_way if self._work is not None else 0
 
-    def query(self) -> QpAttributes:
-        """Its state and attributes: ``ibv_query_qp``."""
-        return self.handle.query()
+    def _moved(self, state: QpState) -> None:
+        if state in (QpState.RESET, QpState.RTS) and self._work is not None:
+            self._work.recovered()
+        if self._refiller is not None and state is QpState.RESET:
+            self._refiller.inbox.reopen()
+        if self._refiller is not None and state is QpState.INIT:
+            self._refiller.fill()
 
-    def connect(
+    def messages(self) -> AsyncIterator[Message]:
+        """What arrives, in its order: ``async for``, by one task at a time. It ends when the queue pair is closed.
+
+        The queue pair keeps `receive_depth` receives posted: messages are released when they are read, so that their
+        memory is received into again. A sender that finds none posted is told to wait (RNR).
+
+        :raises ValueError: it was made without receive_depth.
+        """
+        if self._refiller is None:
+            raise ValueError(f"{self!r} keeps no receives posted: make it with receive_depth and receive_size")
+        return self._refiller.inbox
+
+    def batch(self) -> Batch:
+        """Requests that are posted together: see `Batch`."""
+        return Batch(self)
+
+    def bind_window(
         self,
-        peer: QueuePairAddress,
-        access: AccessFlags = AccessFlags.LOCAL_WRITE,
+        window: MemoryWindow,
+        local: RegionSlice | MemoryRegion,
+        access: AccessFlags,
         *,
-        timeout: int = 14,
-        retry_cnt: int = 6,
-        rnr_retry: int = 6,
-        min_rnr_timer: int = 12,
-        max_rd_atomic: int = 1,
-    ) -> None:
-        """Connect it: ``ibv_modify_qp`` to INIT, RTR and RTS. The peer does the same with this one's `address`.
+        fence: bool = False,
+    ) -> Operation[RemoteRegion]:
+        """Bind a memory window to memory: ``ibv_bind_mw``, or ``IBV_WR_BIND_MW`` for one of type 2.
 
-        What its type does not have is left out: see the tables of the InfiniBand architecture, chapter 11.2.5.
+        Awaiting gives the `RemoteRegion` that a peer reaches it by. The region is registered with ``MW_BIND``; what was
+        bound before is not any more.
 
-        :param access: what the peer may do through it: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``.
-        :param timeout: how long an answer may take: 4.096 us * 2**timeout.
-        :param retry_cnt: how often a request is repeated that was not answered, 0 to 7.
-        :param rnr_retry: how often one is repeated that found no receive, 0 to 6; 7: without end.
-        :param min_rnr_timer: the code, 0 to 31, of how long the peer waits before that.
-        :param max_rd_atomic: reads and atomics that may be under way at once, in either direction.
-        :raises ValueError: it is of type UD, which is not connected.
-        :raises VerbsError: a value is out of range, or it is connected already.
+        :param access: what may be done through it: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``.
         """
-        if self.qp_type is QpType.UD:
-            raise ValueError(f"{self!r} is of type UD: its datagrams go by address handles, it is not connected")
-        handle = self.handle
-        responds = self.qp_type in (QpType.RC, QpType.XRC_RECV)
-        requests = self.qp_type in (QpType.RC, QpType.XRC_SEND)
-        handle.modify(QpState.INIT, pkey_index=0, port_num=self._port, qp_access_flags=access)
-        handle.modify(
-            QpState.RTR,
-            path_mtu=min(peer.mtu, handle.context.query_port(self._port).active_mtu),
-            dest_qp_num=peer.qp_num,
-            rq_psn=peer.psn,
-            max_dest_rd_atomic=max_rd_atomic if responds else None,
-            min_rnr_timer=min_rnr_timer if responds else None,
-            av=AddressVector(dgid=peer.gid, sgid_index=self._gid_index, port_num=self._port),
-        )
-        handle.modify(
-            QpState.RTS,
-            timeout=timeout if requests or responds else None,
-            retry_cnt=retry_cnt if requests else None,
-            rnr_retry=rnr_retry if requests else None,
-            sq_psn=self._psn,
-            max_rd_atomic=max_rd_atomic if requests else None,
-        )
+        return self._bind_window(window.handle, _slice(local), access, fence, False)
 
-    async def write(self, local: RegionSlice | MemoryRegion, remote: RemoteRegion) -> None:
-        """Write local memory to a peer's: RDMA WRITE. It is done when the peer's device has it.
-
-        Where this is cancelled the write goes on, and `local` stays registered until it is done.
-
-        :raises ValueError: the two differ in length, or it is of a type that has no writes.
-        :raises WorkCompletionError: it failed, and the queue pair is in the error state; or that was closed meanwhile.
-        :raises BrokenResourceError: the queue pair was closed and did not flush it, or the completion queue broke.
-        :raises VerbsError: it was not posted, with ENOMEM where the send queue is full.
-        """
-        if self.qp_type not in (QpType.RC, QpType.UC) or self._send_cq is None:
-            raise ValueError(f"{self!r} is of type {self.qp_type.name}: write on one of type RC or UC")
-        part = local[:] if isinstance(local, MemoryRegion) else local
-        if len(part) != len(remote):
-            raise ValueError(
-                f"{len(part)} bytes do not fill the {len(remote)} of {remote!r}: give it slices of one length"
-            )
-        self._check_open()
-        assert self._posted is not None
-        work = Work(self._posted, [part])
-        self._send_cq._add(work)
-        try:
-            # Asked for again: who closes looks at what is under way after it has said that it closes.
-            self.handle.post_send(
-                SendOpcode.RDMA_WRITE,
-                [part.sge],
-                wr_id=work.number,
-                flags=SendFlags.SIGNALED,
-                remote_addr=remote.address,
-                rkey=remote.rkey,
-            )
-        except BaseException:
-            self._send_cq._withdraw(work)
-            raise
-        await work.future
+    def bind_window_nowait(
+        self,
+        window: MemoryWindow,
+        local: RegionSlice | MemoryRegion,
+        access: AccessFlags,
+        *,
+        fence: bool = False,
+    ) -> Operation[RemoteRegion]:
+        """`bind_window`, where there is a place in the send queue; `anyio.WouldBlock` is raised where there is none."""
+        return self._bind_window(window.handle, _slice(local), access, fence, True)
 
 
-class _Posted:
-    """What a queue pair has under way, and how that ends. Its life keeps this, and not the user's object."""
+def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
+    return local[:] if isinstance(local, MemoryRegion) else local
 
-    def __init__(self, handle: engine.QueuePair, cq: CompletionQueue) -> None:
-        self._handle = handle
-        self._cq = cq
 
-    def __repr__(self) -> str:
-        return repr(self._handle)
+def _scratch(life: Life, placement: Placement | None, size: int) -> RegionSlice:
+    """Memory that the device writes old values of atomics and routes of datagrams to; as long as the queue pair is."""
+    assert placement is not None
+    handle = engine.MemoryRegion(placement.base, pages(size), AccessFlags.LOCAL_WRITE)
+    life.hold_below(handle)
+    return RegionSlice.of_all(Scratch(), handle, Scratch.pins, AccessFlags.LOCAL_WRITE)
 
-    def under_way(self) -> int:
-        """How many work requests."""
-        return len(self._cq._under_way_of(self))
+
+class _Room:
+    """What a queue pair reserves in completion queues. Given back when it is destroyed."""
+
+    def __init__(self, life: Life) -> None:
+        self._reserved: list[tuple[CompletionQueue, int]] = []
+        life.hold(self)
+
+    def reserve(self, cq: CompletionQueue | None, completions: int) -> None:
+        if cq is not None:
+            cq.reserve(completions)
+            self._reserved.append((cq, completions))
+
+    def destroy(self) -> None:
+        for cq, completions in self._reserved:
+            cq.release(completions)
+
+
+class _End:
+    """How what a queue pair has under way ends. Its life keeps this, and not the user's object."""
+
+    def __init__(self) -> None:
+        self._handle: engine.QueuePair | None = None
+        self._work: Requests | None = None
+        self.inbox: Inbox | None = None
+        self._leave: Callable[[], None] | None = None
+        self._take: Callable[[], None] | None = None
+
+    def begin(self, handle: engine.QueuePair, work: Requests) -> None:
+        self._handle, self._work = handle, work
+
+    def share(self, leave: Callable[[], None], take: Callable[[], None]) -> None:
+        """It takes receives of a shared receive queue until it is destroyed; `take` takes what they completed by."""
+        self._leave, self._take = leave, take
 
     async def flush(self) -> None:
         """Have what is under way completed with an error; what cannot be ends with the queue pair."""
-        if self._cq._under_way_of(self) and await self._to_error():
-            with anyio.move_on_after(_FLUSH_S, shield=True):
-                await self._cq._settled(self)
+        handle, work = self._handle, self._work
+        assert handle is not None
+        assert work is not None
+        work.close()
+        if self._take is not None and await self._to_error():
+            await patiently(self._take)  # completions of what it took from others' queue go with it
+        if not work.under_way or not await self._to_error() or not work.watched:
+            return
+        bell = Bell()
+        work.when_idle(bell.ring)
+        with anyio.move_on_after(_FLUSH_S, shield=True) as scope:
+            await bell.wait_while(lambda: work.under_way and work.watched)
+        work.when_idle(None)
+        if scope.cancelled_caught:
+            logger.warning(
+                "%r: %d requests were not flushed within %g s, and end with it", handle, work.under_way, _FLUSH_S
+            )
 
     async def _to_error(self) -> bool:
-        for _ in range(_TRIES):
-            try:
-                self._handle.modify(QpState.ERR)
-            except ConcurrentAccessError:  # another thread is inside of a domain that any may use
-                await asyncio.sleep(0)
-            except VerbsError:  # as where the device is lost
-                return False
-            else:
-                return self._cq._watched
-        return False
+        handle = self._handle
+        assert handle is not None
+        try:
+            return await patiently(lambda: handle.modify(QpState.ERR))
+        except VerbsError:  # as where the device is lost
+            return False
 
     def destroy(self) -> None:
         """The queue pair was destroyed: what is left completes no more. Until then it had its memory."""
-        self._cq._abandon(self)
+        if self._work is not None:
+            self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this was done"))
+        if self.inbox is not None:
+            self.inbox.close()
+        if self._leave is not None:
+            self._leave()

@@ -1,6 +1,7 @@
 """Resource domains: a thread domain, a parent domain and a protection domain in one."""
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from aioverbs._core import engine
@@ -98,7 +99,7 @@ class ResourceDomain(Domain):
         return self._parent
 
     def _placement(self) -> Placement:
-        return self.parent._placement()
+        return replace(self.parent._placement(), message_model=self.message_model)
 
     @property
     def native(self) -> bool:

@@ -21,8 +21,8 @@ async def main() -> None:
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, ACCESS)
-        far.connect(near.address, ACCESS)
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
 
         async def send(number: int) -> None:
             text = f"message {number}".encode()

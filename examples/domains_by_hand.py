@@ -18,12 +18,12 @@ async def worker(
     async with (
         device.thread_domain() as td,
         pd.parent_domain(td) as domain,
-        domain.completion_queue(16) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, ACCESS)
-        far.connect(near.address, ACCESS)
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
         remote = region.remote()[part.start + 1024 : part.stop + 1024]
         await near.write(region[part], remote)
         print(f"{td.owner}: wrote {len(remote)} bytes, thread domain {'native' if td.native else 'not native'}")

@@ -17,12 +17,12 @@ async def main() -> None:
         device.resource_domain() as domain,  # a thread domain of this loop, over a protection domain
         domain.register(4096, ACCESS) as source,
         domain.register(4096, ACCESS) as target,
-        domain.completion_queue(16) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, ACCESS)
-        far.connect(near.address, ACCESS)
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
         print(f"{device.name}: {'no locks' if domain.native else 'with the locks of the provider'}")
 
         source.buffer[:5] = b"hello"

@@ -18,12 +18,12 @@ async def main() -> None:
         other.shared_protection_domain(shared.id, KEY) as instance,
         instance.register(bytearray(b"hello" + bytes(59)), ACCESS) as region,
         device.resource_domain(pd) as domain,
-        domain.completion_queue(16) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, ACCESS)
-        far.connect(near.address, ACCESS)
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
         await near.write(region[:5], region.remote()[32:37])
         print(f"written by one, registered by the other: {bytes(region.buffer[32:37])!r}")
         try:

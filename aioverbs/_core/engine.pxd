@@ -1,6 +1,7 @@
 # What other extensions of the core build on: handles and their pointers.
 
-from libc.stdint cimport uint8_t, uint16_t, uint32_t
+from cpython.object cimport PyObject
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from aioverbs._core.verbs cimport (
     ibv_ah,
@@ -26,7 +27,8 @@ cdef class Affinity:
     cdef readonly object loop           # of its owner, or None
     cdef readonly str thread_name
     cdef object _run                    # the run of the loop that was seen last, see running_loop.h
-    cdef str _verb                      # under way, where `_inside`
+    cdef uint64_t _version              # of the thread's dictionary then; 0: not known
+    cdef PyObject *_verb                # a str under way, where `_inside`: the caller's
     cdef int _inside                    # affinity_claim
     cdef uint32_t _forks                # soft_fork_count() when it was made
 
@@ -98,6 +100,7 @@ cdef class AsyncEvent:
 
 cdef class ProtectionDomain(Handle):
     cdef ibv_pd *pointer
+    cdef bint _shared                   # memory of other instances serves here, too
     cdef public object lease            # None, or what import_pd says; to be set before anyone else has the domain
 
     cdef object _take_cause(self)
@@ -171,6 +174,7 @@ cdef class SharedReceiveQueue(Handle):
 cdef class QueuePair(Handle):
     cdef ibv_qp *pointer
     cdef int _type
+    cdef int _state                     # that it was last moved to, or is known to be in
     cdef readonly object qp_type
     cdef readonly ProtectionDomain pd
     cdef readonly CompletionQueue send_cq

@@ -66,6 +66,7 @@ cdef class Affinity:
             affinity_thread_forget(<affinity_thread *>self._thread)
         self._thread = thread
         self._run = None
+        self._version = 0
         self.loop = loop
         self.thread_name = threading.current_thread().name
         return 0
@@ -129,7 +130,7 @@ cdef class Affinity:
             self._inside = 1
         elif not affinity_claim(&self._inside):
             raise ConcurrentAccessError(self._overlap(what, verb))
-        self._verb = verb
+        self._verb = <PyObject *>verb
         return 0
 
     cdef void _leave(self) noexcept:
@@ -141,11 +142,13 @@ cdef class Affinity:
             return False
         run = running_loop_run()
         if run and run == <PyObject *>self._run:
+            self._version = running_loop_version()
             return True
         if _running_loop() is not self.loop:
             return False
         if run:
             self._run = <object>run                 # kept, so that no other run is ever at its address
+            self._version = running_loop_version()
         return True
 
     cdef bint _is_of_same(self, Affinity other) noexcept:
@@ -168,7 +171,7 @@ cdef class Affinity:
 
     cdef str _overlap(self, object what, str verb):
         return (
-            f"{verb} on {what!r}: {self._verb} is under way in its domain, where one call at a time may be; "
+            f"{verb} on {what!r}: {<object>self._verb} is under way in its domain, where one call at a time may be; "
             "this one was refused"
         )
 
@@ -177,6 +180,14 @@ cdef class Affinity:
 
     def __repr__(self):
         return f"<Affinity of {self._owner()}>" if self._thread else "<Affinity of no thread>"
+
+
+cdef inline bint _pass_again(Affinity affinity) noexcept:
+    # What `_enter` finds where nothing has changed since it last let somebody in, and nobody is inside.
+    return (
+        affinity._thread != NULL and affinity_thread_self() == affinity._thread and not affinity._inside
+        and affinity._version and running_loop_version() == affinity._version
+    )
 
 
 if affinity_thread_prepare() or running_loop_prepare():

@@ -138,6 +138,7 @@ cdef class ProtectionDomain(Handle):
             if not self.pointer:
                 raise VerbsError("ibv_share_pd", error)
             self._opened(f"{self.pointer.handle}")
+            self._shared = True
         except BaseException:
             if self.pointer:
                 self._destroy_verb()
@@ -164,6 +165,7 @@ cdef class ProtectionDomain(Handle):
         finally:
             self._leave()
         self._check("ibv_alloc_shpd", error)
+        self._shared = True
         return share
 
     cdef object _take_cause(self):

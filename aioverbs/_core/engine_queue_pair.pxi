@@ -247,6 +247,13 @@ cdef class QueuePair(Handle):
         finally:
             self._unuse()
         self._check("ibv_modify_qp", error)
+        if mask & v.IBV_QP_STATE:
+            self._state = attr.qp_state
+
+    @property
+    def state(self):
+        """The `QpState` that it was last moved to, found in by `query`, or is known to have failed into."""
+        return QpState(self._state)
 
     def query(self):
         """Its state and attributes, a `QpAttributes`: ``ibv_query_qp``."""
@@ -269,6 +276,7 @@ cdef class QueuePair(Handle):
         finally:
             self._unuse()
         self._check("ibv_query_qp", error)
+        self._state = attr.qp_state
         return QpAttributes(
             qp_state=QpState(<int>attr.qp_state),
             path_mtu=<int>attr.path_mtu,

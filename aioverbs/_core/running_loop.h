@@ -1,8 +1,9 @@
 /* What tells one run of an event loop from another, without a call into asyncio.
  *
  * Up to CPython 3.11 asyncio keeps an object in the thread state's dictionary that it makes anew for each run of a loop:
- * whoever holds a reference to it and finds it there again is in the same run. Later versions have nothing of that
- * kind, and need nothing: asking them which loop runs is cheap. */
+ * whoever holds a reference to it and finds it there again is in the same run. Before that, the dictionary's version
+ * tells that nothing in it has changed: no two states of any dictionaries have the same one. Later versions of CPython
+ * have nothing of that kind, and need nothing: asking them which loop runs is cheap. */
 #ifndef AIOVERBS_RUNNING_LOOP_H
 #define AIOVERBS_RUNNING_LOOP_H
 
@@ -29,6 +30,14 @@ static inline PyObject *running_loop_run(void)
     return run;
 }
 
+/* Of the calling thread's dictionary; 0 where it has none. */
+static inline uint64_t running_loop_version(void)
+{
+    PyObject *state = PyThreadState_Get()->dict;
+
+    return state ? ((PyDictObject *)state)->ma_version_tag : 0;
+}
+
 #else
 
 static int running_loop_prepare(void)
@@ -39,6 +48,11 @@ static int running_loop_prepare(void)
 static inline PyObject *running_loop_run(void)
 {
     return NULL;
+}
+
+static inline uint64_t running_loop_version(void)
+{
+    return 0;
 }
 
 #endif

@@ -217,6 +217,7 @@ cdef extern from "verbs_abi.h" nogil:
         pass
 
     enum:
+        IBV_WC_GRH
         IBV_WC_WITH_IMM
         IBV_WC_WITH_INV
 

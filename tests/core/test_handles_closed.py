@@ -37,6 +37,7 @@ IDENTITY = {
     "parent_domain",
     "pd",
     "qp_type",
+    "state",
     "recv_cq",
     "send_cq",
     "software",

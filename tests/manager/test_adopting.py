@@ -48,15 +48,15 @@ async def test_it_serves_like_one_of_ours(device: Device) -> None:
             device.resource_domain(pd) as domain,
             domain.adopt_memory_region(mr, REMOTE) as again,
             domain.register(64, REMOTE) as ours,
-            domain.completion_queue(16) as cq,
+            domain.completion_queue(64) as cq,
             domain.queue_pair(cq) as near,
             domain.queue_pair(cq) as far,
         ):
             assert (len(region), region.address, region.access) == (4096, mr.buf, REMOTE)
             assert (region.lkey, region.rkey) == (mr.lkey, mr.rkey) == (again.lkey, again.rkey)
             assert region.remote() == RemoteRegion(mr.buf, 4096, mr.rkey)
-            near.connect(far.address, REMOTE)
-            far.connect(near.address, REMOTE)
+            near.connect(far.local_endpoint(), REMOTE)
+            far.connect(near.local_endpoint(), REMOTE)
             region.buffer[:5] = b"hello"
             assert bytes(mr.memory[:5]) == b"hello"
             await near.write(region[:5], ours.remote()[:5])
@@ -196,14 +196,14 @@ async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
         mr = MR(theirs, 64, REMOTE)
         async with (
             device.adopt_protection_domain(theirs) as pd,
-            pd.completion_queue(16) as cq,
+            pd.completion_queue(64) as cq,
             pd.queue_pair(cq) as near,
             pd.queue_pair(cq) as far,
             pd.register(64, REMOTE) as ours,
             pd.adopt_memory_region(mr, REMOTE) as region,
         ):
-            near.connect(far.address, REMOTE)
-            far.connect(near.address, REMOTE)
+            near.connect(far.local_endpoint(), REMOTE)
+            far.connect(near.local_endpoint(), REMOTE)
             part, remote = region[:8], region.remote()[:8]
             mr.close()
             for ask in (
@@ -231,7 +231,7 @@ async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
         async with (
             device.adopt_protection_domain(theirs) as pd,
             pd.adopt_memory_region(mr, REMOTE) as region,
-            pd.completion_queue(16) as cq,
+            pd.completion_queue(64) as cq,
         ):
             theirs.close()  # and the memory region with it
             with pytest.raises(LenderClosedError):

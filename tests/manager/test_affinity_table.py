@@ -13,13 +13,16 @@ import pytest
 from aioverbs import (
     AccessFlags,
     AffinityError,
+    Batch,
     CompletionQueue,
     Device,
+    Endpoint,
     MemoryRegion,
+    MemoryWindow,
     Mtu,
+    Operation,
     ParentDomain,
     QueuePair,
-    QueuePairAddress,
     Resource,
     ResourceDomain,
     SharedReceiveQueue,
@@ -28,8 +31,9 @@ from aioverbs import (
 )
 from tests.conftest import LOOP_FACTORIES
 
-ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
-ADDRESS = QueuePairAddress(bytes(16), 1, 1, Mtu.MTU_1024)
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+WINDOW = AccessFlags.REMOTE_WRITE
+ENDPOINT = Endpoint(bytes(range(16)), 1, 1, Mtu.MTU_1024)
 Factory = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -43,11 +47,20 @@ class Owned:
     domain: ResourceDomain
     cq: CompletionQueue
     qp: QueuePair
+    receiver: QueuePair
     srq: SharedReceiveQueue
     region: MemoryRegion
+    window: MemoryWindow
+    batch: Batch
+    posted: Batch
+    operation: Operation[None]
 
     def resources(self) -> list[Resource]:
-        return [self.td, self.parent, self.domain, self.cq, self.qp, self.srq]
+        return [self.td, self.parent, self.domain, self.cq, self.qp, self.receiver, self.srq]
+
+    @property
+    def rkey(self) -> int:
+        return self.region.remote().rkey
 
 
 @asynccontextmanager
@@ -56,58 +69,121 @@ async def owned(device: Device) -> AsyncIterator[Owned]:
         device.protection_domain() as pd,
         device.thread_domain() as td,
         pd.parent_domain(td) as parent,
-        parent.completion_queue(4) as parent_cq,
+        parent.completion_queue(64) as parent_cq,
         device.resource_domain(pd) as domain,
-        domain.completion_queue(4) as cq,
+        domain.completion_queue(64) as cq,
         domain.shared_receive_queue(4) as srq,
         domain.queue_pair(cq, srq=srq) as qp,
-        domain.register(64, ACCESS) as region,
+        domain.queue_pair(cq) as receiver,
+        domain.register(64, ACCESS | AccessFlags.MW_BIND) as region,
+        domain.memory_window() as window,
     ):
-        qp.connect(qp.address, ACCESS)
-        yield Owned(td, parent, parent_cq, domain, cq, qp, srq, region)
+        qp.connect(qp.local_endpoint(), ACCESS)
+        receiver.to_init()
+        batch, posted = qp.batch(), qp.batch()
+        posted.write(region[:8], region.remote()[8:16])
+        operation = qp.write(region[:8], region.remote()[8:16])
+        yield Owned(td, parent, parent_cq, domain, cq, qp, receiver, srq, region, window, batch, posted, operation)
 
 
 # What calls a verb, or opens something that does, by kind.
 Call = Callable[[Owned], object | Awaitable[object]]
-CALLS: dict[type[Resource], dict[str, Call]] = {
+CALLS: dict[type[object], dict[str, Call]] = {
     ThreadDomain: {"aclose": lambda of: of.td.aclose()},
     ParentDomain: {
         "aclose": lambda of: of.parent.aclose(),
-        "completion_queue": lambda of: of.parent.completion_queue(4).open(),
+        "completion_queue": lambda of: of.parent.completion_queue(64).open(),
         "queue_pair": lambda of: of.parent.queue_pair(of.parent_cq).open(),
         "shared_receive_queue": lambda of: of.parent.shared_receive_queue(4).open(),
     },
     ResourceDomain: {
         "aclose": lambda of: of.domain.aclose(),
-        "completion_queue": lambda of: of.domain.completion_queue(4).open(),
-        "queue_pair": lambda of: of.domain.queue_pair(of.cq).open(),
+        "completion_queue": lambda of: of.domain.completion_queue(64).open(),
+        "queue_pair": lambda of: of.domain.queue_pair(of.parent_cq).open(),
         "shared_receive_queue": lambda of: of.domain.shared_receive_queue(4).open(),
     },
-    CompletionQueue: {"aclose": lambda of: of.cq.aclose()},
+    CompletionQueue: {"aclose": lambda of: of.cq.aclose(), "resize": lambda of: of.cq.resize(128)},
     QueuePair: {
         "aclose": lambda of: of.qp.aclose(),
-        "connect": lambda of: of.qp.connect(ADDRESS, ACCESS),
+        "activate": lambda of: of.qp.activate(),
+        "bind_window": lambda of: of.qp.bind_window(of.window, of.region, WINDOW),
+        "bind_window_nowait": lambda of: of.qp.bind_window_nowait(of.window, of.region, WINDOW),
+        "compare_and_swap": lambda of: of.qp.compare_and_swap(of.region.remote()[:8], 0, 1),
+        "compare_and_swap_nowait": lambda of: of.qp.compare_and_swap_nowait(of.region.remote()[:8], 0, 1),
+        "connect": lambda of: of.qp.connect(ENDPOINT, ACCESS),
+        "fetch_and_add": lambda of: of.qp.fetch_and_add(of.region.remote()[:8], 1),
+        "fetch_and_add_nowait": lambda of: of.qp.fetch_and_add_nowait(of.region.remote()[:8], 1),
+        "invalidate": lambda of: of.qp.invalidate(of.rkey),
+        "invalidate_nowait": lambda of: of.qp.invalidate_nowait(of.rkey),
         "query": lambda of: of.qp.query(),
+        "read": lambda of: of.qp.read(of.region[:8], of.region.remote()[8:16]),
+        "read_nowait": lambda of: of.qp.read_nowait(of.region[:8], of.region.remote()[8:16]),
+        "receive": lambda of: of.receiver.receive(of.region[:8]),
+        "receive_nowait": lambda of: of.receiver.receive_nowait(of.region[:8]),
+        "send": lambda of: of.qp.send(of.region[:8]),
+        "send_nowait": lambda of: of.qp.send_nowait(of.region[:8]),
+        "send_with_invalidate": lambda of: of.qp.send_with_invalidate(of.region[:8], of.rkey),
+        "send_with_invalidate_nowait": lambda of: of.qp.send_with_invalidate_nowait(of.region[:8], of.rkey),
+        "to_error": lambda of: of.qp.to_error(),
+        "to_init": lambda of: of.qp.to_init(),
+        "to_reset": lambda of: of.qp.to_reset(),
+        "to_rtr": lambda of: of.qp.to_rtr(ENDPOINT),
+        "to_rts": lambda of: of.qp.to_rts(),
+        "to_sqd": lambda of: of.qp.to_sqd(),
         "write": lambda of: of.qp.write(of.region[:8], of.region.remote()[8:16]),
+        "write_nowait": lambda of: of.qp.write_nowait(of.region[:8], of.region.remote()[8:16]),
+        "write_with_immediate": lambda of: of.qp.write_with_immediate(of.region[:8], of.region.remote()[8:16], 1),
+        "write_with_immediate_nowait": lambda of: of.qp.write_with_immediate_nowait(
+            of.region[:8], of.region.remote()[8:16], 1
+        ),
+    },
+    Batch: {
+        "compare_and_swap": lambda of: of.batch.compare_and_swap(of.region.remote()[:8], 0, 1),
+        "fetch_and_add": lambda of: of.batch.fetch_and_add(of.region.remote()[:8], 1),
+        "invalidate": lambda of: of.batch.invalidate(of.rkey),
+        "post": lambda of: of.posted.post(),
+        "post_nowait": lambda of: of.posted.post_nowait(),
+        "read": lambda of: of.batch.read(of.region[:8], of.region.remote()[8:16]),
+        "send": lambda of: of.batch.send(of.region[:8]),
+        "send_with_invalidate": lambda of: of.batch.send_with_invalidate(of.region[:8], of.rkey),
+        "write": lambda of: of.batch.write(of.region[:8], of.region.remote()[8:16]),
+        "write_with_immediate": lambda of: of.batch.write_with_immediate(of.region[:8], of.region.remote()[8:16], 1),
+    },
+    Operation: {
+        "await": lambda of: awaiting(of.operation),
+        "done": lambda of: of.operation.done(),
+        "send": lambda of: of.operation.send(None),
     },
     SharedReceiveQueue: {
         "aclose": lambda of: of.srq.aclose(),
         "number": lambda of: of.srq.number,
         "query": lambda of: of.srq.query(),
+        "receive": lambda of: of.srq.receive(of.region[:8]),
+        "receive_nowait": lambda of: of.srq.receive_nowait(of.region[:8]),
     },
 }
 # What calls none: attributes, what is for anybody, and `open`, which a new object has and these have behind them.
 FREE = {
-    "address", "adopt_memory_region", "allocator", "base", "buffer_pool", "cache", "capabilities", "closed", "context",
-    "events", "handle", "label", "message_model", "native", "native_allocators", "open", "owner", "parent", "pd",
-    "qp_num", "qp_type", "register", "run", "state", "statistics", "td", "thread_model",
+    "address_handle", "adopt_memory_region", "allocator", "base", "batch", "buffer_pool", "cache", "capabilities",
+    "closed", "completer", "context", "depth", "events", "handle", "label", "local_endpoint", "memory_window",
+    "message_model", "messages", "moderated", "native", "native_allocators", "open", "owner", "parent", "path_to",
+    "pd", "qp_num", "qp_state", "qp_type", "register", "release", "remote_endpoint", "reserve", "run", "serve",
+    "state", "statistics", "td", "thread_model", "work",
 }  # fmt: skip
+# Of an operation: what it ended by is anybody's to read; a coroutine that nobody needs may be closed by the garbage
+# collector, in whatever thread that runs.
+FREE_OF_OPERATION = {"close", "result", "throw"}
+
+
+async def awaiting(operation: Operation[None]) -> None:
+    await operation
 
 
 def test_the_table_is_whole() -> None:
     for kind, calls in CALLS.items():
         public = {name for name in dir(kind) if not name.startswith("_")}
-        assert public - FREE == set(calls), kind.__name__
+        free = FREE_OF_OPERATION if kind is Operation else FREE
+        assert public - free == set(calls) - {"await"}, kind.__name__
 
 
 async def refused(of: Owned) -> int:
@@ -127,7 +203,7 @@ async def _done(result: object) -> None:
 
 
 def without_a_loop(of: Owned) -> int:
-    """The same where no loop runs: only what is not a coroutine gets as far as a verb."""
+    """The same where no loop runs: only what is not a coroutine function gets as far as a verb."""
     asked = 0
     for calls in CALLS.values():
         for call in calls.values():
@@ -143,15 +219,23 @@ def without_a_loop(of: Owned) -> int:
 
 async def check(of: Owned) -> None:
     """All is as it was, for the owner."""
-    assert [resource.state for resource in of.resources()] == [State.OPEN] * 6
-    assert of.cq.statistics().under_way == len(of.region.pins) == 0
+    assert [resource.state for resource in of.resources()] == [State.OPEN] * 7
+    before = of.qp.statistics()
+    assert (before.sends.posted, before.sends.queued, of.receiver.statistics().receives.posted) == (1, 0, 0)
+    assert (len(of.batch), len(of.posted), of.cq.statistics().depth >= 128) == (0, 1, False)
+    assert of.srq.statistics().posted == 0
     assert of.srq.query().max_wr >= 4
+    await of.operation
+    assert of.cq.statistics().under_way == 0
     of.region.buffer[:8] = b"as ever."
-    await of.qp.write(of.region[:8], of.region.remote()[8:16])
+    await of.posted.post()
     assert bytes(of.region.buffer[8:16]) == b"as ever."
+    assert len(of.region.pins) == 0
+    assert of.window.rkey == of.window.handle.rkey
 
 
 TABLE = sum(len(calls) for calls in CALLS.values())
+SYNCHRONOUS = TABLE - sum(name in ("aclose", "await") for calls in CALLS.values() for name in calls) - 6
 
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
@@ -167,9 +251,9 @@ async def test_a_thread_with_a_loop(device: Device, factory: Factory) -> None:
 
 async def test_a_thread_without_one_and_an_executor(device: Device) -> None:
     async with owned(device) as of:
-        assert await asyncio.to_thread(without_a_loop, of) == 4
+        assert await asyncio.to_thread(without_a_loop, of) == SYNCHRONOUS
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            assert await asyncio.get_running_loop().run_in_executor(executor, without_a_loop, of) == 4
+            assert await asyncio.get_running_loop().run_in_executor(executor, without_a_loop, of) == SYNCHRONOUS
         await check(of)
 
 
@@ -182,7 +266,7 @@ def test_the_owners_thread_with_another_loop_or_none(factory: Factory) -> None:
     try:
         of = loop.run_until_complete(anext(scene))
         assert other.run_until_complete(refused(of)) == TABLE
-        assert without_a_loop(of) == 4
+        assert without_a_loop(of) == SYNCHRONOUS
         loop.run_until_complete(check(of))
         loop.run_until_complete(scene.aclose())
     finally:

@@ -119,7 +119,7 @@ async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) 
                     partial(getattr, old, "sge"),
                     partial(getattr, old, "buffer"),
                     old.remote,
-                    partial(old.pins.add, "work"),
+                    old.pins.add,
                     buffer.__enter__,
                 )
                 for ask in asks:
@@ -347,7 +347,7 @@ async def test_what_was_on_its_way_to_a_loop_that_closed_comes_back(pd: Protecti
 async def test_a_buffer_under_dma_is_nobody_elses(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
-        buffer[8:16].pins.add("work")
+        buffer[8:16].pins.add()
         assert len(buffer.pins) == len(buffer.region.pins) == 1
         buffer.release()
         assert counts(pool) == (0, 1, 0, 0)
@@ -356,11 +356,10 @@ async def test_a_buffer_under_dma_is_nobody_elses(pd: ProtectionDomain) -> None:
         waiting = asyncio.ensure_future(pool.lease())
         await turns()
         assert not waiting.done()
-        buffer.pins.discard("work")
+        buffer.pins.discard()
         assert counts(pool) == (1, 0, 0, 0), "without a turn of the loop"
         another = await waiting
         assert another.offset == buffer.offset
-        buffer.pins.discard("work")  # a second time, of somebody who is late
         assert counts(pool) == (1, 0, 0, 0)
         assert len(another.pins) == 0
         another.release()
@@ -403,11 +402,11 @@ async def test_a_forgotten_buffer_under_dma_comes_back_when_that_is_over(pd: Pro
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
         pins = buffer.pins
-        pins.add("work")
+        pins.add()
         with pytest.warns(ResourceWarning, match="forgotten"):
             del buffer
         assert counts(pool) == (0, 1, 0, 0)
-        pins.discard("work")
+        pins.discard()
         assert counts(pool) == (0, 0, 1, 0)
 
 
@@ -591,11 +590,11 @@ async def test_who_comes_while_another_thread_closes_it_does_not_wait(
 async def test_closing_waits_for_dma(pd: ProtectionDomain) -> None:
     pool = await pd.buffer_pool(64, 1).open()
     with pool.lease_nowait() as buffer:
-        buffer.pins.add("work")
+        buffer.pins.add()
     closing = asyncio.create_task(pool.aclose())
     await turns()
     assert not closing.done()
-    buffer.pins.discard("work")
+    buffer.pins.discard()
     await closing
     assert pool.closed
 
@@ -688,7 +687,7 @@ class Pooling(RuleBasedStateMachine):
         async def work() -> None:
             buffer = self.leased.pop(data.draw(st.integers(0, len(self.leased) - 1)))
             if dma:
-                buffer.pins.add("work")
+                buffer.pins.add()
                 self.released.append(buffer)
             if forget and not dma:
                 with pytest.warns(ResourceWarning, match="forgotten"):
@@ -706,7 +705,7 @@ class Pooling(RuleBasedStateMachine):
     def complete(self, data: st.DataObject) -> None:
         async def work() -> None:
             buffer = self.released.pop(data.draw(st.integers(0, len(self.released) - 1)))
-            buffer.pins.discard("work")
+            buffer.pins.discard()
             await self.settle()
 
         self.run(work())
@@ -735,7 +734,7 @@ class Pooling(RuleBasedStateMachine):
             for task in self.queue:
                 task.cancel()
             for buffer in self.released:
-                buffer.pins.discard("work")
+                buffer.pins.discard()
             for buffer in self.leased:
                 buffer.release()
             await turns()

@@ -149,9 +149,9 @@ async def test_opening_that_is_cancelled_again_and_again_leaves_nothing(
 
 async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
     domain = await device.resource_domain().open()
-    cq = await domain.completion_queue(4).open()
+    cq = await domain.completion_queue(64).open()
     region = await domain.register(64).open()
-    region.pins.add(region)  # closing waits
+    region.pins.add()  # closing waits
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         task = asyncio.create_task(domain.aclose())
@@ -161,7 +161,7 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
     assert task.cancelled()
     assert cq.closed
     assert domain.closed
-    region.pins.discard(region)
+    region.pins.discard()
 
 
 @pytest.mark.parametrize("kind", ["native", "anyio"])
@@ -169,7 +169,7 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
 async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str, whole: bool) -> None:
     domain = await device.resource_domain().open()
     region = await domain.register(64).open()
-    region.pins.add(region)  # closing waits
+    region.pins.add()  # closing waits
     closed = domain if whole else region
     raised: list[BaseException] = []
 
@@ -196,7 +196,7 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
     assert isinstance(error.__context__, VerbsError)
     assert error.__notes__ == [f"and closing {closed._life!r} failed: VerbsError: {error.__context__}"]
     assert region.state is domain.state is State.OPEN
-    region.pins.discard(region)
+    region.pins.discard()
     await region.aclose()
     await domain.aclose()
 
@@ -219,10 +219,10 @@ async def test_memory_is_closed_after_the_queues_that_work_with_it(
 ) -> None:
     monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
     pd = await device.protection_domain().open()
-    cq = await pd.completion_queue(4).open()
+    cq = await pd.completion_queue(64).open()
     near, far = await pd.queue_pair(cq).open(), await pd.queue_pair(cq).open()
-    near.connect(far.address, REMOTE)
-    far.connect(near.address, REMOTE)
+    near.connect(far.local_endpoint(), REMOTE)
+    far.connect(near.local_endpoint(), REMOTE)
     source = await pd.register(64, REMOTE).open()
     device.handle.faults.hold()
     task = asyncio.create_task(near.write(source, source.remote()))
@@ -241,10 +241,10 @@ async def test_an_orphan_with_work_under_way_is_reaped() -> None:
     async def leave_open() -> None:
         domain = await device.resource_domain().open()
         source, target = await domain.register(4096, REMOTE).open(), await domain.register(4096, REMOTE).open()
-        cq = await domain.completion_queue(16).open()
+        cq = await domain.completion_queue(64).open()
         near, far = await domain.queue_pair(cq).open(), await domain.queue_pair(cq).open()
-        near.connect(far.address, REMOTE)
-        far.connect(near.address, REMOTE)
+        near.connect(far.local_endpoint(), REMOTE)
+        far.connect(near.local_endpoint(), REMOTE)
         kept.append(Ends(domain, cq, near, far, source, target))
         await begin_write(device, kept[0])
 
@@ -260,7 +260,7 @@ async def test_two_orphans_of_one_owner_are_anyones(device: Device) -> None:
     async def leave_open() -> None:
         domain = await device.resource_domain().open()
         kept.append(domain)
-        kept.append(await domain.completion_queue(4).open())
+        kept.append(await domain.completion_queue(64).open())
 
     kept: list[Resource] = []
     await asyncio.to_thread(asyncio.run, leave_open())
@@ -296,7 +296,7 @@ async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypat
     monkeypatch.setattr("aioverbs.completion._STOP_S", 0.05)
     pd = await device.protection_domain().open()
     loop = asyncio.new_event_loop()
-    cq = pd.completion_queue(4)
+    cq = pd.completion_queue(64)
     await asyncio.to_thread(loop.run_until_complete, cq.open())
     async with asyncio.timeout(5):
         with pytest.raises(BusyResourceError, match="does not answer"):
@@ -311,7 +311,7 @@ async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypat
 async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: Device, times: int) -> None:
     async with device.protection_domain() as pd:
         with Elsewhere() as elsewhere:
-            cq = pd.completion_queue(4)
+            cq = pd.completion_queue(64)
             opened = asyncio.run_coroutine_threadsafe(cq.open(), elsewhere.loop)
             await asyncio.wrap_future(opened)
             descriptor = cq.handle.channel
@@ -346,7 +346,7 @@ async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: 
 
 
 async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
-    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
 
         async def forget() -> None:
             await domain.queue_pair(cq).open()

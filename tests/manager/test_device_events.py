@@ -40,7 +40,7 @@ async def listening(events: AsyncIterator[DeviceEvent]) -> "asyncio.Task[DeviceE
 async def test_events_of_ports_and_objects(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
-        domain.completion_queue(4) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as qp,
         domain.shared_receive_queue(4) as srq,
     ):
@@ -63,7 +63,7 @@ async def test_events_of_ports_and_objects(device: Device) -> None:
 async def test_events_of_one_object(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
-        domain.completion_queue(4) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as qp,
         domain.queue_pair(cq) as other,
     ):
@@ -78,7 +78,7 @@ async def test_events_of_one_object(device: Device) -> None:
 async def test_objects_have_their_own(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
-        domain.completion_queue(4) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as qp,
         domain.queue_pair(cq) as other,
         domain.shared_receive_queue(4) as srq,
@@ -189,7 +189,7 @@ async def test_the_end_of_the_device_is_their_end() -> None:
 async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
     """libuv ends a process whose loop polls a descriptor that was closed."""
     async with open_device("soft0") as device:
-        async with device.resource_domain() as domain, domain.completion_queue(4):
+        async with device.resource_domain() as domain, domain.completion_queue(64):
             device.handle.faults.set_port(False)
             await asyncio.sleep(0.01)  # the queue's loop takes it, and nobody hears of it
         await asyncio.sleep(0.01)
@@ -209,7 +209,7 @@ async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkey
         with pytest.raises(OSError, match="too many"):
             await anext(device.events())
         with pytest.raises(OSError, match="too many"):
-            pump.watch(lambda: None)
+            pump.watch(lambda _: None)
     device.handle.faults.set_port(False)
     device.handle.faults.lose_device()
     await asyncio.sleep(0.01)
@@ -253,7 +253,7 @@ async def listen_to_all(device: Device) -> int:
 
 async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -> None:
     events = device.events()
-    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         device.handle.faults.fail("get_async_event", errno.EIO, times=0)
@@ -261,14 +261,14 @@ async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(waiting, 10)
         async with asyncio.timeout(10), domain.queue_pair(cq) as qp, domain.register(8, WRITTEN) as region:
-            qp.connect(qp.address, WRITTEN)
+            qp.connect(qp.local_endpoint(), WRITTEN)
             with pytest.raises(BrokenResourceError, match="the device was lost"):
                 await qp.write(region[:4], region.remote()[4:])
     device.handle.faults.clear()
 
 
 async def test_an_event_that_was_told_keeps_nothing_from_being_closed(device: Device) -> None:
-    async with device.resource_domain() as domain, domain.completion_queue(4) as cq:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         events = device.events()
         async with domain.queue_pair(cq) as qp:
             task = await listening(events)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import mmap
 import warnings
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ async def test_what_was_opened_before_says_so(device: Device) -> None:
         pd.register(4096, REMOTE) as region,
         device.thread_domain() as td,
         pd.parent_domain(td) as domain,
-        pd.completion_queue(4) as cq,
+        pd.completion_queue(64) as cq,
         pd.queue_pair(cq) as qp,
     ):
         everything: list[Resource] = [qp, cq, domain, td, region, pd, device]
@@ -36,7 +37,7 @@ async def test_what_was_opened_before_says_so(device: Device) -> None:
             device.protection_domain,
             device.statistics,
             lambda: pd.handle,
-            lambda: pd.completion_queue(4),
+            lambda: pd.completion_queue(64),
             lambda: region.buffer,
             lambda: region.rkey,
             lambda: qp.query(),
@@ -100,6 +101,32 @@ async def test_what_is_forgotten_there_is_not_warned_of(device: Device) -> None:
 
         assert in_child(forget) == []
         await td.aclose()
+
+
+async def test_what_is_forgotten_there_takes_nothing_else_away(device: Device) -> None:
+    """Its memory is mapped in the child, too: or something else would be there, and be unmapped with it."""
+    async with device.protection_domain() as pd:
+        regions = [await pd.register(1 << 16).open() for _ in range(8)]
+        regions[0].buffer[:5] = b"ours."
+
+        def forget() -> int:
+            inherited = [region._memory for region in regions]
+            maps = [mmap.mmap(-1, 1 << 16) for _ in range(8)]
+            assert isinstance(inherited[0], mmap.mmap)
+            assert inherited[0][:5] == bytes(5), "zeros"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                inherited.clear()
+                regions.clear()
+                gc.collect()
+            for each in maps:
+                each[:] = b"x" * (1 << 16)
+            return len(maps)
+
+        assert in_child(forget) == 8
+        assert bytes(regions[0].buffer[:5]) == b"ours."
+        for region in regions:
+            await region.aclose()
 
 
 async def test_no_call_is_carried_to_the_parent() -> None:

@@ -272,7 +272,7 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
     uses: list[Callable[[], object]] = [
         lambda: domain.handle,
         lambda: domain.parent,
-        lambda: domain.completion_queue(4),
+        lambda: domain.completion_queue(64),
         lambda: domain.register(64),
     ]
     for use in uses:
@@ -325,7 +325,7 @@ async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
     line = sys._getframe().f_lineno
     async with (
         device.resource_domain() as domain,
-        domain.completion_queue(4),
+        domain.completion_queue(64),
     ):
         (tree,) = device.resources().children
         parts = {child.kind: child.created for child in tree.children}

@@ -17,12 +17,12 @@ async def serve() -> bytes:
         open_device("soft0", engine_mode=True) as device,
         device.resource_domain() as domain,
         domain.register(64, ACCESS) as region,
-        domain.completion_queue(4) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, ACCESS)
-        far.connect(near.address, ACCESS)
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
         region.buffer[:4] = os.getpid().to_bytes(4, "big")
         await near.write(region[:4], region.remote()[32:36])
         return bytes(region.buffer[32:36])

@@ -264,9 +264,9 @@ async def test_what_is_in_use_stays(pd: ProtectionDomain) -> None:
         assert first is again
         async with pd.cache.region(two) as second:
             assert counts(pd) == (1, 2, 0, 2)
-            second.pins.add("work")
+            second.pins.add()
         assert counts(pd) == (1, 2, 0, 2), "the device has it"
-        second.pins.discard("work")
+        second.pins.discard()
         del second
         async with pd.cache.region(three):
             assert counts(pd) == (1, 3, 1, 2)
@@ -278,11 +278,11 @@ async def test_what_is_in_use_stays(pd: ProtectionDomain) -> None:
 async def test_dropping_waits_for_dma(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     async with pd.cache.region(memory) as region:
-        region.pins.add("work")
+        region.pins.add()
     dropping = asyncio.create_task(pd.cache.drop(memory))
     await asyncio.sleep(0.01)
     assert not dropping.done()
-    region.pins.discard("work")
+    region.pins.discard()
     await dropping
     assert region.closed
 

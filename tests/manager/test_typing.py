@@ -1,12 +1,15 @@
 """What a type checker makes of the public names; at run time they are what it says."""
 
+import asyncio
 import socket
 from typing import assert_type
 
 import aioverbs
 from aioverbs import (
     AccessFlags,
+    AddressHandle,
     Affinity,
+    Batch,
     BufferPool,
     BufferPoolStatistics,
     CompletionQueue,
@@ -15,14 +18,21 @@ from aioverbs import (
     DeviceAttributes,
     DeviceInfo,
     DeviceStatistics,
+    Endpoint,
     LeasedBuffer,
     MemoryRegion,
+    MemoryWindow,
+    Message,
+    Operation,
     ParentDomain,
     ProtectionDomain,
     QpAttributes,
+    QpCapabilities,
+    QpState,
+    QpType,
     QueuePair,
-    QueuePairAddress,
     QueuePairStatistics,
+    Received,
     RegionSlice,
     RegistrationCache,
     RegistrationCacheStatistics,
@@ -32,10 +42,14 @@ from aioverbs import (
     ResourceStatistics,
     SharedProtectionDomain,
     SharedReceiveQueue,
+    SharedReceiveQueueStatistics,
     State,
     ThreadDomain,
+    Way,
+    WorkQueueStatistics,
     XrcDomain,
 )
+from aioverbs.attributes import AddressVector
 
 
 async def test_devices_and_domains() -> None:
@@ -68,7 +82,7 @@ async def test_queues_and_memory() -> None:
     async with (
         aioverbs.open_device("soft0") as device,
         device.resource_domain() as domain,
-        domain.completion_queue(4) as cq,
+        domain.completion_queue(64) as cq,
         domain.shared_receive_queue(4) as srq,
         domain.queue_pair(cq, srq=srq) as qp,
         domain.register(64, AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE) as region,
@@ -78,7 +92,10 @@ async def test_queues_and_memory() -> None:
         assert_type(srq, SharedReceiveQueue)
         assert_type(qp, QueuePair)
         assert_type(qp.statistics(), QueuePairStatistics)
-        assert_type(qp.address, QueuePairAddress)
+        assert_type(qp.local_endpoint(), Endpoint)
+        assert_type(qp.remote_endpoint, Endpoint | None)
+        assert_type(qp.path_to(qp.local_endpoint()), AddressVector)
+        assert_type(qp.qp_state, QpState)
         assert_type(region, MemoryRegion)
         assert_type(region[:8], RegionSlice)
         assert_type(region[:8].buffer, memoryview)
@@ -107,6 +124,68 @@ async def test_buffers() -> None:
         assert_type(pd.cache, RegistrationCache)
         assert_type(pd.cache.statistics(), RegistrationCacheStatistics)
         assert_type(region, MemoryRegion)
+
+
+async def test_requests() -> None:
+    access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+    async with (
+        aioverbs.open_device("soft0") as device,
+        device.resource_domain() as domain,
+        domain.register(64, access | AccessFlags.MW_BIND) as region,
+        domain.completion_queue(128) as cq,
+        domain.queue_pair(cq, capabilities=QpCapabilities(max_send_sge=2)) as near,
+        domain.queue_pair(cq, receive_depth=2, receive_size=8) as far,
+        domain.memory_window() as window,
+    ):
+        near.connect(far.local_endpoint(), access)
+        far.connect(near.local_endpoint(), access)
+        remote = region.remote()
+        for write in (near.write(region[:8], remote[:8]), near.write_nowait([region[:4], region[4:8]], remote[:8])):
+            await assert_type(write, Operation[None])
+        adding = assert_type(near.fetch_and_add(remote[:8], 1), Operation[int])
+        assert assert_type(await adding, int) == assert_type(adding.result(), int) == 0
+        assert assert_type(adding.done(), bool)
+        both = assert_type(
+            await asyncio.gather(near.compare_and_swap(remote[:8], 1, 2), near.write(region[8:16], remote[16:24])),
+            tuple[int, None],
+        )
+        assert list(both) == [1, None]
+        assert assert_type(await asyncio.wait_for(near.fetch_and_add(remote[:8], 1), 5), int) == 2
+        task = assert_type(asyncio.create_task(near.fetch_and_add(remote[:8], 1)), asyncio.Task[int])
+        assert await task == 3
+        async with assert_type(near.batch(), Batch) as batch:
+            added = batch.fetch_and_add(remote[:8], 1)
+        assert assert_type(added.result(), int) == 4
+        assert_type(window, MemoryWindow)
+        assert_type(await near.bind_window(window, region[:8], AccessFlags.REMOTE_WRITE), RemoteRegion)
+        await near.send(region[:8])
+        async for message in far.messages():
+            with assert_type(message, Message):
+                assert_type(message.data, memoryview)
+                assert_type(message.immediate, int | None)
+            break
+        receive = assert_type(near.receive(region[:8]), Operation[Received])
+        await far.send(None, immediate=7)
+        assert assert_type(await receive, Received).immediate == 7
+        assert_type(near.statistics().sends, WorkQueueStatistics)
+
+
+async def test_shared_receives_and_datagrams() -> None:
+    async with (
+        aioverbs.open_device("soft0") as device,
+        device.resource_domain() as domain,
+        domain.register(64) as region,
+        domain.completion_queue(128) as cq,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(cq, srq=srq, qp_type=QpType.UD) as qp,
+    ):
+        qp.activate()
+        async with domain.address_handle(qp.local_endpoint()) as address_handle:
+            assert_type(address_handle, AddressHandle)
+            assert_type(address_handle.to(), Way)
+        receive = assert_type(srq.receive(region), Operation[Received])
+        assert not receive.done()
+        assert assert_type(srq.statistics(), SharedReceiveQueueStatistics).under_way == 1
 
 
 async def domain_is_open(domain: ResourceDomain) -> bool:

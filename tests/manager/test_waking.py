@@ -1,79 +1,150 @@
-"""Completion queues wake whom they should: more than a turn, events that meet other threads, queues that break."""
+"""Completion queues wake whom they should: more than a turn, threads that meet, queues that break."""
 
 import asyncio
 import errno
-from collections.abc import Callable
-from typing import Any
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
-from aioverbs import BrokenResourceError, ConcurrentAccessError, QpCapabilities, ThreadModel, VerbsError
-from aioverbs.completion import Work
+from aioverbs import (
+    USE_DEFAULT,
+    BrokenResourceError,
+    ConcurrentAccessError,
+    EventType,
+    QpCapabilities,
+    ResourceDomain,
+    SendFlags,
+    SendOpcode,
+    ThreadModel,
+    UseDefault,
+    VerbsError,
+)
+from aioverbs._core import engine
 from aioverbs.device import Device
-from tests.manager.test_write import REMOTE, ends
+from tests.core.pairs import connect, next_event, wait_until
+from tests.manager.test_write import REMOTE, connected, ends, pair_on
+
+TURN = 256  # completions are taken in one turn of the loop
 
 
-async def test_more_than_a_turn(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.completion._TURN", 4)
+async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(10):
         device.handle.faults.hold()
-        writes = [asyncio.create_task(pair.write(bytes([each]), each)) for each in range(16)]
+        write = asyncio.create_task(pair.write(b"hello"))
+        await asyncio.sleep(0.01)
+        assert pair.cq.statistics().wakeups == 0
+        await asyncio.to_thread(device.handle.faults.unhold)
+        await write
+        assert pair.cq.statistics().wakeups == 1
+
+
+async def test_more_than_a_turn(device: Device) -> None:
+    """Others run between a turn's completions and the next ones."""
+    many = 2 * TURN + 88
+    async with ends(device, capabilities=QpCapabilities(max_send_wr=many, max_recv_wr=1)) as pair, asyncio.timeout(10):
+        device.handle.faults.hold()
+        pair.source.buffer[:many] = bytes(each % 251 for each in range(many))
+        writes = [
+            pair.near.write(pair.source[each : each + 1], pair.target.remote()[each:][:1]) for each in range(many)
+        ]
         await asyncio.sleep(0.01)
         device.handle.faults.unhold()
-        await asyncio.gather(*writes)
-        assert pair.cq.statistics().completions == 16
-        assert bytes(pair.target.buffer[:16]) == bytes(range(16))
+        seen = [0]
+        while seen[-1] < many:
+            await asyncio.sleep(0)
+            seen.append(pair.cq.statistics().completions)
+        assert max(after - before for before, after in itertools.pairwise(seen)) <= TURN
+        assert all(write.done() for write in writes)
+        assert pair.target.buffer[:many] == pair.source.buffer[:many]
 
 
 async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
-    async with (
-        device.resource_domain() as domain,
-        domain.register(4096, REMOTE) as region,
-        domain.completion_queue(4) as cq,
-        domain.queue_pair(cq, capabilities=QpCapabilities(max_send_wr=64)) as near,
-        domain.queue_pair(cq) as far,
-    ):
-        near.connect(far.address, REMOTE)
-        far.connect(near.address, REMOTE)
-        async with asyncio.timeout(10):
-            # The loop does not come to look before all of them are done.
-            device.handle.faults.hold()
-            writes = [
-                asyncio.create_task(near.write(region[each : each + 1], region.remote()[2048:2049]))
-                for each in range(32)
-            ]
-            await asyncio.sleep(0.01)
-            device.handle.faults.release(32)
-            results = await asyncio.gather(*writes, return_exceptions=True)
-            assert {type(result) for result in results} == {type(None), BrokenResourceError}
-            for _ in range(2):
-                with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
-                    await near.write(region[:1], region.remote()[:1])
-        assert cq.statistics().under_way == len(region.pins) == 0
+    """Queue pairs reserve their room: only who posts by handles of his own comes so far."""
+    async with ends(device) as pair, asyncio.timeout(10):
+        cq, pd = pair.cq.handle, pair.domain.handle
+        many = QpCapabilities(max_send_wr=2 * cq.cqe)
+        near, far = (engine.QueuePair(pd, cq, cq, each, affinity=pair.domain.owner) for each in (many, None))
+        connect(near, far)
+        # The loop does not come to look before all of them are done.
+        device.handle.faults.hold()
+        write = asyncio.create_task(pair.write(b"hello"))
+        await asyncio.sleep(0.01)
+        target = pair.target.remote()
+        for _ in range(2 * cq.cqe):
+            near.post_send(
+                SendOpcode.RDMA_WRITE,
+                [pair.source[:1].sge],
+                flags=SendFlags.SIGNALED,
+                remote_addr=target.address,
+                rkey=target.rkey,
+            )
+        device.handle.faults.unhold()
+        event = next_event(device.handle)
+        assert event.event_type is EventType.CQ_ERR
+        event.ack()
+        await asyncio.wait([write])
+        for _ in range(2):
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await pair.write(b"more")
+        assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
+        for qp in (near, far):
+            qp.destroy()
+
+
+async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
+    async with ends(device, capabilities=QpCapabilities(max_send_wr=2, max_recv_wr=1)) as pair, asyncio.timeout(10):
+        device.handle.faults.hold()
+        writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(5)]
+        await asyncio.sleep(0.01)
+        assert pair.near.statistics().sends.queued == 3
+        device.handle.faults.break_completion_queue(pair.cq.handle)
+        results = await asyncio.gather(*writes, return_exceptions=True)
+        assert [type(result) for result in results] == [BrokenResourceError] * 5
+        assert pair.cq.statistics().under_way == pair.near.statistics().sends.queued == len(pair.source.pins) == 0
+        device.handle.faults.unhold()
 
 
 async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
-        cq = pd.completion_queue(8)
+        cq = pd.completion_queue(64)
         await asyncio.to_thread(asyncio.run, cq.open())
-        async with pd.queue_pair(cq) as near, pd.queue_pair(cq) as far:
-            near.connect(far.address, REMOTE)
-            far.connect(near.address, REMOTE)
+        async with connected(pd, cq) as (near, _):
             with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
                 await near.write(region, region.remote())
+            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+                await near.receive(region)
+            assert len(region.pins) == 0
+        await cq.aclose()
+
+
+async def test_what_was_posted_before_its_loop_was_gone_is_looked_for_but_not_waited_for(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.register(64, REMOTE) as region, asyncio.timeout(10):
+        loop = asyncio.new_event_loop()
+        cq = pd.completion_queue(64)
+        await asyncio.to_thread(loop.run_until_complete, cq.open())
+        async with connected(pd, cq) as (near, _):
+            device.handle.faults.hold()
+            first, second = (near.write(region[:8], region.remote()[8:16]) for _ in range(2))
+            loop.close()
+            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+                await first
+            device.handle.faults.unhold()
+            await asyncio.to_thread(wait_until, second.done)
+            await second
             assert len(region.pins) == 0
         await cq.aclose()
 
 
 async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
-        cq = await pd.completion_queue(8).open()
+        cq = await pd.completion_queue(64).open()
         device.handle.faults.fail("destroy_cq", errno.EIO)
         with pytest.raises(VerbsError, match="EIO"):
             await cq.aclose()
-        async with pd.queue_pair(cq) as near, pd.queue_pair(cq) as far, asyncio.timeout(5):
-            near.connect(far.address, REMOTE)
-            far.connect(near.address, REMOTE)
+        async with connected(pd, cq) as (near, _), asyncio.timeout(5):
             with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
                 await near.write(region, region.remote())
         await cq.aclose()
@@ -81,56 +152,119 @@ async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) ->
 
 async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> None:
     """A further turn that was due comes while another thread closes the queue: it must not be inside then."""
-    async with device.protection_domain() as pd:
-        cq = await pd.completion_queue(8).open()
-        meeting = Meeting(cq._handle, "request_notify")
-        cq._handle = meeting  # type: ignore[assignment]
-        await cq._stop()
-        cq._readable()
-        assert not meeting.met
+    faults = device.handle.faults
+    async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
+        cq = await pd.completion_queue(64).open()
+        async with connected(pd, cq) as (near, _):
+            faults.count_calls()
+            write = near.write(region[:8], region.remote()[8:16])  # from here on a turn is due
+            cq.completer.let_go()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert faults.calls("poll_cq") == faults.calls("req_notify_cq") == 0
+            faults.count_calls(False)
+            await near.aclose()
+            with pytest.raises(BrokenResourceError, match="was closed before this was done"):
+                await write
         await cq.aclose()
 
 
-class Meeting:
-    """A handle whose method meets another thread once."""
+class Staying:
+    """An allocator inside of which a thread stays, and so inside of a verb of its domain."""
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self._handle, self._name, self.met = handle, name, 0
+    def __init__(self) -> None:
+        self.stays = False
+        self.entered, self.go_on = threading.Event(), threading.Event()
 
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        if name == self._name and not self.met:
-            self.met += 1
-            return self._meet
-        found: Callable[..., object] = getattr(self._handle, name)
-        return found
+    def allocate(self, size: int, alignment: int, resource_type: int) -> UseDefault:
+        if self.stays:
+            self.stays = False
+            self.entered.set()
+            assert self.go_on.wait(10)
+        return USE_DEFAULT
 
-    def _meet(self, *_: object) -> None:
-        raise ConcurrentAccessError("another thread is inside")
+    def free(self, address: int, resource_type: int) -> None:
+        raise AssertionError("nothing was allocated")
 
 
-@pytest.mark.parametrize("name", ["ack_events", "request_notify", "poll"])
-async def test_an_event_that_meets_another_thread_is_not_lost(
-    device: Device, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    async with ends(device, ThreadModel.UNSAFE) as pair, asyncio.timeout(10):
-        with monkeypatch.context() as patch:
-            meeting = Meeting(pair.cq._handle, name)
-            patch.setattr(pair.cq, "_handle", meeting)
-            await pair.write(b"hello")
-            assert meeting.met == 1
+@asynccontextmanager
+async def somebody_inside(domain: ResourceDomain, staying: Staying) -> AsyncIterator[Callable[[], object]]:
+    """A thread is inside of the domain, until what this gives is called."""
+    staying.stays = True
+    cq = domain.completion_queue(8)
+    thread = asyncio.create_task(asyncio.to_thread(asyncio.run, cq.open()))
+    await asyncio.to_thread(staying.entered.wait, 10)
+    try:
+        yield staying.go_on.set
+    finally:
+        staying.go_on.set()
+        await thread
+        await cq.aclose()
+
+
+async def test_an_event_that_meets_another_thread_is_not_lost(device: Device) -> None:
+    staying = Staying()
+    async with (
+        device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
+        pair_on(domain) as pair,
+        asyncio.timeout(10),
+    ):
+        assert domain.native
+        device.handle.faults.hold()
+        write = asyncio.create_task(pair.write(b"hello"))
+        await asyncio.sleep(0.01)
+        async with somebody_inside(domain, staying) as leave:
+            device.handle.faults.unhold()
+            await asyncio.sleep(0.02)
+            assert pair.cq.statistics().wakeups >= 1
+            assert not write.done()
+            leave()
+            await write
+        assert bytes(pair.target.buffer[:5]) == b"hello"
+
+
+async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) -> None:
+    staying = Staying()
+    async with (
+        device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
+        pair_on(domain) as pair,
+        asyncio.timeout(10),
+    ):
+        device.handle.faults.hold()
+        write = pair.near.write(pair.source[:5], pair.target.remote()[:5])
+        async with somebody_inside(domain, staying):
+            with pytest.raises(ConcurrentAccessError, match="ibv_post_send"):
+                await pair.write(b"other")
+            for ask in (write.done, lambda: write.send(None)):
+                with pytest.raises(ConcurrentAccessError, match="ibv_poll_cq"):
+                    ask()
+        device.handle.faults.unhold()
+        await write
+        assert pair.near.statistics().sends.posted == 1
+        assert len(pair.source.pins) == 0
 
 
 async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
-    async with ends(device) as pair, asyncio.timeout(5):
-        work = Work(pair.near, [pair.source[:]])
-        pair.cq._add(work)
-        settled = asyncio.create_task(pair.cq._settled(pair.near))
-        await asyncio.sleep(0)
-        assert not settled.done()
-        pair.cq._withdraw(work)
-        await settled
+    faults = device.handle.faults
+    async with ends(device, capabilities=QpCapabilities(max_send_wr=1, max_recv_wr=1)) as pair, asyncio.timeout(5):
+        faults.fail("post_send", errno.ENOMEM)
+        with pytest.raises(VerbsError, match="ENOMEM"):
+            await pair.write(b"hello")
+        faults.hold()
+        first, second, third = (asyncio.create_task(pair.write(b"hello")) for _ in range(3))
+        await asyncio.sleep(0.01)
+        faults.fail("post_send", errno.ENOMEM)  # of the second, when it has a place
+        faults.unhold()
+        await first
+        with pytest.raises(VerbsError, match="ENOMEM"):
+            await second
+        await third
+        assert len(pair.source.pins) == pair.cq.statistics().under_way == 0
+        await pair.near.aclose()
 
 
 async def test_statistics_tell_what_fits(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(5) as cq:
         assert cq.statistics().depth == cq.handle.cqe > 5
+        cq.resize(100)
+        assert cq.statistics().depth == cq.handle.cqe >= 100

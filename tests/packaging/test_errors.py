@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aioverbs import errors
-from aioverbs.types import WcOpcode, WcStatus
+from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,18 @@ from aioverbs.types import WcOpcode, WcStatus
             "pyverbs cannot be loaded: on Debian and Ubuntu, install the package python3-pyverbs",
         ),
         (errors.BusyResourceError("the queue pair is still open"), "the queue pair is still open"),
+        (
+            errors.TransitionError(
+                QpType.UC, QpState.INIT, QpState.RTR, ("av", "rq_psn"), ("qkey",), {"path_mtu": "9, which is none"}
+            ),
+            "a queue pair of type UC from INIT to RTR: missing: av, rq_psn; none of this transition: qkey; "
+            "path_mtu: 9, which is none",
+        ),
+        (
+            errors.TransitionError(QpType.RC, QpState.RESET, QpState.RTS, reachable=(QpState.RESET, QpState.INIT)),
+            "a queue pair of type RC from RESET to RTS: there is no such transition, "
+            "from RESET are those to RESET, INIT",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -78,6 +90,19 @@ def test_work_completion_error_has_its_parts() -> None:
     assert (error.status, error.opcode, error.vendor_err, error.qp_num) == (10, 2, 3, 4)
 
 
+def test_batch_error_is_that_of_the_first_that_failed() -> None:
+    first = errors.WorkCompletionError(WcStatus.REM_ACCESS_ERR, WcOpcode.RDMA_WRITE, 0, 17)
+    flushed = errors.WorkCompletionError(WcStatus.WR_FLUSH_ERR, WcOpcode.RDMA_READ, 0, 17)
+    error = errors.BatchError([None, first, flushed])
+    for twin in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is errors.BatchError
+        assert (twin.index, twin.status, twin.opcode, twin.qp_num) == (1, WcStatus.REM_ACCESS_ERR, first.opcode, 17)
+        assert list(map(str, twin.errors)) == ["None", str(first), str(flushed)]
+        assert str(twin) == f"request 1 of 3 in a batch, and 1 others: {first}"
+    refused = errors.BatchError([errors.VerbsError("ibv_post_send", errno.ENOMEM)])
+    assert (refused.index, refused.status) == (0, WcStatus.GENERAL_ERR)
+
+
 @pytest.mark.parametrize(
     ("ours", "base"),
     [
@@ -87,8 +112,11 @@ def test_work_completion_error_has_its_parts() -> None:
         (errors.ForkedProcessError, errors.ClosedResourceError),
         (errors.AffinityError, RuntimeError),
         (errors.ConcurrentAccessError, RuntimeError),
+        (errors.BatchError, errors.WorkCompletionError),
+        (errors.StateError, RuntimeError),
         (errors.DeviceNotFoundError, LookupError),
         (errors.LibraryNotFoundError, OSError),
+        (errors.TransitionError, ValueError),
     ],
 )
 def test_bases(ours: type[Exception], base: type[Exception]) -> None:

@@ -102,7 +102,7 @@ print(json.dumps({each.name: [each.sources, each.depends] for each in distributi
     done = run(["-c", code], tmp_path, {})
     extensions = json.loads(done.stdout)
     core = "aioverbs/_core"
-    names = ("engine", "allocators", "domains", "pyverbs_bridge")
+    names = ("engine", "allocators", "domains", "work", "pyverbs_bridge")
     assert set(extensions) == {f"aioverbs._core.{name}" for name in names}
     built = set(extensions["aioverbs._core.engine"][0]) | set(extensions["aioverbs._core.allocators"][0])
     assert {f"{core}/{path.name}" for path in (ROOT / core).glob("*.c") if path.stem not in names} <= built

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from aioverbs import AccessFlags, Device, ProtectionDomain, QueuePair, QueuePairAddress, import_device, open_device
+from aioverbs import AccessFlags, Device, Endpoint, ProtectionDomain, QueuePair, import_device, open_device
 from tests.rdma.imports import imports
 
 KEY = 0xFEDCBA9876543210
@@ -25,7 +25,7 @@ async def queue_pair(device: Device, pd: ProtectionDomain) -> AsyncIterator[Queu
     It posts nothing: soft-RoCE is told of a request by a write to its descriptor, which the kernel lets nobody do but
     who opened it. NICs are told in their own registers.
     """
-    async with device.resource_domain(pd) as domain, domain.completion_queue(8) as cq, domain.queue_pair(cq) as qp:
+    async with device.resource_domain(pd) as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         yield qp
 
 
@@ -53,12 +53,12 @@ async def main(name: str, fd: int, shared_id: int | None) -> None:
                 print(bytes(region.buffer[: int(count)]).decode(), flush=True)
             case ["work"]:
                 async with pd.register(64), queue_pair(device, pd) as qp:
-                    qp.connect(qp.address, ACCESS)
+                    qp.connect(qp.local_endpoint(), ACCESS)
                 print("done", flush=True)
             case ["connect", peer]:
                 qp = await stack.enter_async_context(queue_pair(device, pd))
-                qp.connect(QueuePairAddress.from_bytes(bytes.fromhex(peer)), ACCESS)
-                print(bytes(qp.address).hex(), flush=True)
+                qp.connect(Endpoint.from_bytes(bytes.fromhex(peer)), ACCESS)
+                print(bytes(qp.local_endpoint()).hex(), flush=True)
             case ["disconnect"]:
                 await stack.aclose()
                 print("closed", flush=True)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, assert_type
 
 import pytest
@@ -18,14 +18,18 @@ from aioverbs import (
     LenderClosedError,
     MemoryRegion,
     ProtectionDomain,
+    QpState,
+    QpType,
     RemoteRegion,
     ThreadModel,
+    TransitionError,
     VerbsError,
     WcStatus,
     WorkCompletionError,
     devices,
     open_device,
 )
+from tests.core.pairs import wait_until
 from tests.rdma.seam import rdma_devices
 
 if TYPE_CHECKING:
@@ -64,12 +68,12 @@ async def test_a_write(name: str, model: ThreadModel, caplog: pytest.LogCaptureF
         device.resource_domain(thread_model=model) as domain,
         domain.register(4096, REMOTE) as source,
         domain.register(4096, REMOTE) as target,
-        domain.completion_queue(16) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, REMOTE)
-        far.connect(near.address, REMOTE)
+        near.connect(far.local_endpoint(), REMOTE)
+        far.connect(near.local_endpoint(), REMOTE)
         source.buffer[:5] = b"hello"
         await near.write(source[:5], target.remote()[:5])
         assert bytes(target.buffer[:5]) == b"hello"
@@ -82,6 +86,48 @@ async def test_a_write(name: str, model: ThreadModel, caplog: pytest.LogCaptureF
     if not domain.native:
         assert any("not native" in record.getMessage() for record in caplog.records)
         assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
+async def test_states_by_hand(name: str, qp_type: QpType) -> None:
+    """What the table allows the device does, and it finds what the table says."""
+    async with (
+        open_device(name) as device,
+        device.resource_domain() as domain,
+        domain.register(64, REMOTE) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq, qp_type=qp_type) as near,
+        domain.queue_pair(cq, qp_type=qp_type) as far,
+    ):
+        remote = far.local_endpoint() if qp_type is not QpType.UD else None
+        moves: list[tuple[Callable[[], None], QpState]] = [
+            (near.to_init, QpState.INIT),
+            (near.to_init, QpState.INIT),
+            (lambda: near.to_rtr(remote), QpState.RTR),
+            (near.to_rts, QpState.RTS),
+            (near.to_rts, QpState.RTS),
+            (near.to_sqd, QpState.SQD),
+            (near.to_rts, QpState.RTS),
+            (near.to_error, QpState.ERR),
+            (near.to_error, QpState.ERR),
+            (near.to_reset, QpState.RESET),
+        ]
+        for move, state in moves:
+            move()
+            assert near.qp_state is near.query().qp_state is state
+            assert near.remote_endpoint == (None if state in (QpState.RESET, QpState.INIT) else remote)
+            if state is not QpState.INIT:
+                with pytest.raises(TransitionError, match="there is no such transition"):
+                    near.to_rtr(remote)
+        if remote is None:
+            near.activate(qkey=0x1234)
+            assert (near.qp_state, near.query().qkey) == (QpState.RTS, 0x1234)
+            return
+        far.connect(near.local_endpoint(), REMOTE)
+        near.connect(remote, REMOTE)
+        region.buffer[:2] = b"ok"
+        await near.write(region[:2], region.remote()[32:34])
+        wait_until(lambda: bytes(region.buffer[32:34]) == b"ok")
 
 
 async def test_what_must_be_native_says_so(name: str) -> None:
@@ -107,13 +153,13 @@ async def test_over_a_context_of_the_user(name: str) -> None:
         Device.from_pyverbs(context) as device,
         device.resource_domain() as domain,
         domain.register(64, REMOTE) as region,
-        domain.completion_queue(16) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
         assert device.name == name
-        near.connect(far.address, REMOTE)
-        far.connect(near.address, REMOTE)
+        near.connect(far.local_endpoint(), REMOTE)
+        far.connect(near.local_endpoint(), REMOTE)
         region.buffer[:2] = b"ok"
         await near.write(region[:2], region.remote()[32:34])
         assert bytes(region.buffer[32:34]) == b"ok"
@@ -154,12 +200,12 @@ class TestAdopting:
                 pd.adopt_memory_region(mr, REMOTE) as region,
                 device.resource_domain(pd) as domain,
                 domain.register(4096, REMOTE) as ours,
-                domain.completion_queue(16) as cq,
+                domain.completion_queue(64) as cq,
                 domain.queue_pair(cq) as near,
                 domain.queue_pair(cq) as far,
             ):
-                near.connect(far.address, REMOTE)
-                far.connect(near.address, REMOTE)
+                near.connect(far.local_endpoint(), REMOTE)
+                far.connect(near.local_endpoint(), REMOTE)
                 assert_type(pd, ProtectionDomain)
                 assert_type(region, MemoryRegion)
                 assert (len(region), region.address, region.lkey, region.rkey) == (4096, mr.buf, mr.lkey, mr.rkey)
@@ -228,21 +274,21 @@ class TestAdopting:
             device = await stack.enter_async_context(Device.from_pyverbs(context))
             domain = await stack.enter_async_context(device.resource_domain())
             ours = await stack.enter_async_context(domain.register(64, REMOTE))
-            cq = await stack.enter_async_context(domain.completion_queue(16))
+            cq = await stack.enter_async_context(domain.completion_queue(64))
             near = await stack.enter_async_context(domain.queue_pair(cq))
             async with domain.queue_pair(cq) as far:
-                near.connect(far.address, REMOTE)
-                far.connect(near.address, REMOTE)
+                near.connect(far.local_endpoint(), REMOTE)
+                far.connect(near.local_endpoint(), REMOTE)
                 await near.write(ours[:5], ours.remote()[5:10])
             pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # which nobody answers
             await asyncio.sleep(0)
             context.close()
-            for ask in (near.query, device.events, device.protection_domain, cq.handle.poll, lambda: near.address):
+            for ask in (near.query, device.events, device.protection_domain, cq.handle.poll, near.local_endpoint):
                 with pytest.raises(LenderClosedError):
                     ask()
             with pytest.raises(LenderClosedError):
                 await near.write(ours[:5], ours.remote()[5:10])
-            for resource in (domain.register(64), domain.completion_queue(16)):
+            for resource in (domain.register(64), domain.completion_queue(64)):
                 with pytest.raises(LenderClosedError):
                     await resource.open()
             with pytest.warns(ResourceWarning, match="was closed by its user before what was made from it"):

@@ -69,8 +69,8 @@ async def ends(domain: ResourceDomain) -> AsyncIterator[tuple[QueuePair, MemoryR
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        near.connect(far.address, REMOTE)
-        far.connect(near.address, REMOTE)
+        near.connect(far.local_endpoint(), REMOTE)
+        far.connect(near.local_endpoint(), REMOTE)
         yield near, source, target
         assert (cq.statistics().under_way, len(source.pins)) == (0, 0)
 
@@ -216,7 +216,7 @@ async def opened_parts(device: Device, td_first: bool) -> dict[str, Resource]:
     for part in (td, pd) if td_first else (pd, td):
         await part.open()
     parent = await pd.parent_domain(td).open()
-    cq = await parent.completion_queue(8).open()
+    cq = await parent.completion_queue(64).open()
     cq._life.quiet = True
     return {"pd": pd, "td": td, "parent": parent, "qp": await parent.queue_pair(cq).open()}
 
@@ -301,7 +301,7 @@ async def test_what_the_kernel_refuses_leaves_nothing(device: Device, shim: Shim
     async with (
         device.xrc_domain() as xrc,
         device.resource_domain() as domain,
-        domain.completion_queue(8) as cq,
+        domain.completion_queue(64) as cq,
     ):
         for resource in (
             xrc.queue_pair(),

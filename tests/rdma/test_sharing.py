@@ -26,8 +26,8 @@ from aioverbs import (
     BrokenResourceError,
     ClosedResourceError,
     Device,
+    Endpoint,
     ProtectionDomain,
-    QueuePairAddress,
     RemoteRegion,
     VerbsError,
     WcStatus,
@@ -146,15 +146,15 @@ async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, te
     async with (
         device.resource_domain(pd) as domain,
         domain.register(64, ACCESS) as source,
-        domain.completion_queue(8) as cq,
+        domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
-        peer = far.address
+        peer = far.local_endpoint()
         if over_it:
-            peer = QueuePairAddress.from_bytes(bytes.fromhex(await other.do(f"connect {bytes(near.address).hex()}")))
+            peer = Endpoint.from_bytes(bytes.fromhex(await other.do(f"connect {bytes(near.local_endpoint()).hex()}")))
         else:
-            far.connect(near.address, ACCESS)
+            far.connect(near.local_endpoint(), ACCESS)
         near.connect(peer, ACCESS)
         source.buffer[: len(text)] = text
         await near.write(source[: len(text)], RemoteRegion(address, len(text), rkey))
@@ -256,12 +256,12 @@ async def test_in_one_process(name: str, shim: Imports, ends: tuple[socket.socke
                 instance.register(64, ACCESS) as theirs,
                 device.resource_domain(pd) as domain,
                 domain.register(64, ACCESS) as ours,
-                domain.completion_queue(8) as cq,
+                domain.completion_queue(64) as cq,
                 domain.queue_pair(cq) as one,
                 domain.queue_pair(cq) as two,
             ):
-                one.connect(two.address, ACCESS)
-                two.connect(one.address, ACCESS)
+                one.connect(two.local_endpoint(), ACCESS)
+                two.connect(one.local_endpoint(), ACCESS)
                 ours.buffer[:4] = b"ours"
                 await one.write(ours[:4], theirs.remote()[:4])
                 assert bytes(theirs.buffer[:4]) == b"ours"
@@ -334,7 +334,7 @@ async def test_the_sharer_dies(name: str, shim: Imports, ends: tuple[socket.sock
         async with device.shared_protection_domain(shared_id, KEY) as pd, pd.register(64, ACCESS):
             await other.kill()
             async with pd.register(64), queue_pair(device, pd) as qp:
-                qp.connect(qp.address, ACCESS)
+                qp.connect(qp.local_endpoint(), ACCESS)
         # What the dead one registered keeps it until the last descriptor goes.
         assert kernel_domains(name) == domains + 1
     assert kernel_domains(name) == domains

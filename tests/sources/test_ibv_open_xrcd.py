@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aioverbs import AccessFlags, BusyResourceError, QpType, SendOpcode, VerbsError
+from aioverbs import AccessFlags, BusyResourceError, QpType, VerbsError, WorkCompletionError
 from aioverbs.device import Device, open_device
-from tests.core.pairs import succeed
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ async def test_closing_fails_while_something_is_associated(device: Device) -> No
             await domain.aclose()
     async with (
         device.protection_domain() as pd,
-        pd.completion_queue(4) as cq,
+        pd.completion_queue(64) as cq,
         pd.shared_receive_queue(4, xrc_domain=domain, cq=cq),
     ):
         with pytest.raises(BusyResourceError, match=r"SharedReceiveQueue .* is associated with it"):
@@ -99,23 +98,26 @@ async def test_messages_reach_the_shared_receive_queue_that_they_name(device: De
     async with (
         device.xrc_domain() as xrc,
         device.resource_domain() as domain,
-        domain.register(64, AccessFlags.LOCAL_WRITE) as region,
-        domain.completion_queue(4) as cq,
-        domain.completion_queue(4) as received,
+        domain.register(64, AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE) as region,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as received,
         domain.shared_receive_queue(4, xrc_domain=xrc, cq=received) as srq,
         domain.queue_pair(cq, qp_type=QpType.XRC_SEND) as sender,
         xrc.queue_pair() as receiver,
     ):
-        sender.connect(receiver.address)
-        receiver.connect(sender.address)
-        srq.handle.post_recv([region[32:].sge], wr_id=7)
+        sender.connect(receiver.local_endpoint())
+        receiver.connect(sender.local_endpoint(), AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE)
+        receive = srq.receive(region[32:])
         region.buffer[:4] = b"sent"
-        sender.handle.post_send(SendOpcode.SEND, [region[:4].sge], remote_srqn=srq.number)
-        succeed(received.handle)
-        assert bytes(region.buffer[32:36]) == b"sent"
+        await sender.send(region[:4], srq_number=srq.number)
+        assert bytes((await receive).data) == b"sent"
+        await sender.write(region[:4], region.remote()[8:12], srq_number=srq.number)
+        assert bytes(region.buffer[8:12]) == b"sent"
+        with pytest.raises(WorkCompletionError, match="REM_INV_REQ_ERR"):
+            await sender.write(region[:4], region.remote()[8:12], srq_number=srq.number + 1)
         assert (srq.query().max_wr, srq.query().limit) == (4, 0)
-        with pytest.raises(ValueError, match="write on one of type RC or UC"):
-            await sender.write(region[:4], region.remote()[:4])
+        with pytest.raises(ValueError, match="of type XRC_RECV, which has no SEND"):
+            await receiver.send(region[:4])
         with pytest.raises(ValueError, match="takes both xrc_domain and cq"):
             domain.shared_receive_queue(4, cq=cq)
         with pytest.raises(ValueError, match=r"make it by XrcDomain.queue_pair\(\)"):

@@ -1,0 +1,19 @@
+/* Lets a type that has `__await__` be awaited by one call in C: Cython has no name for the slot. */
+#ifndef AIOVERBS_AWAITING_H
+#define AIOVERBS_AWAITING_H
+
+/* Python.h comes before: every file that Cython makes begins with it. */
+
+typedef int (*send_function)(PyObject *, PyObject *, PyObject **);
+
+static int awaiting_by(PyTypeObject *type, send_function function)
+{
+    if (!type->tp_as_async) {
+        PyErr_SetString(PyExc_SystemError, "a type without __await__");
+        return -1;
+    }
+    type->tp_as_async->am_send = (sendfunc)(void (*)(void))function;
+    return 0;
+}
+
+#endif

@@ -1,0 +1,152 @@
+# cython: language_level=3, embedsignature=False, auto_pickle=False, autotestdict=False
+"""Work requests: how they are posted, waited for, and end.
+
+What stands here is the data path: `Operation` is what is awaited, a `WorkQueue` posts and keeps the order, a
+`Completer` takes completions and gives them to those who wait. Handles come from the engine; what is opened, closed and
+owned is told by the resources above.
+
+Who may touch what: all of it is touched with the GIL, which is given up only inside of verbs and between two polls.
+Objects of one owner are touched by its thread alone, which every entry checks; of those that any thread may use, each
+is whole whenever the GIL is given up, and whenever Python code may run.
+"""
+
+import asyncio
+import collections
+import struct
+import sys
+import types
+from collections.abc import Coroutine
+
+from anyio import WouldBlock
+
+from aioverbs.errors import (
+    BatchError,
+    BrokenResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    LenderClosedError,
+    StateError,
+    VerbsError,
+    WorkCompletionError,
+)
+from aioverbs.types import QpState, SendOpcode, WcOpcode, WcStatus
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_REFCNT
+from libc.errno cimport EBUSY, EINVAL, EIO
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+cimport cython
+cimport aioverbs._core.verbs as v
+from aioverbs._core.engine cimport (
+    AddressHandle,
+    Affinity,
+    CompletionQueue,
+    Handle,
+    MemoryRegion,
+    MemoryWindow,
+    ProtectionDomain,
+    QueuePair,
+    SharedReceiveQueue,
+)
+
+cdef extern from "slots.h" nogil:
+    enum:
+        SLOTS_ELEMENTS
+    uint64_t SLOTS_RECEIVE
+    uint64_t SLOTS_SHARED
+
+    struct slot:
+        void *work
+
+    struct slots:
+        slot *at
+        uint32_t size
+
+    void slots_begin(slots *)
+    void slots_end(slots *)
+    uint64_t slots_take(slots *, void *work, uint64_t kind)
+    void *slots_find(const slots *, uint64_t number)
+    void slots_give(slots *, uint64_t number)
+    uint32_t slots_element(uint64_t number)
+    uint64_t slots_with_element(uint64_t number, uint32_t element)
+
+cdef extern from "turn.h" nogil:
+    struct turn:
+        uint64_t number
+        uint64_t spun
+    turn turn_now
+    uint64_t turn_clock()
+    void turn_went_round(uint64_t number)
+    struct turn_share:
+        pass
+    bint turn_is_over(turn_share *, uint64_t bytes)
+
+cdef extern from "taking.h" nogil:
+    int poll_take(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *)
+    int poll_spin(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *, uint64_t until)
+
+cdef extern from "awaiting.h":
+    ctypedef int (*send_function)(PyObject *, PyObject *, PyObject **) except -1
+    int awaiting_by(PyTypeObject *, send_function)
+    enum:
+        PYGEN_RETURN
+        PYGEN_NEXT
+
+# The software device executes a request in the call that posts it. From this size on that takes longer than giving the
+# GIL away and back, and other threads may want to run meanwhile.
+cdef uint64_t RELEASE_GIL_BYTES = 1 << 20
+
+cdef enum:
+    TAKE = 16                       # completions are taken in rounds of so many
+    TURN = 256                      # and not more of them in one go
+
+cdef enum state:
+    NEW                             # of an Operation
+    WAITING                         # for a place in its queue
+    CHAINED                         # has a place, to be posted at the end of the turn
+    POSTED
+    DONE
+
+cdef enum phase:
+    FRESH                           # of its await
+    YIELDING                        # it is done, others run first
+    SUSPENDED
+    OVER
+    PART                            # of a batch, which is awaited instead
+
+cdef enum result_kind:
+    NOTHING
+    OLD_VALUE
+    RECEIVED
+    BOUND
+
+cdef enum:
+    SUCCESS = 0                     # enum ibv_wc_status
+    FLUSHED = 5
+    SIGNALED = 2                    # enum ibv_send_flags
+    SOLICITED = 4
+    FENCE = 1
+    INLINE = 8
+    GRH = 40                        # bytes before a datagram
+    MOST_BYTES = 0x7FFFFFFF         # of a message
+
+cdef class Operation
+cdef class Inbox
+cdef class WorkQueue
+cdef class Completer
+cdef class Requests
+cdef class Sending
+
+# One extension, since these use each other's insides; a file per idea.
+include "work_memory.pxi"
+include "work_operation.pxi"
+include "work_queue.pxi"
+include "work_completer.pxi"
+include "work_requests.pxi"
+include "work_batch.pxi"
+include "work_inbox.pxi"

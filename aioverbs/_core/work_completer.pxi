@@ -1,0 +1,365 @@
+# Part of work.pyx: taking completions, and waiting for them.
+
+cdef enum model:
+    SLEEPS                              # DEFAULT and HIGH_BANDWIDTH: polls once, then sleeps
+    SPINS                               # LOW_LATENCY: polls for a while, then sleeps
+    POLLS                               # FORCE_LOW_LATENCY: polls for a while, then in each turn of the loop
+
+
+cdef inline bint _is_bound(Affinity owner) noexcept:
+    return owner is not None and owner._thread != NULL
+
+
+@cython.final
+cdef class Completer:
+    """Takes what completes in a completion queue, and wakes those who wait for it.
+
+    One routine waits, `_turn`. While completions come it is called in each turn of the home loop, and takes them
+    without an event; in a turn that had none it arms the queue, looks once more, and the loop sleeps until the
+    channel's descriptor wakes it. It runs as long as anything is under way, awaited or not: places come back and memory
+    is unpinned without anybody's help.
+
+    Whoever awaits looks for completions first, and spins, as the message model has it.
+
+    :param handle: the completion queue, with a channel.
+    :param loop: the home loop, which the channel wakes.
+    :param home: its affinity.
+    :param model: 0 sleeps, 1 spins, 2 polls.
+    :param spin_ns: how long an await may spin.
+    """
+
+    cdef readonly CompletionQueue handle
+    cdef readonly object loop           # None: nobody watches the channel any more
+    cdef readonly Affinity home
+    cdef slots slots
+    cdef int model
+    cdef readonly uint64_t spin_ns
+    cdef bint turn_comes                # `_turn` will be called
+    cdef uint64_t turn_number           # in which that was arranged
+    cdef bint armed
+    cdef uint32_t unacknowledged
+    cdef readonly Py_ssize_t under_way
+    cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
+    cdef list chained                   # queues with something to be posted at the end of the turn
+    cdef list refused                   # operations that the verb then refused
+    cdef list stalled                   # queues whose waiting operations found another thread inside
+    cdef dict shared                    # queue pair number -> its shared receive queue
+    cdef object turn                    # the bound method
+    cdef readonly object error          # that it broke by
+    cdef readonly uint64_t completions
+    cdef readonly uint64_t late         # completions of what is not there any more
+    cdef readonly uint64_t wakeups
+    cdef readonly uint64_t spins
+    cdef readonly uint64_t spins_paid
+
+    def __init__(self, CompletionQueue handle not None, loop, Affinity home not None, int model, uint64_t spin_ns):
+        self.handle = handle
+        self.loop = loop
+        self.home = home
+        self.model = model
+        self.spin_ns = spin_ns
+        self.chained = []
+        self.refused = []
+        self.stalled = []
+        self.shared = {}
+        self.turn = self._turn
+
+    def __cinit__(self, *_):
+        slots_begin(&self.slots)
+
+    def __dealloc__(self):
+        slots_end(&self.slots)
+
+    # ---- Waiting
+
+    cdef int _need_turn(self) except -1:
+        # In whatever thread. An armed queue wakes its home by itself.
+        if self.turn_comes or self.loop is None:
+            return 0
+        if _is_bound(self.handle.affinity) or self.home.owns():
+            self.loop.call_soon(self.turn)
+            self.turn_comes = True
+            self.turn_number = turn_now.number
+        elif not self.armed or self.chained or self.refused or self.stalled:
+            self.turn_comes = True      # before it does: home may run at once
+            try:
+                self.loop.call_soon_threadsafe(self.turn)
+            except RuntimeError:
+                self.turn_comes = False
+                if not self.loop.is_closed():   # nobody watches any more: whoever posts or awaits is told
+                    raise
+        return 0
+
+    def _turn(self):
+        """At home, once in a turn of the loop."""
+        self.turn_comes = False
+        if self.loop is None:
+            return
+        turn_went_round(self.turn_number)
+        try:
+            self._wait()
+        except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+            self._need_turn()
+        except VerbsError as error:
+            self.broke(error)
+        except BaseException:
+            self._need_turn()           # others still wait
+            raise
+
+    def readable(self):
+        """At home: the channel has an event."""
+        if self.loop is None:
+            return
+        self.wakeups += 1
+        try:
+            # One is all that an armed queue raises; were there more, the loop would come again.
+            if self.handle.channel.get_event() is not None:
+                self.unacknowledged += 1
+            self.armed = False
+            self.acknowledge()
+        except ConcurrentAccessError:
+            self._need_turn()
+            return
+        except VerbsError as error:
+            self.loop.remove_reader(self.handle.channel.fileno())   # what cannot be read stays readable
+            self.broke(error)
+            return
+        self._turn()
+
+    def acknowledge(self):
+        """Acknowledge the events that were taken."""
+        if self.unacknowledged:
+            self.handle.ack_events(self.unacknowledged)
+            self.unacknowledged = 0
+
+    cdef int _wait(self) except -1:
+        cdef int found
+        self._flush()
+        found = self._drain(TURN)
+        if not self.under_way or self.error is not None:
+            return 0
+        if found or (self.model == POLLS and self.awaited):
+            return self._need_turn()
+        if not self.armed:
+            # What completes from here on is an event; what did before is taken now.
+            self._arm()
+            if self._drain(TURN):
+                return self._need_turn()
+        return 0
+
+    cdef int _arm(self) except -1:
+        cdef int error
+        self.handle._use("ibv_req_notify_cq")
+        error = v.verbs_req_notify_cq(self.handle.pointer, 0)
+        self.handle._unuse()
+        self.handle._check("ibv_req_notify_cq", error)
+        self.armed = True
+        return 0
+
+    cdef int _flush(self) except -1:
+        cdef WorkQueue queue
+        cdef Operation operation
+        while self.chained:
+            queue = self.chained[-1]
+            if queue.chain_first is None:       # it was posted before, or will never be: its queue may be destroyed
+                self.chained.pop()
+                continue
+            queue._enter()
+            self.chained.pop()
+            try:
+                queue._flush()
+            finally:
+                queue.handle._unuse()
+        stalled, self.stalled = self.stalled, []
+        for queue in stalled:
+            queue._advance()
+        while self.refused:
+            operation = self.refused.pop()
+            if operation.state != DONE:         # as where its queue pair was destroyed meanwhile
+                operation.queue._retire(operation)
+        return 0
+
+    cdef int _check(self) except -1:
+        # Whether what is posted now would be heard of. A loop that owns the queue runs: its own call came here.
+        if (
+            self.error is not None
+            or self.loop is None
+            or self.home.loop is not self.loop
+            or (self.handle.affinity is not self.home and self.home.orphaned)
+        ):
+            raise self.broken_by()
+        return 0
+
+    # ---- Looking
+
+    cdef int _look(self, Operation operation, bint spins) except -1:
+        # Whoever awaits or asks. Whoever may not is told so, even where the answer is known.
+        cdef v.ibv_wc wcs[TAKE]
+        cdef int found
+        if operation.state != POSTED and operation.state != WAITING:
+            return _check_owner(self.handle)    # which may be destroyed: what was told stays told
+        self.handle._use("ibv_poll_cq")
+        found = self._take(wcs)
+        self.handle._unuse()
+        if found < 0:
+            return self._poll_failed(found)
+        self._dispatch_all(wcs, found)
+        if spins and operation.state == POSTED and self.model != SLEEPS:
+            self._spin(operation)
+        return 0
+
+    cdef int _take(self, v.ibv_wc *wcs) noexcept:
+        # Whoever calls has passed the check. No more than what is under way is asked for: that the queue is empty then
+        # need not be asked.
+        cdef int found, wanted = TAKE
+        if self.under_way < TAKE:
+            wanted = self.under_way if self.under_way > 0 else 1
+        if self.handle._resizing:
+            # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
+            with nogil:
+                found = poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
+            return found
+        return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
+
+    cdef int _drain(self, int most) except -1:
+        # Until there is nothing, or so many were taken.
+        cdef v.ibv_wc wcs[TAKE]
+        cdef int total = 0, found
+        while total < most:
+            self.handle._use("ibv_poll_cq")
+            found = self._take(wcs)
+            self.handle._unuse()
+            if found < 0:
+                return self._poll_failed(found)
+            self._dispatch_all(wcs, found)
+            total += found
+            if found < TAKE or not self.under_way:
+                break
+        return total
+
+    cdef int _spin(self, Operation operation) except -1:
+        # Until it is done, or the turn's time for that is up. Beyond a moment without the GIL; where calls of several
+        # threads must not overlap, only between two polls.
+        cdef v.ibv_wc wcs[TAKE]
+        cdef uint64_t began = turn_clock(), now = began, until, end
+        cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
+        cdef int found
+        if turn_now.spun >= self.spin_ns:
+            return 0
+        until = began + self.spin_ns - turn_now.spun
+        self.spins += 1
+        while operation.state == POSTED and now < until:
+            end = min(until, now + (SLICE_NS if now - began >= MOMENT_NS else MOMENT_NS))
+            self.handle._use("ibv_poll_cq")
+            if now - began < MOMENT_NS or shared:
+                found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, now)
+            else:
+                with nogil:
+                    found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, end)
+            self.handle._unuse()
+            if found < 0:
+                return self._poll_failed(found)
+            self._dispatch_all(wcs, found)
+            if now - began >= MOMENT_NS:
+                PyErr_CheckSignals()
+                if shared:
+                    with nogil:
+                        pass            # others' turn
+            now = turn_clock()
+        turn_now.spun += now - began
+        if operation.state == DONE:
+            self.spins_paid += 1
+        return 0
+
+    cdef int _poll_failed(self, int found) except -1:
+        # The software device tells the error, others just fail.
+        if -found == EBUSY and self.handle.context.software:
+            self.handle._check("ibv_poll_cq", EBUSY)
+        verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"
+        self.broke(VerbsError(verb, -found if self.handle.context.software else EIO))
+        return 0
+
+    cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
+        # They were taken and come no more: what is raised meanwhile, as by a signal's handler, keeps none of them back.
+        cdef int i = 0
+        raised = None
+        while i < found:
+            try:
+                while i < found:
+                    i += 1
+                    self._dispatch(&wcs[i - 1])
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
+        return 0
+
+    cdef int _dispatch(self, v.ibv_wc *wc) except -1:
+        cdef slots *table = &self.slots
+        cdef WorkQueue queue
+        cdef Operation operation
+        cdef void *work
+        self.completions += 1
+        if wc.wr_id & SLOTS_SHARED:
+            queue = self.shared.get(wc.qp_num)
+            table = queue.slots if queue is not None else NULL
+        work = slots_find(table, wc.wr_id) if table != NULL else NULL
+        if work == NULL:
+            self.late += 1              # of what was destroyed meanwhile, or of who posts by the handle
+            return 0
+        operation = <Operation>work
+        return operation.queue._completed(operation, wc)
+
+    # ---- Its end
+
+    def drain(self):
+        """Take all that has completed."""
+        while self._drain(TURN) == TURN:
+            pass
+
+    def broke(self, error):
+        """Nothing completes here any more, by this error: whoever waits is told."""
+        cdef Operation operation
+        cdef uint32_t index
+        if self.error is not None:
+            return
+        self.error = error
+        for index in range(self.slots.size):
+            if self.slots.at[index].work != NULL:
+                operation = <Operation>self.slots.at[index].work
+                operation.queue._refuse_waiting(SUCCESS, self.broken_by())
+                operation.queue._unchain()
+                operation.covered = None
+                operation.error = self.broken_by()
+                operation.queue._retire(operation)
+        for queue in list(self.shared.values()):
+            if (<WorkQueue>queue)._is_deaf():
+                (<WorkQueue>queue)._abandon(SUCCESS, self.broken_by())
+
+    def broken_by(self):
+        """The error for who asks something of it."""
+        broken = BrokenResourceError(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}")
+        broken.__cause__ = self.error
+        return broken
+
+    @property
+    def watched(self):
+        """Whether a loop still takes what completes."""
+        return self.error is None and self.loop is not None and self.home.loop is self.loop and not self.home.orphaned
+
+    def let_go(self):
+        """At home, or where home is gone: wake up no more."""
+        self.loop = None
+
+
+cdef int _check_owner(Handle handle) except -1:
+    cdef Affinity owner = handle.affinity
+    if owner is not None and owner._thread != NULL:
+        owner._enter(handle, "ibv_poll_cq")
+        owner._leave()
+    return 0
+
+
+cdef enum:
+    MOMENT_NS = 2000                    # of spinning with the GIL
+    SLICE_NS = 100000                   # of spinning without: signals are looked for in between

@@ -1,0 +1,151 @@
+# Part of work.pyx: messages in the order of their arrival, for one who asks for them.
+
+@cython.final
+cdef class Inbox:
+    """Where receives go when they are done: an asynchronous iterator, for one task at a time.
+
+    It ends when the queue is closed. A receive that failed is raised, once, and nothing comes after it. Who is
+    cancelled loses nothing: the next one gets what came.
+
+    :param queue: that the receives are posted to.
+    :param wrap: makes of what was `Received` what the iterator gives.
+    :param unused: called with the memory of each receive that failed.
+    """
+
+    cdef readonly WorkQueue queue
+    cdef object wrap
+    cdef object unused
+    cdef object ready                   # deque of what came and was not asked for
+    cdef object end                     # what ended it: an exception
+    cdef Operation asked                # by who waits
+
+    def __init__(self, WorkQueue queue not None, wrap, unused):
+        self.queue = queue
+        self.wrap = wrap
+        self.unused = unused
+        self.ready = collections.deque()
+
+    def __len__(self):
+        """How many came and were not asked for."""
+        return len(self.ready)
+
+    def __aiter__(self):
+        return self
+
+    def __anext__(self):
+        cdef Operation operation
+        self._forget()
+        if self.asked is not None:
+            raise RuntimeError("somebody waits for the next message already: one task at a time reads messages")
+        if self.end is None:            # what came before the end is still given
+            self.queue._enter()
+            self.queue.handle._unuse()
+        operation = _new(self.queue)
+        operation.inbox = self
+        operation.asks = True
+        operation.state = POSTED
+        self.asked = operation
+        self._hand_over()
+        return operation
+
+    cdef int _forget(self) noexcept:
+        # Who asked has dropped that: nobody but this holds it.
+        if self.asked is not None and Py_REFCNT(self.asked) == 1:
+            self.asked = None
+        return 0
+
+    cdef int _hand_over(self) except -1:
+        cdef Operation operation
+        self._forget()
+        operation = self.asked
+        if operation is None or (not self.ready and self.end is None):
+            return 0
+        self.asked = None
+        if self.ready:
+            operation.value = self.ready.popleft()
+        else:
+            operation.error = self.end
+        operation.state = DONE
+        waiter = operation.waiter
+        if waiter is not None:
+            self.queue._count_awaited(-1)
+            _wake(waiter, operation.loop, self.queue.handle.affinity)
+        return 0
+
+    cdef int _arrived(self, Operation operation, object local) except -1:
+        # A receive is done.
+        if operation.error is None and operation.status == SUCCESS:
+            self.ready.append(self.wrap(operation.value))
+            return self._hand_over()
+        self.unused(local)
+        if self.end is None:
+            closed = self.queue.closing and (operation.status == FLUSHED or operation.error is not None)
+            self.end = StopAsyncIteration() if closed else operation.error or operation._failure()
+        return self._hand_over()
+
+    cdef int _withdraw(self, Operation operation) except -1:
+        # Who asked is cancelled.
+        if self.asked is operation:
+            self.asked = None
+        elif operation.error is None:
+            self.ready.appendleft(operation.value)
+            return self._hand_over()    # somebody else may have asked meanwhile
+        return 0
+
+    def close(self, error=None):
+        """No more receives will come: the iterator ends after those that did, by that error if there is one."""
+        if self.end is None:
+            self.end = error if error is not None else StopAsyncIteration()
+            self._hand_over()
+
+    def reopen(self):
+        """Receives come again."""
+        self.end = None
+
+
+cdef class Message(Received):
+    """What arrived, in memory that goes back to be received into when it is released.
+
+    Release it, by ``with`` or `release`, when you have read it: what is kept is not received into. Views of `data` that
+    are kept longer show what came later. One that is forgotten is released by and by.
+
+    :param received: what arrived.
+    :param release: called once with its memory, by `release`.
+    :param forgotten: called with it instead, from whatever thread, where the message is forgotten.
+    """
+
+    cdef object _release
+    cdef object _forgotten
+
+    def __init__(self, Received received not None, release, forgotten):
+        self.local = received.local
+        self.byte_len = received.byte_len
+        self.src_qp = received.src_qp
+        self.immediate = received.immediate
+        self.invalidated_rkey = received.invalidated_rkey
+        self.route = received.route
+        self.qp_num = received.qp_num
+        self._release = release
+        self._forgotten = forgotten
+
+    def release(self):
+        """Give its memory back; once is enough."""
+        release, self._release = self._release, None
+        if release is None:
+            return
+        try:
+            release(self.local)
+        except BaseException:
+            self._release = release
+            raise
+        self.local = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.release()
+
+    def __del__(self):
+        if self._release is not None and self._forgotten is not None:
+            self._forgotten(self.local)

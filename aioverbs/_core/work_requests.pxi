@@ -1,0 +1,698 @@
+# Part of work.pyx: what may be asked of a queue pair, checked before it is posted.
+
+cdef enum:
+    RDMA_WRITE = 0                      # enum ibv_wr_opcode
+    RDMA_WRITE_WITH_IMM = 1
+    SEND = 2
+    SEND_WITH_IMM = 3
+    RDMA_READ = 4
+    CMP_AND_SWP = 5
+    FETCH_AND_ADD = 6
+    LOCAL_INV = 7
+    BIND_MW = 8
+    SEND_WITH_INV = 9
+    RC = 2                              # enum ibv_qp_type
+    UC = 3
+    UD = 4
+    XRC_SEND = 9
+    INIT = 1                            # enum ibv_qp_state
+    RTS = 3
+    SQD = 4
+    SQE = 5
+    ERR = 6
+    LOCAL_WRITE = 1                     # enum ibv_access_flags
+    MW_BIND = 16
+
+cdef uint32_t _sends = 1 << SEND | 1 << SEND_WITH_IMM
+cdef uint32_t _keys = 1 << BIND_MW | 1 << LOCAL_INV | 1 << SEND_WITH_INV
+cdef uint32_t _writes = _sends | _keys | 1 << RDMA_WRITE | 1 << RDMA_WRITE_WITH_IMM
+cdef uint32_t _reads = _writes | 1 << RDMA_READ | 1 << CMP_AND_SWP | 1 << FETCH_AND_ADD
+cdef dict _opcodes_of_type = {RC: _reads, UC: _writes, UD: _sends, XRC_SEND: _reads}
+
+
+@cython.final
+cdef class Way:
+    """Where datagrams go: an address handle, a queue pair's number and its key. `AddressHandle.to` makes them.
+
+    :param handle: of the address handle.
+    :param pins: of the address handle.
+    :param remote_qpn: the number of the queue pair there, 24 bits.
+    :param remote_qkey: the key that it takes datagrams with, 32 bits.
+    """
+
+    cdef AddressHandle handle
+    cdef Pins pins
+    cdef readonly uint32_t remote_qpn
+    cdef readonly uint32_t remote_qkey
+
+    def __init__(self, AddressHandle handle not None, Pins pins not None, remote_qpn, remote_qkey):
+        self.handle = handle
+        self.pins = pins
+        self.remote_qpn = _number(remote_qpn, 24, "remote_qpn")
+        self.remote_qkey = _number(remote_qkey, 32, "remote_qkey")
+
+    def __repr__(self):
+        return f"<Way to queue pair {self.remote_qpn} by {self.handle!r}>"
+
+
+@cython.final
+cdef class Requests:
+    """What a queue pair has under way in both of its queues, and what it broke by.
+
+    :param handle: the queue pair.
+    :param pd: the protection domain that its memory is of; None: it has no memory.
+    :param sends: where its sends complete; None: it has none.
+    :param receives: where its receives complete; None: it has none.
+    :param send_depth: how many sends may be under way.
+    :param receive_depth: how many receives may.
+    :param chains: its sends are posted at the end of the loop's turn, together.
+    :param make_scratch: gives a `RegionSlice` of so many bytes, for atomics and the routes of datagrams.
+    """
+
+    cdef readonly QueuePair handle
+    cdef readonly WorkQueue send_queue
+    cdef readonly WorkQueue receive_queue
+    cdef ProtectionDomain pd
+    cdef uint32_t opcodes               # bits of those that its type has
+    cdef readonly object broken         # the first cause
+
+    def __init__(
+        self,
+        QueuePair handle not None,
+        ProtectionDomain pd,
+        Completer sends,
+        Completer receives,
+        *,
+        uint32_t send_depth=0,
+        uint32_t receive_depth=0,
+        bint chains=False,
+        make_scratch=None,
+    ):
+        self.handle = handle
+        self.pd = pd
+        self.opcodes = _opcodes_of_type.get(handle._type, 0)
+        depths = handle.capabilities
+        if sends is not None:
+            self.send_queue = _queue(handle, self, sends, send_depth, depths.max_send_sge, make_scratch)
+            self.send_queue.max_inline = depths.max_inline_data
+            self.send_queue.chains = chains
+            self.send_queue.scratch_bytes = 8
+        if receives is not None:
+            self.receive_queue = _queue(handle, self, receives, receive_depth, depths.max_recv_sge, make_scratch)
+            self.receive_queue.receives = True
+            self.receive_queue.kind = SLOTS_RECEIVE
+            self.receive_queue.scratch_bytes = GRH
+            if handle._type == UD:
+                self.receive_queue.max_sge -= 1         # the first one is for the route
+
+    def queues(self):
+        """Those that it has of its own."""
+        return [queue for queue in (self.send_queue, self.receive_queue) if queue is not None]
+
+    @property
+    def under_way(self):
+        """Requests that have a place in one of its queues."""
+        return sum(queue.under_way for queue in self.queues())
+
+    @property
+    def watched(self):
+        """Whether loops still take what completes."""
+        return all((<WorkQueue>queue).completer.watched for queue in self.queues())
+
+    def when_idle(self, callback):
+        """Call this each time that a queue of it has nothing under way any more; None: nothing."""
+        for queue in self.queues():
+            (<WorkQueue>queue).idle = callback
+
+    def close(self):
+        """Nothing is posted any more; what waits for a place ends as if it were flushed."""
+        for queue in self.queues():
+            (<WorkQueue>queue).closing = True
+            (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+
+    def reopen(self):
+        """Take `close` back."""
+        for queue in self.queues():
+            (<WorkQueue>queue).closing = False
+
+    def abandon(self, error):
+        """The queue pair was destroyed or reset: what it had under way ends with that error."""
+        for queue in self.queues():
+            (<WorkQueue>queue)._abandon(SUCCESS, error)
+
+    def recovered(self):
+        """It was reset: it is as new."""
+        self.broken = None
+
+    cdef int _broke(self, Operation operation) except -1:
+        # A completion had another status than success: the queue pair is in an error state, by this or before.
+        cdef int state = self.handle._state
+        if state == ERR or (state == SQE and not operation.queue.receives):
+            return 0
+        connected = self.handle._type in (RC, XRC_SEND)
+        self.broken = operation._failure()
+        if connected or operation.queue.receives or operation.status == FLUSHED:
+            self.handle._state = ERR
+            for queue in self.queues():
+                (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+        else:
+            self.handle._state = SQE
+            self.send_queue._refuse_waiting(FLUSHED, None)
+        return 0
+
+    cdef int _check_state(self, bint receives) except -1:
+        cdef int state = self.handle._state
+        if state == RTS or state == SQD or (receives and INIT <= state < ERR):
+            return 0
+        if state == ERR or state == SQE:
+            raise BrokenResourceError(
+                f"{self.handle!r} is in state {QpState(state).name}, by: {self.broken or 'somebody moved it there'}"
+            ) from self.broken
+        needed = "INIT" if receives else "RTS"
+        found = QpState(state).name
+        raise StateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
+
+
+cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, limit, max_sge, make_scratch):
+    cdef WorkQueue queue = WorkQueue.__new__(WorkQueue)
+    slots_begin(&queue.own_slots)
+    queue.handle = handle
+    queue.requests = requests
+    queue.qp_num = (<QueuePair>handle).pointer.qp_num if requests is not None else 0
+    queue.completer = completer
+    queue.slots = &completer.slots if completer is not None else &queue.own_slots
+    queue.limit = limit
+    queue.max_sge = max_sge
+    queue.make_scratch = make_scratch
+    return queue
+
+
+cdef inline Operation _new(WorkQueue queue):
+    cdef Operation operation = Operation.__new__(Operation)
+    operation.queue = queue
+    operation.requests = 1
+    operation.scratch = -1
+    return operation
+
+
+cdef int _add_piece(Operation operation, RegionSlice piece, ProtectionDomain pd, int access, int *count) except -1:
+    cdef v.ibv_sge *sge
+    if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
+        raise ValueError(f"{piece!r} is of another protection domain than {operation.queue.handle!r}")
+    if access & ~piece._access:
+        raise ValueError(
+            f"{piece.region!r} is to be written to by the device: register it with AccessFlags.LOCAL_WRITE"
+        )
+    _check_lent(piece._handle)
+    operation._pin(piece.pins)
+    if not piece.length:
+        return 0                            # an entry of no bytes means 2 GiB to some devices
+    if operation.bytes + piece.length > MOST_BYTES:
+        raise ValueError(f"a message has {MOST_BYTES} bytes at most: {piece!r} is too long for it")
+    sge = &_sges(operation)[count[0]]
+    sge.addr = piece._address
+    sge.length = piece.length
+    sge.lkey = piece._lkey
+    count[0] += 1
+    operation.bytes += piece.length
+    return 0
+
+
+cdef int _gather(Operation operation, object local, ProtectionDomain pd, int access, int first) except -1:
+    # Fill the list of entries from `first` on; how many there are then.
+    cdef int count = first
+    if type(local) is RegionSlice:
+        _add_piece(operation, <RegionSlice>local, pd, access, &count)
+    elif isinstance(local, Registered):
+        _add_piece(operation, _whole_of(<Registered>local), pd, access, &count)
+    elif isinstance(local, RegionSlice):
+        _add_piece(operation, <RegionSlice>local, pd, access, &count)
+    elif local is not None:
+        if not isinstance(local, (list, tuple)):
+            raise TypeError(
+                f"local memory is a MemoryRegion, a slice of one, or a list of these, not {type(local).__name__}: "
+                "register it by ProtectionDomain.register"
+            )
+        if type(local) is not list and type(local) is not tuple:
+            local = tuple(local)                # others may say another length than they have
+        if len(local) > operation.queue.max_sge:
+            raise ValueError(
+                f"{len(local)} pieces are more than the {operation.queue.max_sge} of {operation.queue.handle!r}: "
+                "make it with more (max_send_sge, max_recv_sge)"
+            )
+        if len(local) + first > 2:
+            operation.more_sges = <v.ibv_sge *>calloc(len(local) + first, sizeof(v.ibv_sge))
+            if operation.more_sges == NULL:
+                raise MemoryError
+        for piece in local:
+            if isinstance(piece, Registered):
+                piece = _whole_of(<Registered>piece)
+            elif not isinstance(piece, RegionSlice):
+                raise TypeError(f"a piece of local memory is a MemoryRegion or a slice of one, not {piece!r}")
+            _add_piece(operation, <RegionSlice>piece, pd, access, &count)
+    operation.keep = local
+    return count
+
+
+cdef inline Requests _entered(Sending sending, str verb):
+    # The check; each success is followed by one `handle._unuse`.
+    if sending._requests is None:
+        raise ClosedResourceError(f"{sending!r} is not open")
+    sending._requests.handle._use(verb)
+    return sending._requests
+
+
+cdef inline WorkQueue _sending(Requests requests, int opcode):
+    if not requests.opcodes >> opcode & 1:
+        raise ValueError(
+            f"{requests.handle!r} is of type {requests.handle.qp_type.name}, which has no {SendOpcode(opcode).name}"
+        )
+    return requests.send_queue
+
+
+cdef class Sending:
+    """The requests that go into a send queue; base of `Batch`, and with receives of the public queue pair.
+
+    Each method posts at once, in the order of the calls; where the send queue is full the request waits for a place
+    there. It returns the `Operation`: await it, or not. Local memory is a `MemoryRegion`, a slice of one, or a list of
+    these that is gathered or scattered; it stays registered and is kept until the request is done.
+
+    What all of them raise, before anything is posted: `ClosedResourceError`; `AffinityError`, `ConcurrentAccessError`;
+    `StateError` where the queue pair is not connected; `BrokenResourceError` where it is broken, with the first cause;
+    `ValueError` and `TypeError` for what cannot be; `VerbsError` where the verb fails. Awaiting raises
+    `WorkCompletionError` where the request failed, and then the queue pair is broken.
+    """
+
+    cdef Requests _requests
+    cdef bint _loose                    # memory is pinned when all is posted: of a batch
+
+    # ---- What each one has in common
+
+    cdef int _go(self, Operation operation, bint nowait) except -1:
+        operation.queue.requests._check_state(operation.queue.receives)
+        return operation.queue._submit(operation, nowait)
+
+    cdef Operation _rdma(
+        self, int opcode, object local, RemoteRegion remote, immediate, unsigned int flags, object srq_number,
+        bint nowait,
+    ):
+        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef Operation operation
+        cdef WorkQueue queue
+        try:
+            queue = _sending(requests, opcode)
+            operation = _new(queue)
+            operation.loose = self._loose
+            operation.send_wr.num_sge = _gather(
+                operation, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0, 0
+            )
+            operation.send_wr.sg_list = _sges(operation)
+            if operation.bytes != remote.length:
+                raise ValueError(
+                    f"{operation.bytes} local bytes do not fill the {remote.length} of {remote!r}: "
+                    "give it slices of one length"
+                )
+            operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
+            if opcode != RDMA_READ and operation.bytes <= queue.max_inline:
+                flags |= INLINE
+            operation.send_wr.send_flags = flags
+            operation.send_wr.wr.rdma.remote_addr = remote.address
+            operation.send_wr.wr.rdma.rkey = remote.rkey
+            if opcode == RDMA_WRITE_WITH_IMM:
+                operation.send_wr.imm_data = v.htonl(_number(immediate, 32, "immediate"))
+            if srq_number is not None or requests.handle._type == XRC_SEND:
+                _to_srq(requests, operation, srq_number)
+            self._go(operation, nowait)
+        finally:
+            requests.handle._unuse()
+        return operation
+
+    cdef Operation _message(
+        self, int opcode, object local, object immediate, uint32_t rkey, unsigned int flags, Way to,
+        object srq_number, bint nowait,
+    ):
+        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef Operation operation
+        cdef WorkQueue queue
+        try:
+            queue = _sending(requests, opcode)
+            operation = _new(queue)
+            operation.loose = self._loose
+            operation.send_wr.num_sge = _gather(operation, local, requests.pd, 0, 0)
+            operation.send_wr.sg_list = _sges(operation)
+            operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
+            if operation.bytes <= queue.max_inline:
+                flags |= INLINE
+            operation.send_wr.send_flags = flags
+            if opcode == SEND_WITH_IMM:
+                operation.send_wr.imm_data = v.htonl(_number(immediate, 32, "immediate"))
+            elif opcode == SEND_WITH_INV:
+                operation.send_wr.invalidate_rkey = rkey
+            if to is not None or requests.handle._type == UD:
+                _aim(requests, operation, to)
+            if srq_number is not None or requests.handle._type == XRC_SEND:
+                _to_srq(requests, operation, srq_number)
+            self._go(operation, nowait)
+        finally:
+            requests.handle._unuse()
+        return operation
+
+    cdef Operation _atomic(
+        self, int opcode, RemoteRegion remote, object add, object swap, unsigned int flags, object srq_number,
+        bint nowait,
+    ):
+        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef Operation operation
+        try:
+            operation = _new(_sending(requests, opcode))
+            operation.loose = self._loose
+            if remote.length != 8:
+                raise ValueError(f"an atomic is of 8 bytes, {remote!r} has {remote.length}: give it a slice of 8")
+            if remote.address % 8:
+                raise ValueError(f"an atomic is of 8 bytes at an address that is a multiple of 8: {remote!r} is not")
+            operation.scratch = -2          # the old value goes to memory of the queue's own
+            operation.bytes = 8
+            operation.result_kind = OLD_VALUE
+            operation.send_wr.num_sge = 1
+            operation.send_wr.sg_list = operation.sge
+            operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
+            operation.send_wr.send_flags = flags
+            operation.send_wr.wr.atomic.remote_addr = remote.address
+            operation.send_wr.wr.atomic.rkey = remote.rkey
+            operation.send_wr.wr.atomic.compare_add = _number(add, 64, "compare" if opcode == CMP_AND_SWP else "add")
+            operation.send_wr.wr.atomic.swap = _number(swap, 64, "swap")
+            if srq_number is not None or requests.handle._type == XRC_SEND:
+                _to_srq(requests, operation, srq_number)
+            self._go(operation, nowait)
+        finally:
+            requests.handle._unuse()
+        return operation
+
+    cdef Operation _invalidate(self, object rkey, unsigned int flags, bint nowait):
+        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef Operation operation
+        try:
+            operation = _new(_sending(requests, LOCAL_INV))
+            operation.loose = self._loose
+            operation.send_wr.opcode = <v.ibv_wr_opcode><int>LOCAL_INV
+            operation.send_wr.send_flags = flags
+            operation.send_wr.invalidate_rkey = _number(rkey, 32, "rkey")
+            self._go(operation, nowait)
+        finally:
+            requests.handle._unuse()
+        return operation
+
+    cdef Operation _bind(self, MemoryWindow window, RegionSlice piece, object access, unsigned int flags, bint nowait):
+        cdef Requests requests = _entered(self, "ibv_bind_mw")
+        cdef Operation operation
+        try:
+            operation = _new(_sending(requests, BIND_MW))
+            operation.loose = self._loose
+            if piece._handle.context is not window.context:
+                raise ValueError(f"{piece!r} is of another context than {window!r}")
+            if MW_BIND & ~piece._access:
+                raise ValueError(f"{piece.region!r} is to be bound to: register it with AccessFlags.MW_BIND")
+            _check_lent(piece._handle)
+            operation._pin(piece.pins)
+            operation.window = window
+            operation.keep = piece._handle
+            operation.result_kind = BOUND
+            operation.bind_info.addr = piece._address
+            operation.bind_info.length = piece.length
+            operation.bind_info.mw_access_flags = PyNumber_Index(access)
+            operation.send_wr.opcode = <v.ibv_wr_opcode><int>BIND_MW
+            operation.send_wr.send_flags = flags
+            self._go(operation, nowait)
+        finally:
+            requests.handle._unuse()
+        return operation
+
+    # ---- Their names
+
+    def write(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
+        """Write local memory to a peer's: RDMA WRITE. Done when the peer's device has it.
+
+        :param remote: as long as `local` is.
+        :param fence: begin only when the reads and atomics before it have ended.
+        :param srq_number: on a queue pair of type XRC_SEND: the peer's shared receive queue.
+        """
+        return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, False)
+
+    def write_with_immediate(
+        self, local, RemoteRegion remote not None, immediate, *, bint fence=False, bint solicited=False,
+        srq_number=None,
+    ):
+        """Write local memory to a peer's, and have one of its receives complete: RDMA WRITE with immediate data.
+
+        :param immediate: 32 bits that the receive tells.
+        :param solicited: wake a peer that waits for solicited completions only.
+        """
+        flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
+        return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, False)
+
+    def read(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
+        """Read a peer's memory into local memory, which is registered with ``LOCAL_WRITE``: RDMA READ."""
+        return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, False)
+
+    def send(
+        self, local, *, immediate=None, bint fence=False, bint solicited=False, Way to=None, srq_number=None
+    ):
+        """Send a message, which goes into the peer's next receive: SEND, or SEND with immediate data.
+
+        :param local: the message; None: one of no bytes.
+        :param to: on a queue pair of type UD: where it goes.
+        """
+        flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
+        opcode = SEND if immediate is None else SEND_WITH_IMM
+        return self._message(opcode, local, immediate, 0, flags, to, srq_number, False)
+
+    def send_with_invalidate(
+        self, local, rkey, *, bint fence=False, bint solicited=False, srq_number=None
+    ):
+        """Send a message, and have the peer's device invalidate a key: SEND with invalidate.
+
+        :param rkey: of a memory window of type 2 of the peer.
+        """
+        flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
+        key = _number(rkey, 32, "rkey")
+        return self._message(SEND_WITH_INV, local, None, key, flags, None, srq_number, False)
+
+    def compare_and_swap(
+        self, RemoteRegion remote not None, compare, swap, *, bint fence=False, srq_number=None
+    ):
+        """Put `swap` where `compare` is, in 8 bytes of a peer's, as one step; gives what was there before, an `int`.
+
+        :param remote: 8 bytes, at a multiple of 8; numbers there are in the host's order.
+        """
+        return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, False)
+
+    def fetch_and_add(self, RemoteRegion remote not None, add, *, bint fence=False, srq_number=None):
+        """Add to 8 bytes of a peer's, modulo 2**64, as one step; gives what was there before, an `int`."""
+        return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, False)
+
+    def invalidate(self, rkey, *, bint fence=False):
+        """Invalidate a key of this side, of a memory window of type 2 that was bound here: LOCAL INVALIDATE."""
+        return self._invalidate(rkey, FENCE if fence else 0, False)
+
+
+cdef class Requester(Sending):
+    """What may be asked of a queue pair: see `Sending`. Forms with ``_nowait`` raise `anyio.WouldBlock` at once, and do
+    nothing, where there is no place in the queue."""
+
+    def _requests_begin(self, Requests requests):
+        # From its opening on; None: it is closed.
+        self._requests = requests
+
+    def write_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
+        """`write`, where there is a place."""
+        return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, True)
+
+    def write_with_immediate_nowait(
+        self, local, RemoteRegion remote not None, immediate, *, bint fence=False, bint solicited=False,
+        srq_number=None,
+    ):
+        """`write_with_immediate`, where there is a place."""
+        flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
+        return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, True)
+
+    def read_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
+        """`read`, where there is a place."""
+        return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, True)
+
+    def send_nowait(
+        self, local, *, immediate=None, bint fence=False, bint solicited=False, Way to=None, srq_number=None
+    ):
+        """`send`, where there is a place."""
+        flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
+        opcode = SEND if immediate is None else SEND_WITH_IMM
+        return self._message(opcode, local, immediate, 0, flags, to, srq_number, True)
+
+    def send_with_invalidate_nowait(
+        self, local, rkey, *, bint fence=False, bint solicited=False, srq_number=None
+    ):
+        """`send_with_invalidate`, where there is a place."""
+        flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
+        key = _number(rkey, 32, "rkey")
+        return self._message(SEND_WITH_INV, local, None, key, flags, None, srq_number, True)
+
+    def compare_and_swap_nowait(
+        self, RemoteRegion remote not None, compare, swap, *, bint fence=False, srq_number=None
+    ):
+        """`compare_and_swap`, where there is a place."""
+        return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, True)
+
+    def fetch_and_add_nowait(self, RemoteRegion remote not None, add, *, bint fence=False, srq_number=None):
+        """`fetch_and_add`, where there is a place."""
+        return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, True)
+
+    def invalidate_nowait(self, rkey, *, bint fence=False):
+        """`invalidate`, where there is a place."""
+        return self._invalidate(rkey, FENCE if fence else 0, True)
+
+    def _bind_window(self, MemoryWindow window not None, RegionSlice piece not None, access, fence, nowait):
+        return self._bind(window, piece, access, FENCE if fence else 0, nowait)
+
+    def receive(self, local):
+        """Have the next message that arrives put into local memory, which is registered with ``LOCAL_WRITE``.
+
+        Messages go to receives in the order of these. Awaiting gives what was `Received`.
+
+        :param local: where it goes; longer than the message, or as long. None: nowhere, for messages of no bytes.
+        """
+        return self._receive(local, False)
+
+    def receive_nowait(self, local):
+        """`receive`, where there is a place."""
+        return self._receive(local, True)
+
+    def _receive_into(self, Inbox inbox not None, local):
+        # A receive whose message goes to an inbox; there is a place.
+        return self._receive(local, True, inbox)
+
+    cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
+        cdef Requests requests = _entered(self, "ibv_post_recv")
+        cdef Operation operation
+        try:
+            if requests.receive_queue is None:
+                raise ValueError(f"{requests.handle!r} has no receive queue of its own")
+            operation = _new_receive(requests.receive_queue, local, requests.pd, requests.handle._type == UD)
+            operation.inbox = inbox
+            self._go(operation, nowait)
+        finally:
+            requests.handle._unuse()
+        return operation
+
+
+cdef Operation _new_receive(WorkQueue queue, object local, ProtectionDomain pd, bint datagrams):
+    # The route of a datagram, which comes before it, goes to memory of the queue's own.
+    cdef Operation operation = _new(queue)
+    operation.result_kind = RECEIVED
+    if datagrams:
+        operation.scratch = -2
+    operation.recv_wr.num_sge = _gather(operation, local, pd, LOCAL_WRITE, 1 if datagrams else 0)
+    operation.recv_wr.sg_list = _sges(operation)
+    return operation
+
+
+cdef class ReceiveRequester:
+    """What may be asked of a shared receive queue."""
+
+    cdef WorkQueue _queue
+    cdef ProtectionDomain _queue_pd
+
+    def _receives_begin(self, SharedReceiveQueue handle not None, ProtectionDomain pd not None, max_wr, max_sge, cq):
+        # From its opening on.
+        cdef WorkQueue queue = _queue(handle, None, cq, max_wr, max_sge, None)
+        queue.receives = True
+        queue.kind = SLOTS_RECEIVE if cq is not None else SLOTS_RECEIVE | SLOTS_SHARED
+        queue.completers = []
+        self._queue_pd = pd
+        self._queue = queue
+        return queue
+
+    def receive(self, local):
+        """Have the next message that arrives, at whichever of its queue pairs, put into local memory: see
+        `QueuePair.receive`."""
+        return self._receive(local, False)
+
+    def receive_nowait(self, local):
+        """`receive`, where there is a place; `anyio.WouldBlock` is raised where there is none."""
+        return self._receive(local, True)
+
+    def _receive_into(self, Inbox inbox not None, local):
+        # A receive whose message goes to an inbox; there is a place.
+        return self._receive(local, True, inbox)
+
+    cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
+        cdef WorkQueue queue = self._queue
+        cdef Operation operation
+        if queue is None:
+            raise ClosedResourceError(f"{self!r} is not open")
+        queue.handle._use("ibv_post_srq_recv")
+        try:
+            operation = _new_receive(queue, local, self._queue_pd, False)
+            operation.inbox = inbox
+            queue._submit(operation, nowait)
+        finally:
+            queue.handle._unuse()
+        return operation
+
+
+def attach(WorkQueue queue not None, Completer completer not None, uint32_t qp_num):
+    """Receives of a shared receive queue complete there from here on, at a queue pair of that number."""
+    cdef bint known = _serves(completer, queue)
+    completer.shared[qp_num] = queue
+    if not known:
+        queue.completers.append(completer)
+        completer.under_way += queue.used
+        completer.awaited += queue.awaited
+        if queue.used:
+            completer._need_turn()
+
+
+def detach(WorkQueue queue not None, Completer completer not None, uint32_t qp_num):
+    """Take `attach` back."""
+    completer.shared.pop(qp_num, None)
+    if not _serves(completer, queue):
+        queue.completers.remove(completer)
+        completer.under_way -= queue.used
+        completer.awaited -= queue.awaited
+
+
+cdef bint _serves(Completer completer, WorkQueue queue) except -1:
+    for each in completer.shared.values():
+        if each is queue:
+            return True
+    return False
+
+
+cdef uint64_t _number(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
+    number = PyNumber_Index(value)          # a float would be cut off
+    if number < 0 or number >> bits:
+        raise ValueError(f"{name} has {bits} bits, and {value} is none of those numbers")
+    return number
+
+
+cdef int _aim(Requests requests, Operation operation, Way to) except -1:
+    if requests.handle._type != UD:
+        raise ValueError(f"{requests.handle!r} is connected: leave `to` out, which is for the type UD")
+    if to is None:
+        raise ValueError(f"{requests.handle!r} is of type UD: say where the datagram goes, by `to`")
+    if to.handle.context is not requests.handle.context:
+        raise ValueError(f"{to!r} is of another context than {requests.handle!r}")
+    operation._pin(to.pins)
+    operation.send_wr.wr.ud.ah = to.handle.pointer
+    operation.send_wr.wr.ud.remote_qpn = to.remote_qpn
+    operation.send_wr.wr.ud.remote_qkey = to.remote_qkey
+    return 0
+
+
+cdef int _to_srq(Requests requests, Operation operation, object number) except -1:
+    if requests.handle._type != XRC_SEND:
+        raise ValueError(f"srq_number is for queue pairs of type XRC_SEND, {requests.handle!r} is not")
+    if number is None:
+        raise ValueError(
+            f"{requests.handle!r} is of type XRC_SEND: say which shared receive queue it is for, by srq_number"
+        )
+    operation.send_wr.qp_type.xrc.remote_srqn = _number(number, 32, "srq_number")
+    return 0

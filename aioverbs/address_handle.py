@@ -1,0 +1,57 @@
+"""Address handles: the ways that datagrams take."""
+
+from aioverbs._core import engine
+from aioverbs._core.work import Way
+from aioverbs.attributes import AddressVector
+from aioverbs.endpoint import Endpoint
+from aioverbs.memory import Pins
+from aioverbs.resource import Handled, Resource
+from aioverbs.types import LinkLayer
+
+__all__ = ["AddressHandle", "Way"]
+
+
+class AddressHandle(Handled[engine.AddressHandle]):
+    """The way to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
+
+    Closing waits for datagrams that are on their way by it.
+
+    :param to: a queue pair's endpoint, whose number and key then need not be said, or just a path.
+    """
+
+    def __init__(
+        self, pd: Resource, handle: engine.ProtectionDomain, to: Endpoint | AddressVector, port: int, gid_index: int
+    ) -> None:
+        super().__init__(pd)
+        self._life.late = True
+        self._pd_handle = handle
+        self._to = to
+        self._port = port
+        self._gid_index = gid_index
+        self.pins = Pins()
+
+    def _open(self) -> None:
+        path = self._to
+        if isinstance(path, Endpoint):
+            context = self._pd_handle.context
+            port, gid = context.query_port(self._port), context.query_gid(self._port, self._gid_index)
+            here = Endpoint(gid, 0, 0, port.active_mtu, lid=port.lid if port.link_layer is LinkLayer.INFINIBAND else 0)
+            path = here.path_to(path, port_num=self._port, sgid_index=self._gid_index)
+        self._handle = engine.AddressHandle(self._pd_handle, path)
+        self._life.hold(self._handle)
+        self._life.drain = self.pins.end
+        self._life.resume = self.pins.reopen
+
+    def to(self, qp_num: int | None = None, qkey: int | None = None) -> Way:
+        """Where datagrams go by it: what `QueuePair.send` takes as ``to``.
+
+        :param qp_num: of the queue pair there; None: that of the endpoint that it was made for.
+        :param qkey: that it takes datagrams with; None: that of the endpoint.
+        :raises ValueError: there is no endpoint to take them from.
+        """
+        if isinstance(self._to, Endpoint):
+            qp_num = self._to.qp_num if qp_num is None else qp_num
+            qkey = self._to.qkey if qkey is None else qkey
+        if qp_num is None or qkey is None:
+            raise ValueError(f"{self!r} was made for a path alone: say qp_num and qkey of the queue pair there")
+        return Way(self.handle, self.pins, qp_num, qkey)

@@ -1,0 +1,276 @@
+"""The states of a queue pair, by hand and all the way: to INIT, RTR and RTS, to a peer, and back."""
+
+import random
+from collections.abc import Iterable
+from typing import Unpack
+
+from aioverbs import qp_states
+from aioverbs._core import engine
+from aioverbs.attributes import AddressVector, QpAttributes
+from aioverbs.endpoint import Endpoint
+from aioverbs.errors import BusyResourceError, TransitionError
+from aioverbs.events import Eventful
+from aioverbs.qp_states import Changes, Limits
+from aioverbs.resource import Resource
+from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
+
+__all__ = ["Connectable"]
+
+_INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
+
+# For what is required and not given. A request that is not answered is sent again after 4.096 us * 2**14 = 67 ms, seven
+# times in all, so that a dead peer is known after half a second (devices may take up to four times that).
+#
+# A request that finds no receive is told to wait for the time of the *receiver's* min_rnr_timer. The codes are a table:
+# 0 is the longest, 655 ms, which makes one missing receive a stand-still; 1 is 10 us, and then seven tries are over in
+# less than a Python loop's turn. 18 is 5.12 ms: with six repetitions the peer's loop may stall for 30 ms, as under a
+# garbage collection, before the connection breaks, and where it was only late little time is lost. rnr_retry ends at 6,
+# because 7 means for ever: an await on a peer that never posts a receive would never end.
+_TIMES = Changes(timeout=14, retry_cnt=6, min_rnr_timer=18, rnr_retry=6)
+
+
+class Connectable(Eventful[engine.QueuePair]):
+    """The part of a queue pair that takes it from state to state.
+
+    Each method asks for its state first, and then for what is missing, wrong or too much, before anything is changed.
+    ``**attributes`` are those of ``ibv_modify_qp``, named as there (see `Changes`); what a transition requires and is
+    not given has defaults, but for what only the peer knows.
+    """
+
+    qp_type: QpType
+    _port: int
+    _gid_index: int
+
+    def __init__(self, *parents: Resource) -> None:
+        super().__init__(*parents)
+        self._psn = random.getrandbits(24)
+        self._qkey = random.getrandbits(31)  # the upper half of the keys is for privileged users
+        self._qp_state = QpState.RESET
+        self._remote: Endpoint | None = None
+
+    def _under_way(self) -> int:
+        """How many work requests were posted and are not done."""
+        raise NotImplementedError
+
+    def _moved(self, state: QpState) -> None:
+        """It was moved to that state."""
+
+    # ---- What is so
+
+    @property
+    def qp_state(self) -> QpState:
+        """The state that it was last moved to, or found in by `query`: an error takes it to ERR by itself."""
+        return self._qp_state
+
+    @property
+    def remote_endpoint(self) -> Endpoint | None:
+        """Whom it was connected to; None where it was not, or path and number were given one by one."""
+        return self._remote
+
+    def query(self) -> QpAttributes:
+        """Its state and attributes: ``ibv_query_qp``."""
+        found = self.handle.query()
+        self._qp_state = found.qp_state
+        return found
+
+    def local_endpoint(self) -> Endpoint:
+        """What a peer needs to know of it. `to_reset` makes that another one.
+
+        :raises ValueError: the port has no GID at the index that it was made with.
+        """
+        context = self.handle.context
+        port = context.query_port(self._port)
+        gid = context.query_gid(self._port, self._gid_index)
+        if port.link_layer is not LinkLayer.INFINIBAND and not any(gid):
+            raise ValueError(
+                f"port {self._port} of {context.name} has no GID at index {self._gid_index}: give its queue pairs the"
+                " gid_index of one that it has"
+            )
+        limits = self._limits()
+        requests = "max_rd_atomic" in qp_states.needs(self.qp_type, _RTR, _RTS).required
+        responds = "max_dest_rd_atomic" in qp_states.needs(self.qp_type, _INIT, _RTR).required
+        return Endpoint(
+            gid,
+            self.handle.qp_num,
+            self._psn,
+            port.active_mtu,
+            qp_type=self.qp_type,
+            max_rd_atomic=limits.max_rd_atomic if requests else 0,
+            max_dest_rd_atomic=limits.max_dest_rd_atomic if responds else 0,
+            qkey=self._qkey if self.qp_type is QpType.UD else 0,
+            lid=port.lid if port.link_layer is LinkLayer.INFINIBAND else 0,
+        )
+
+    def path_to(self, remote: Endpoint) -> AddressVector:
+        """The way from its port to a peer; ``dataclasses.replace`` gives that a traffic class or a service level.
+
+        :raises ValueError: there is none: see `Endpoint.path_to`.
+        """
+        return self.local_endpoint().path_to(remote, port_num=self._port, sgid_index=self._gid_index)
+
+    # ---- All the way
+
+    def connect(self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[Changes]) -> None:
+        """Connect it, from RESET or INIT to RTS: ``ibv_modify_qp``. The peer does the same with its `local_endpoint`.
+
+        :param access: what the peer may do through it: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``. None for
+            nothing; where it is in INIT already, for what was said there.
+        :param attributes: as ``timeout``, ``retry_cnt``, ``rnr_retry``, ``min_rnr_timer`` or ``av``; where one is not
+            given, the path is `path_to` the peer, and reads and atomics are as many as both devices can.
+        :raises TransitionError: it is in another state, or an attribute is out of range or none of its type's.
+        :raises ValueError: the peer is of a type that it does not talk to, or there is no path to it; it is of type UD,
+            which is not connected.
+        :raises VerbsError: the device refuses; it is in the state that it came to.
+        """
+        found = self.query().qp_state
+        if access is not None:
+            if "qp_access_flags" in attributes:
+                raise TypeError("access and qp_access_flags are the same: give one of them")
+            attributes["qp_access_flags"] = access
+        states = qp_states.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
+        self._move(found, states, attributes, remote)
+
+    def activate(self, **attributes: Unpack[Changes]) -> None:
+        """Have one of type UD send and receive, from RESET or INIT to RTS: ``ibv_modify_qp``.
+
+        :param attributes: as ``qkey``, what datagrams to it must bear: without one, a random one, which is in its
+            `local_endpoint`.
+        :raises TransitionError: it is in another state, or an attribute is out of range or none of its type's.
+        :raises ValueError: it is of another type.
+        :raises VerbsError: the device refuses; it is in the state that it came to.
+        """
+        found = self.query().qp_state
+        if self.qp_type is not QpType.UD:
+            raise ValueError(f"{self!r} is of type {self.qp_type.name}: connect() it with a remote endpoint")
+        states = qp_states.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
+        self._move(found, states, attributes)
+
+    # ---- Step by step
+
+    def to_init(self, **attributes: Unpack[Changes]) -> None:
+        """To INIT, where receives can be posted; in INIT, change what is given: ``ibv_modify_qp``.
+
+        :raises TransitionError: it cannot, from its state or with these attributes.
+        :raises VerbsError: the device refuses; nothing was changed.
+        """
+        self._move(self.query().qp_state, (_INIT,), attributes)
+
+    def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[Changes]) -> None:
+        """To RTR, where it receives: ``ibv_modify_qp``.
+
+        :param remote: the peer; without it, what is of the peer is among the attributes. None of type UD.
+        :raises TransitionError: it cannot, from its state or with these attributes.
+        :raises ValueError: the peer is of a type that it does not talk to, or there is no path to it.
+        :raises VerbsError: the device refuses; nothing was changed.
+        """
+        self._move(self.query().qp_state, (_RTR,), attributes, remote)
+
+    def to_rts(self, **attributes: Unpack[Changes]) -> None:
+        """To RTS, where it sends, too; in RTS, change what is given; from SQD or SQE, go on: ``ibv_modify_qp``.
+
+        :raises TransitionError: it cannot, from its state or with these attributes.
+        :raises VerbsError: the device refuses; nothing was changed.
+        """
+        self._move(self.query().qp_state, (_RTS,), attributes)
+
+    def to_sqd(self, **attributes: Unpack[Changes]) -> None:
+        """To SQD, where what was begun is finished and nothing more is begun: ``ibv_modify_qp``.
+
+        With ``en_sqd_async_notify`` the device tells by ``EventType.SQ_DRAINED`` when that is so. From then on path,
+        times and depths can be changed, by this method, and `to_rts` goes on.
+
+        :raises TransitionError: it cannot, from its state or with these attributes; or it still drains.
+        :raises VerbsError: the device refuses; nothing was changed.
+        """
+        found = self.query()
+        self._move(found.qp_state, (QpState.SQD,), attributes, draining=found.sq_draining)
+
+    def to_error(self) -> None:
+        """To ERR, where all that is and will be posted is flushed with an error: ``ibv_modify_qp``.
+
+        :raises TransitionError: it is in RESET, and has nothing to flush.
+        :raises VerbsError: the device refuses; nothing was changed.
+        """
+        self._move(self.query().qp_state, (QpState.ERR,), Changes())
+
+    def to_reset(self) -> None:
+        """To RESET, as new, to be connected once more: ``ibv_modify_qp``. Its first sequence number is another one.
+
+        :raises BusyResourceError: work is under way, which would complete no more.
+        :raises VerbsError: the device refuses; nothing was changed.
+        """
+        found = self.query().qp_state
+        if count := self._under_way():
+            raise BusyResourceError(
+                f"{self!r} has {count} work requests under way, which would be forgotten: to_error() and wait for them"
+            )
+        self._move(found, (QpState.RESET,), Changes())
+        self._remote = None
+        self._psn = random.getrandbits(24)  # what is still on its way from the last connection fits no more
+
+    # ---- How
+
+    def _limits(self) -> Limits:
+        context = self.handle.context
+        return Limits.of(context.query_device(), context.query_port(self._port))
+
+    def _check_peer(self, remote: Endpoint) -> None:
+        if self.qp_type is QpType.UD:
+            raise ValueError(f"{self!r} is of type UD: its datagrams go by address handles; activate() it")
+        other = qp_states.COUNTERPART[self.qp_type]
+        if remote.qp_type != other:
+            raise ValueError(
+                f"{self!r} is of type {self.qp_type.name} and talks to type {other.name}, not {remote.qp_type.name}"
+            )
+
+    def _defaults(self, limits: Limits, remote: Endpoint | None) -> Changes:
+        """For what is required and not given; `remote` is whom it is to be, or was, connected to."""
+        defaults = Changes(
+            pkey_index=0,
+            port_num=self._port,
+            qp_access_flags=AccessFlags.LOCAL_WRITE,
+            qkey=self._qkey,
+            sq_psn=self._psn,
+            max_rd_atomic=1,
+            max_dest_rd_atomic=1,
+            **_TIMES,
+        )
+        if remote is not None:
+            # As many as both can: who sends more than the other serves breaks the connection.
+            defaults["max_rd_atomic"] = min(limits.max_rd_atomic, remote.max_dest_rd_atomic)
+            defaults["max_dest_rd_atomic"] = min(limits.max_dest_rd_atomic, remote.max_rd_atomic)
+            defaults["dest_qp_num"] = remote.qp_num
+            defaults["rq_psn"] = remote.psn
+            defaults["path_mtu"] = min(limits.mtu, remote.mtu)
+        return defaults
+
+    def _move(
+        self,
+        found: QpState,
+        states: Iterable[QpState],
+        attributes: Changes,
+        remote: Endpoint | None = None,
+        *,
+        draining: bool = False,
+    ) -> None:
+        if remote is not None:
+            self._check_peer(remote)
+        limits = self._limits()
+        defaults = self._defaults(limits, remote if remote is not None else self._remote)
+        if remote is not None and "av" not in attributes:
+            defaults["av"] = self.path_to(remote)
+        try:
+            steps = qp_states.plan(
+                self.qp_type, found, states, attributes, defaults=defaults, limits=limits, draining=draining
+            )
+        except TransitionError as error:
+            error.subject = repr(self)
+            raise
+        for wanted, changes in steps:
+            self.handle.modify(wanted, **changes)
+            self._qp_state = wanted
+            self._moved(wanted)
+            self._psn = changes.get("sq_psn", self._psn)
+            self._qkey = changes.get("qkey", self._qkey)
+            if wanted is _RTR:
+                self._remote = remote

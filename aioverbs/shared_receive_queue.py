@@ -1,0 +1,225 @@
+"""Shared receive queues: receives that several queue pairs take from."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+
+import anyio
+
+from aioverbs._core import engine
+from aioverbs._core.work import Inbox, Message, Received, ReceiveRequester, WorkQueue, attach, detach
+from aioverbs.affinity import Affinity
+from aioverbs.attributes import SrqAttributes
+from aioverbs.buffers import BufferPool, LeasedBuffer
+from aioverbs.completion import CompletionQueue, Placement
+from aioverbs.events import DeviceEvent, Eventful
+from aioverbs.resource import Handled, Resource, ResourceStatistics
+from aioverbs.types import EventType, WcStatus
+
+__all__ = ["ReceiveRequester", "SharedReceiveQueue", "SharedReceiveQueueStatistics"]
+
+
+@dataclass(frozen=True)
+class SharedReceiveQueueStatistics(ResourceStatistics):
+    """What a shared receive queue is at.
+
+    :param depth: receives that it holds.
+    :param under_way: receives that were posted and are not done.
+    :param queued: receives that wait for a place.
+    :param posted: receives that were.
+    :param completed: receives that are done.
+    """
+
+    depth: int
+    under_way: int
+    queued: int
+    posted: int
+    completed: int
+
+
+class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
+    """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
+
+    Made by the `shared_receive_queue` of a domain. What queue pairs of type UD receive from it begins with the 40 bytes
+    of its route.
+
+    :param max_wr: how many receives it holds at least.
+    :param max_sge: how many entries a receive's list may have.
+    :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
+    :param xrc_domain: the XRC domain whose queue pairs fill it; with it goes `cq`.
+    :param cq: where its receives complete.
+    """
+
+    def __init__(
+        self,
+        domain: Resource,
+        placement: Placement,
+        max_wr: int,
+        max_sge: int = 1,
+        limit: int = 0,
+        *,
+        xrc_domain: Handled[engine.XrcDomain] | None = None,
+        cq: CompletionQueue | None = None,
+    ) -> None:
+        if (xrc_domain is None) != (cq is None):
+            raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
+        super().__init__(*(parent for parent in (domain, xrc_domain, cq) if parent is not None))
+        self._placement = placement
+        self._sizes = max_wr, max_sge, limit
+        self._xrc_domain = xrc_domain
+        self._cq = cq
+        self._work: WorkQueue | None = None
+        self._served: dict[CompletionQueue, int] = {}  # how many of its queue pairs complete there
+        self._serving = threading.Lock()
+
+    def _owner(self) -> Affinity | None:
+        return self._placement.owner
+
+    def _open(self) -> None:
+        max_wr, max_sge, _ = self._sizes
+        if self._cq is not None:
+            self._cq.reserve(max_wr)
+            self._life.hold(_Reserved(self._cq, max_wr))
+        end = _End()
+        self._life.hold(end)
+        self._handle = engine.SharedReceiveQueue(
+            self._placement.pd,
+            *self._sizes,
+            xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
+            cq=self._cq.handle if self._cq is not None else None,
+            affinity=self._placement.owner,
+        )
+        self._life.hold(self._handle)
+        completer = self._cq.completer if self._cq is not None else None
+        self._work = end.work = self._receives_begin(self._handle, self._placement.base, max_wr, max_sge, completer)
+
+    @property
+    def work(self) -> WorkQueue:
+        """What is under way in it.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._work is not None
+        return self._work
+
+    def serve(self, cq: CompletionQueue, qp_num: int) -> Callable[[], None]:
+        """A queue pair takes receives from it, which complete in a completion queue; what is returned ends that.
+
+        :raises ValueError: the completion queue has no room for all of them.
+        """
+        work, completer = self.work, cq.completer
+        with self._serving:
+            if cq not in self._served:
+                cq.reserve(self.depth)
+            self._served[cq] = self._served.get(cq, 0) + 1
+        attach(work, completer, qp_num)
+
+        def leave() -> None:
+            detach(work, completer, qp_num)
+            with self._serving:
+                self._served[cq] -= 1
+                if not self._served[cq]:
+                    del self._served[cq]
+                    cq.release(self.depth)
+
+        return leave
+
+    @contextlib.asynccontextmanager
+    async def messages(self, pool: BufferPool, low: int | None = None) -> AsyncIterator[AsyncIterator[Message]]:
+        """What arrives at its queue pairs, in the order of completion: ``async for`` in an ``async with``, by one task.
+
+        Inside of it the queue is kept filled with buffers of a pool: all of it at first, and again whenever the device
+        says that fewer than `low` are left (``EventType.SRQ_LIMIT_REACHED``). A message that is released gives its
+        buffer back to the pool. Those that are posted when the block ends stay posted, until the queue is closed.
+
+        :param pool: where the memory of the receives comes from; where it has none, senders wait until it has.
+        :param low: how many receives are few; None: half of them.
+        :raises ValueError: `low` is not from 1 to one less than its depth.
+        """
+        low = max(self.depth // 2, 1) if low is None else low
+        if not 1 <= low < self.depth:
+            raise ValueError(f"low is from 1 to {self.depth - 1}, of {self.depth} receives, not {low}")
+        inbox = Inbox(self.work, _message, LeasedBuffer.release)
+        events = self.events()
+        async with contextlib.aclosing(events):
+            await self._fill(pool, inbox, low)
+            filler = asyncio.create_task(self._keep_filled(events, pool, inbox, low))
+            try:
+                yield inbox
+            finally:
+                filler.cancel()
+                await asyncio.wait([filler])
+
+    async def _keep_filled(
+        self, events: AsyncGenerator[DeviceEvent, None], pool: BufferPool, inbox: Inbox, low: int
+    ) -> None:
+        try:
+            async for event in events:
+                if event.event_type is EventType.SRQ_LIMIT_REACHED:
+                    await self._fill(pool, inbox, low)
+        except Exception as error:  # as of a pool that was closed: whoever reads messages is told
+            inbox.close(error)
+
+    async def _fill(self, pool: BufferPool, inbox: Inbox, low: int) -> None:
+        while self.work.under_way + self.work.queued < self.depth:
+            buffer = await pool.lease()
+            try:
+                _ = self._receive_into(inbox, buffer)  # which goes to the inbox
+            except anyio.WouldBlock:  # somebody else posts, too
+                buffer.release()
+                break
+            except BaseException:
+                buffer.release()
+                raise
+        self.handle.modify(limit=low)
+
+    @property
+    def depth(self) -> int:
+        """How many receives it holds."""
+        return self._sizes[0]
+
+    @property
+    def number(self) -> int:
+        """Its number, which XRC peers need: ``ibv_get_srq_num``."""
+        return self.handle.number
+
+    def query(self) -> SrqAttributes:
+        """Its sizes and its limit: ``ibv_query_srq``."""
+        return self.handle.query()
+
+    def statistics(self) -> SharedReceiveQueueStatistics:
+        """What it is at."""
+        of = self._work
+        seen = (of.under_way, of.queued, of.posted, of.completed) if of is not None else (0,) * 4
+        return SharedReceiveQueueStatistics(len(self._life.children), self.depth, *seen)
+
+
+def _message(received: Received) -> Message:
+    return Message(received, LeasedBuffer.release, None)
+
+
+class _End:
+    """The end of its receives, after the verb."""
+
+    def __init__(self) -> None:
+        self.work: WorkQueue | None = None
+
+    def destroy(self) -> None:
+        """Nobody receives into them any more: they end as if they were flushed."""
+        if self.work is not None:
+            self.work.abandon(WcStatus.WR_FLUSH_ERR, None)
+
+
+class _Reserved:
+    """Room in a completion queue, to be given back."""
+
+    def __init__(self, cq: CompletionQueue, completions: int) -> None:
+        self._cq = cq
+        self._completions = completions
+
+    def destroy(self) -> None:
+        """Give it back."""
+        self._cq.release(self._completions)

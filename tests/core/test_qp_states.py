@@ -1,0 +1,336 @@
+"""The pure table of states: it says yes exactly where the software device does, and says what is wrong."""
+
+import errno
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs import AccessFlags, LinkLayer, Mtu, QpState, QpType, TransitionError, VerbsError
+from aioverbs._core import engine
+from aioverbs.attributes import AddressVector
+from aioverbs.qp_states import COUNTERPART, Changes, Limits, needs, path, plan, reachable, transition
+from tests.core.transitions import (
+    ERR,
+    INIT,
+    RC,
+    REACHABLE,
+    RESET,
+    RTR,
+    RTS,
+    SQD,
+    SQE,
+    UC,
+    UD,
+    XRC_RECV,
+    XRC_SEND,
+    make_bench,
+    rule,
+)
+
+TYPES = (RC, UC, UD, XRC_SEND, XRC_RECV)
+every_type = pytest.mark.parametrize("qp_type", TYPES, ids=lambda qp_type: qp_type.name)
+
+# Values at the edges, on both sides of them.
+_PSNS = (0, 0xFFFFFF, 0x1000000, 1 << 32, -1)
+_DEPTHS = (0, 1, 16, 17, 255, 256, -1)
+ODD: dict[str, tuple[Any, ...]] = {
+    "path_mtu": (0, 1, 5, 6, -1),
+    "rq_psn": _PSNS,
+    "sq_psn": _PSNS,
+    "dest_qp_num": _PSNS,
+    "qp_access_flags": (0, 1, 15, AccessFlags.MW_BIND, AccessFlags.RELAXED_ORDERING, 1 << 30, 1 << 32, -1),
+    "pkey_index": (0, 1, 0xFFFF, 0x10000, -1),
+    "port_num": (0, 1, 2, 255, 256, -1),
+    "max_rd_atomic": _DEPTHS,
+    "max_dest_rd_atomic": _DEPTHS,
+    "min_rnr_timer": (0, 31, 32, 255, 256, -1),
+    "timeout": (0, 31, 32, 255, 256, -1),
+    "retry_cnt": (0, 7, 8, 256, -1),
+    "rnr_retry": (0, 7, 8, 256, -1),
+    "qkey": (0, 0x80000000, 0xFFFFFFFF, 1 << 32, -1),
+    "cur_qp_state": tuple(QpState),
+    "en_sqd_async_notify": (False, True),
+}
+PATHS: dict[str, tuple[Any, ...]] = {
+    "dgid": (b"",),
+    "sgid_index": (0, 1, 2, 255, 256, -1),
+    "port_num": (0, 1, 2, 255, 256, -1),
+    "hop_limit": (0, 255, 256, -1),
+    "flow_label": (0, 0xFFFFF, 1 << 32, -1),
+    "traffic_class": (0, 255, 256, -1),
+    "dlid": (0, 0xFFFF, 0x10000, -1),
+    "sl": (0, 15, 256, -1),
+    "src_path_bits": (0, 127, 256, -1),
+    "static_rate": (0, 255, 256, -1),
+}
+
+
+@pytest.mark.parametrize("before", QpState, ids=lambda state: state.name)
+@every_type
+def test_it_has_the_architectures_rows(qp_type: QpType, before: QpState) -> None:
+    for after in QpState:
+        found = rule(qp_type, before, after)
+        assert (after in reachable(qp_type, before)) == (found is not None)
+        if found is None:
+            with pytest.raises(TransitionError, match="no such transition"):
+                needs(qp_type, before, after)
+        else:
+            required, optional = needs(qp_type, before, after)
+            assert (set(required), set(optional - required)) == found
+
+
+@pytest.mark.parametrize(("qp_type", "before"), REACHABLE)
+def test_it_says_yes_where_the_device_does(inline: engine.Context, qp_type: QpType, before: QpState) -> None:
+    bench = make_bench(inline)
+    limits = Limits.of(inline.query_device(), inline.query_port(1))
+    good = bench.attributes(before)
+    answers = {True: 0, False: 0}
+
+    ways = [after for after in QpState if rule(qp_type, before, after)]
+
+    @given(data=st.data())
+    def compare(data: st.DataObject) -> None:
+        after = data.draw(st.sampled_from(ways) | st.sampled_from(QpState))
+        required, optional = rule(qp_type, before, after) or (set(), set())
+        names = required | {name for name in sorted(optional) if data.draw(st.booleans())}
+        names ^= data.draw(st.just(set()) | st.sets(st.sampled_from(sorted(good)), max_size=1))
+        attributes = {name: good[name] for name in names}
+        for name in data.draw(st.just(set()) | st.sets(st.sampled_from(sorted(names)), max_size=2)) if names else ():
+            if name == "av":
+                part = data.draw(st.sampled_from(sorted(PATHS)))
+                attributes["av"] = replace(good["av"], **{part: data.draw(st.sampled_from(PATHS[part]))})
+            else:
+                attributes[name] = data.draw(st.sampled_from(ODD[name]))
+        says = _says(qp_type, before, after, attributes, limits)
+        qp = bench.make(qp_type, before)
+        assert _does(qp, after, attributes) == says, (after, attributes)
+        qp.destroy()
+        answers[says] += 1
+
+    compare()
+    assert min(answers.values()) > 5, "and both answers were heard"
+
+
+@every_type
+def test_it_knows_each_edge(inline: engine.Context, qp_type: QpType) -> None:
+    """The same for every value of `ODD` and `PATHS`, alone among good ones, wherever it may be said."""
+    bench = make_bench(inline)
+    limits = Limits.of(inline.query_device(), inline.query_port(1))
+    said = set()
+    for before, after in ((RESET, INIT), (INIT, RTR), (RTR, RTS), (RTS, SQD), (SQD, SQD), (SQD, RTS)):
+        good = bench.attributes(before)
+        required, optional = needs(qp_type, before, after)
+        odd = [(name, value) for name in sorted(required | optional) for value in ODD.get(name, ())]
+        if "av" in required | optional:
+            odd += [("av", replace(good["av"], **{part: each})) for part, values in PATHS.items() for each in values]
+        for name, value in odd:
+            attributes = {each: good[each] for each in required} | {name: value}
+            qp = bench.make(qp_type, before)
+            says = _says(qp_type, before, after, attributes, limits)
+            assert _does(qp, after, attributes) == says, (before, after, name, value)
+            qp.destroy()
+            said.add(says)
+    assert said == {True, False}
+
+
+def _says(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str, Any], limits: Limits) -> bool:
+    """What the table says."""
+    given_ = dict(attributes)
+    try:
+        handed = transition(qp_type, before, after, cast(Changes, attributes), limits=limits)
+    except TransitionError as error:
+        told = error.missing or error.unexpected or error.wrong or after not in error.reachable
+        handed = None
+    else:
+        told = handed == attributes
+    assert told
+    assert attributes == given_
+    return handed is not None
+
+
+def _does(qp: engine.QueuePair, after: QpState, attributes: dict[str, Any]) -> bool:
+    """What the device does."""
+    refusal: Exception | None = None
+    try:
+        qp.modify(after, **attributes)
+    except OverflowError as error:  # what the structure has no room for never reaches it
+        refusal = error
+    except VerbsError as error:
+        refusal = error
+    assert getattr(refusal, "errno", errno.EINVAL) == errno.EINVAL
+    return refusal is None
+
+
+# ---- Ways
+
+
+@every_type
+def test_ways(qp_type: QpType) -> None:
+    assert path(qp_type, RESET, RTS) == (INIT, RTR, RTS)
+    assert path(qp_type, INIT, RTS) == (RTR, RTS)
+    assert path(qp_type, ERR, RTS) == (RESET, INIT, RTR, RTS)
+    assert path(qp_type, SQD, RTR) == (RESET, INIT, RTR)
+    assert path(qp_type, RTS, RTS) == ()
+    for before in QpState:
+        for after in QpState:
+            if before is not after and after in (SQE, QpState.UNKNOWN):
+                with pytest.raises(TransitionError, match=f"from {before.name} to {after.name}: there is no such"):
+                    path(qp_type, before, after)
+                continue
+            here = before
+            for step in path(qp_type, before, after):
+                assert step in reachable(qp_type, here)
+                here = step
+            assert here is after
+
+
+def test_types_without_a_table() -> None:
+    for ask in (
+        lambda: needs(QpType.RAW_PACKET, RESET, INIT),
+        lambda: reachable(QpType.DRIVER, RESET),
+        lambda: path(QpType.RAW_PACKET, RESET, RTS),
+    ):
+        with pytest.raises(ValueError, match=r"states of type \w+; of these it is: RC, UC, UD, XRC_SEND, XRC_RECV"):
+            ask()
+    assert {COUNTERPART[COUNTERPART[each]] is each for each in COUNTERPART} == {True}
+
+
+# ---- Defaults and plans
+
+DEFAULTS = Changes(
+    pkey_index=0, port_num=1, qp_access_flags=AccessFlags.LOCAL_WRITE, timeout=14, retry_cnt=6, rnr_retry=6, sq_psn=9
+)
+
+
+def test_defaults_stand_in_for_what_is_required_only() -> None:
+    assert transition(RC, RESET, INIT, {"pkey_index": 3}, defaults=DEFAULTS) == {
+        "pkey_index": 3,
+        "port_num": 1,
+        "qp_access_flags": AccessFlags.LOCAL_WRITE,
+    }
+    assert transition(RC, INIT, INIT, {}, defaults=DEFAULTS) == {}
+    assert transition(UC, RTR, RTS, {}, defaults=DEFAULTS) == {"sq_psn": 9}
+    with pytest.raises(TransitionError) as caught:
+        transition(RC, RTR, RTS, {}, defaults=DEFAULTS)
+    assert caught.value.missing == ("max_rd_atomic",)
+
+
+def test_a_plan_gives_each_attribute_to_the_first_that_takes_it() -> None:
+    way = AddressVector(bytes(range(16)))
+    attributes = Changes(
+        qp_access_flags=AccessFlags.REMOTE_READ,
+        av=way,
+        path_mtu=Mtu.MTU_1024,
+        dest_qp_num=7,
+        rq_psn=8,
+        max_dest_rd_atomic=2,
+        min_rnr_timer=3,
+        timeout=15,
+        max_rd_atomic=4,
+    )
+    before = dict(attributes)
+    steps = dict(plan(RC, RESET, path(RC, RESET, RTS), attributes, defaults=DEFAULTS))
+    assert attributes == before
+    assert list(steps) == [INIT, RTR, RTS]
+    assert steps[INIT] == {"pkey_index": 0, "port_num": 1, "qp_access_flags": AccessFlags.REMOTE_READ}
+    assert set(steps[RTR]) == {"av", "path_mtu", "dest_qp_num", "rq_psn", "max_dest_rd_atomic", "min_rnr_timer"}
+    assert steps[RTS] == {"timeout": 15, "max_rd_atomic": 4, "retry_cnt": 6, "rnr_retry": 6, "sq_psn": 9}
+    # From INIT the access is the next one's, which may have it.
+    later = dict(plan(RC, INIT, path(RC, INIT, RTS), attributes, defaults=DEFAULTS))
+    assert later == {RTR: {**steps[RTR], "qp_access_flags": AccessFlags.REMOTE_READ}, RTS: steps[RTS]}
+
+
+def test_a_plan_is_refused_as_a_whole() -> None:
+    with pytest.raises(TransitionError) as caught:
+        plan(UD, RESET, (INIT, RTR, RTS), {"qkey": 1, "timeout": 3}, defaults=DEFAULTS)
+    assert (caught.value.state, caught.value.wanted, caught.value.unexpected) == (RTR, RTS, ("timeout",))
+    with pytest.raises(TransitionError) as caught:
+        plan(UC, RTS, (INIT, RTR, RTS), {}, defaults=DEFAULTS)
+    assert (caught.value.state, caught.value.wanted) == (RTS, INIT)
+    assert caught.value.reachable == (RESET, RTS, SQD, ERR)
+    assert plan(UC, RTS, (), {}) == []
+
+
+# ---- What it says
+
+WAY = AddressVector(bytes(range(16)), sgid_index=1)
+PATH = Changes(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
+
+
+@pytest.mark.parametrize(
+    ("qp_type", "before", "after", "attributes", "text"),
+    [
+        (RC, RESET, RTR, {}, "from RESET to RTR: there is no such transition, from RESET are those to RESET, INIT"),
+        (UC, ERR, RTS, {}, "from ERR to RTS: there is no such transition, from ERR are those to RESET, ERR"),
+        (RC, SQE, RTS, {}, "from SQE to RTS: there is no such transition, from SQE are those to RESET, ERR"),
+        (RC, RESET, ERR, {}, "from RESET to ERR: there is no such transition, from RESET are those to RESET, INIT"),
+        (RC, RESET, INIT, {}, "from RESET to INIT: missing: pkey_index, port_num, qp_access_flags"),
+        (
+            UC,
+            INIT,
+            RTR,
+            {"rq_psn": 1},
+            "missing: av, dest_qp_num, path_mtu (a remote endpoint brings what is of the peer)",
+        ),
+        (UC, INIT, RTR, {**PATH, "min_rnr_timer": 3}, "from INIT to RTR: none of this transition: min_rnr_timer"),
+        (UD, INIT, RTR, PATH, "none of this transition: av, dest_qp_num, path_mtu, rq_psn"),
+        (RC, RTS, ERR, {"timeout": 4}, "from RTS to ERR: none of this transition: timeout"),
+        (UC, INIT, RTR, {**PATH, "path_mtu": 0}, "path_mtu: 0, which is not from 1 to 4"),
+        (UC, INIT, RTR, {**PATH, "path_mtu": Mtu.MTU_4096}, "path_mtu: 5, which is not from 1 to 4"),
+        (UC, INIT, RTR, {**PATH, "dest_qp_num": 1 << 24}, "dest_qp_num: 16777216, which is not from 0 to 16777215"),
+        (UC, INIT, RTR, {**PATH, "av": replace(WAY, dgid=b"")}, "av.dgid: over Ethernet a path has the GID of its end"),
+        (UC, INIT, RTR, {**PATH, "av": replace(WAY, sl=16)}, "av.sl: 16, which is not from 0 to 15"),
+        (UC, INIT, RTR, {**PATH, "av": replace(WAY, sgid_index=8)}, "av.sgid_index: 8, which is not from 0 to 7"),
+        (UC, INIT, RTR, {**PATH, "av": "there"}, "av: an AddressVector, not 'there'"),
+        (RC, SQD, SQD, {"rnr_retry": 8}, "from SQD to SQD: rnr_retry: 8, which is not from 0 to 7"),
+        (RC, SQD, SQD, {"max_rd_atomic": 17}, "max_rd_atomic: 17, which is not from 0 to 16"),
+        (RC, SQD, SQD, {"max_dest_rd_atomic": 33}, "max_dest_rd_atomic: 33, which is not from 0 to 32"),
+        (RC, SQD, SQD, {"port_num": 3}, "port_num: 3, which is not from 1 to 2"),
+        (RC, SQD, SQD, {"pkey_index": 4}, "pkey_index: 4, which is not from 0 to 3"),
+        (RC, SQD, RTS, {"cur_qp_state": RTS}, "from SQD to RTS: cur_qp_state: RTS, but it is in SQD"),
+        (RC, RTS, RTS, {"qp_access_flags": 0x10}, "qp_access_flags: 0x10, but a queue pair has only those of"),
+        (
+            UC,
+            RTR,
+            RTS,
+            {"timeout": 3, "qp_access_flags": 0x20},
+            "missing: sq_psn; none of this transition: timeout; q",
+        ),
+    ],
+)
+def test_what_it_says(qp_type: QpType, before: QpState, after: QpState, attributes: Changes, text: str) -> None:
+    limits = Limits(ports=2, pkeys=4, gids=8, mtu=Mtu.MTU_2048, max_rd_atomic=16, max_dest_rd_atomic=32, needs_gid=True)
+    with pytest.raises(TransitionError) as caught:
+        transition(qp_type, before, after, attributes, limits=limits)
+    assert str(caught.value).startswith(f"a queue pair of type {qp_type.name} from {before.name} to {after.name}: ")
+    assert text in str(caught.value)
+    assert (caught.value.qp_type, caught.value.state, caught.value.wanted) == (qp_type, before, after)
+    assert caught.value.reachable == reachable(qp_type, before)
+
+
+def test_what_is_no_number_is_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        transition(RC, SQD, SQD, cast(Changes, {"timeout": "long"}))
+
+
+def test_what_still_drains_is_not_changed() -> None:
+    with pytest.raises(TransitionError, match=r"wait for EventType\.SQ_DRAINED") as caught:
+        transition(RC, SQD, SQD, {"timeout": 3}, draining=True)
+    assert set(caught.value.wrong) == {"sq_draining"}
+    assert transition(RC, SQD, SQD, {"timeout": 3}) == {"timeout": 3}
+    assert transition(RC, SQD, RTS, {}, draining=True) == {}
+
+
+def test_limits_of_a_device(inline: engine.Context) -> None:
+    device, port = inline.query_device(), inline.query_port(1)
+    assert Limits.of(device, port) == Limits(
+        ports=1, pkeys=1, gids=2, mtu=Mtu.MTU_4096, max_rd_atomic=16, max_dest_rd_atomic=16, needs_gid=True
+    )
+    vast = Limits.of(
+        replace(device, max_qp_rd_atom=1000, max_qp_init_rd_atom=1000),
+        replace(port, gid_tbl_len=1024, pkey_tbl_len=0, link_layer=LinkLayer.INFINIBAND),
+    )
+    assert vast == Limits(ports=1, pkeys=1)

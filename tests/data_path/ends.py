@@ -1,0 +1,107 @@
+"""Two ends that are connected, of any type, with memory on both sides."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioverbs import (
+    AccessFlags,
+    CompletionQueue,
+    Device,
+    MemoryRegion,
+    MessageModel,
+    QpCapabilities,
+    QpType,
+    QueuePair,
+    RegionSlice,
+    ResourceDomain,
+    SharedReceiveQueue,
+    ThreadModel,
+)
+from aioverbs._core.work import Operation, Received
+
+ACCESS = (
+    AccessFlags.LOCAL_WRITE
+    | AccessFlags.REMOTE_WRITE
+    | AccessFlags.REMOTE_READ
+    | AccessFlags.REMOTE_ATOMIC
+    | AccessFlags.MW_BIND
+)
+PEERS = ACCESS & ~AccessFlags.MW_BIND
+CAPABILITIES = QpCapabilities(max_send_sge=4, max_recv_sge=4)
+CONNECTED = [QpType.RC, QpType.UC, QpType.XRC_SEND]
+TYPES = [*CONNECTED, QpType.UD]
+
+
+@dataclass
+class Ends:
+    """Near asks, far answers; both complete in one completion queue."""
+
+    device: Device
+    domain: ResourceDomain
+    cq: CompletionQueue
+    near: QueuePair
+    far: QueuePair
+    source: MemoryRegion
+    target: MemoryRegion
+    srq: SharedReceiveQueue | None = None
+    way: dict[str, Any] = field(default_factory=dict)  # what a request needs to get to far
+
+    @property
+    def receives(self) -> QueuePair | SharedReceiveQueue:
+        """Where messages to far are received."""
+        return self.srq if self.srq is not None else self.far
+
+    def receive(self, local: RegionSlice | None = None) -> Operation[Received]:
+        return self.receives.receive(local if local is not None else self.target[:64])
+
+    def write(self, data: bytes, offset: int = 0) -> Operation[None]:
+        self.source.buffer[offset : offset + len(data)] = data
+        part = slice(offset, offset + len(data))
+        return self.near.write(self.source[part], self.target.remote()[part], **self.way)
+
+    def connect(self, **attributes: Any) -> None:
+        if self.near.qp_type is QpType.UD:
+            self.near.activate()
+            self.far.activate()
+        else:
+            here, there = self.near.local_endpoint(), self.far.local_endpoint()
+            self.near.connect(there, PEERS, **attributes)
+            self.far.connect(here, PEERS)
+
+    def nothing_is_left(self) -> bool:
+        """Whether nothing is under way, and no memory in use."""
+        return self.cq.statistics().under_way == len(self.source.pins) == len(self.target.pins) == 0
+
+
+@asynccontextmanager
+async def ends(
+    device: Device,
+    qp_type: QpType = QpType.RC,
+    thread_model: ThreadModel = ThreadModel.SINGLE,
+    message_model: MessageModel = MessageModel.DEFAULT,
+    capabilities: QpCapabilities = CAPABILITIES,
+    spin_ns: int | None = None,
+    **attributes: Any,
+) -> AsyncIterator[Ends]:
+    async with AsyncExitStack() as stack:
+        opened = stack.enter_async_context
+        domain = await opened(device.resource_domain(thread_model=thread_model, message_model=message_model))
+        source = await opened(domain.register(4096, ACCESS))
+        target = await opened(domain.register(4096, ACCESS))
+        cq = await opened(domain.completion_queue(256, spin_ns=spin_ns))
+        near = await opened(domain.queue_pair(cq, capabilities=capabilities, qp_type=qp_type))
+        if qp_type is QpType.XRC_SEND:
+            xrc_domain = await opened(device.xrc_domain())
+            srq = await opened(domain.shared_receive_queue(16, 4, xrc_domain=xrc_domain, cq=cq))
+            far = await opened(xrc_domain.queue_pair())
+            pair = Ends(device, domain, cq, near, far, source, target, srq, {"srq_number": srq.number})
+        else:
+            far = await opened(domain.queue_pair(cq, capabilities=capabilities, qp_type=qp_type))
+            pair = Ends(device, domain, cq, near, far, source, target)
+        pair.connect(**attributes)
+        if qp_type is QpType.UD:
+            handle = await opened(domain.address_handle(far.local_endpoint()))
+            pair.way = {"to": handle.to()}
+        yield pair

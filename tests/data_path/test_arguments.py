@@ -1,0 +1,315 @@
+"""What is asked for is checked before it is posted: refused, it leaves nothing behind."""
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    ClosedResourceError,
+    Device,
+    MwType,
+    QpCapabilities,
+    QpType,
+    RemoteRegion,
+    VerbsError,
+    open_device,
+)
+from aioverbs.errors import StateError
+from tests.data_path.ends import ACCESS, PEERS, Ends, ends
+
+
+def _remote(pair: Ends, length: int = 8) -> RemoteRegion:
+    return pair.target.remote()[:length]
+
+
+WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
+    "too few bytes": (
+        lambda p: p.near.write(p.source[:5], _remote(p, 6)),
+        ValueError,
+        "5 local bytes do not fill the 6",
+    ),
+    "too many bytes": (
+        lambda p: p.near.read(p.source[:7], _remote(p, 6)),
+        ValueError,
+        "7 local bytes do not fill the 6",
+    ),
+    "no local memory": (
+        lambda p: p.near.write(None, _remote(p, 6)),  # type: ignore[arg-type]
+        ValueError,
+        "0 local bytes do not fill the 6",
+    ),
+    "bytes": (lambda p: p.near.write(b"hello", _remote(p, 5)), TypeError, "not bytes: register it"),  # type: ignore[arg-type]
+    "a view": (lambda p: p.near.send(p.source.buffer), TypeError, "not memoryview: register it"),  # type: ignore[arg-type]
+    "a piece of bytes": (
+        lambda p: p.near.send([p.source[:1], b"x"]),  # type: ignore[list-item]
+        TypeError,
+        "a piece of local memory is .* not b'x'",
+    ),
+    "no pieces but one": (
+        lambda p: p.near.send([p.source[:1], None]),  # type: ignore[list-item]
+        TypeError,
+        "a piece of local memory is .* not None",
+    ),
+    "too many pieces": (lambda p: p.near.send([p.source[:1]] * 5), ValueError, "5 pieces are more than the 4"),
+    "too many to receive": (lambda p: p.far.receive([p.target[:1]] * 5), ValueError, "5 pieces are more than the 4"),
+    "no remote memory": (lambda p: p.near.write(p.source[:5], None), TypeError, "remote"),  # type: ignore[arg-type]
+    "remote memory of this side": (lambda p: p.near.write(p.source[:5], p.target[:5]), TypeError, "remote"),  # type: ignore[arg-type]
+    "immediate too large": (
+        lambda p: p.near.send(None, immediate=1 << 32),
+        ValueError,
+        "immediate has 32 bits, and 4294967296 is none",
+    ),
+    "immediate below 0": (lambda p: p.near.send(None, immediate=-1), ValueError, "immediate has 32 bits"),
+    "half an immediate": (lambda p: p.near.send(None, immediate=1.5), TypeError, "float"),  # type: ignore[arg-type]
+    "no immediate": (
+        lambda p: p.near.write_with_immediate(p.source[:8], _remote(p), "1"),  # type: ignore[arg-type]
+        TypeError,
+        "str",
+    ),
+    "key too large": (lambda p: p.near.send_with_invalidate(None, 1 << 32), ValueError, "rkey has 32 bits"),
+    "half a key": (lambda p: p.near.invalidate(1.0), TypeError, "float"),  # type: ignore[arg-type]
+    "atomic of 4 bytes": (lambda p: p.near.fetch_and_add(_remote(p, 4), 1), ValueError, "of 8 bytes, .* has 4"),
+    "atomic of 16 bytes": (
+        lambda p: p.near.compare_and_swap(_remote(p, 16), 1, 2),
+        ValueError,
+        "of 8 bytes, .* has 16",
+    ),
+    "atomic not aligned": (
+        lambda p: p.near.fetch_and_add(p.target.remote()[4:12], 1),
+        ValueError,
+        "an address that is a multiple of 8",
+    ),
+    "half a sum": (lambda p: p.near.fetch_and_add(_remote(p), 0.5), TypeError, "float"),  # type: ignore[arg-type]
+    "sum too large": (lambda p: p.near.fetch_and_add(_remote(p), 1 << 64), ValueError, "add has 64 bits"),
+    "compare below 0": (lambda p: p.near.compare_and_swap(_remote(p), -1, 0), ValueError, "compare has 64 bits"),
+    "swap too large": (lambda p: p.near.compare_and_swap(_remote(p), 0, 1 << 64), ValueError, "swap has 64 bits"),
+    "number of a shared queue": (
+        lambda p: p.near.send(None, srq_number=3),
+        ValueError,
+        "srq_number is for queue pairs of type XRC_SEND",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), WRONG.values(), ids=WRONG)
+async def test_what_is_wrong(
+    device: Device, call: Callable[[Ends], object], error: type[Exception], match: str
+) -> None:
+    async with ends(device) as pair:
+        with pytest.raises(error, match=match):
+            call(pair)
+        assert pair.nothing_is_left()
+        assert pair.near.statistics().sends.posted == pair.far.statistics().receives.posted == 0
+        await pair.write(b"well")
+
+
+async def test_memory_that_the_device_may_not_write_to(device: Device) -> None:
+    async with ends(device) as pair, pair.domain.register(64, AccessFlags.REMOTE_READ) as region:
+        for call in (lambda: pair.near.read(region, _remote(pair, 64)), lambda: pair.far.receive(region)):
+            with pytest.raises(ValueError, match=r"register it with AccessFlags\.LOCAL_WRITE"):
+                call()
+        assert len(region.pins) == 0
+        await pair.near.write(region, _remote(pair, 64))
+
+
+async def test_memory_of_another_protection_domain(device: Device) -> None:
+    async with ends(device) as pair, device.protection_domain() as pd, pd.register(64, ACCESS) as region:
+        for call in (
+            lambda: pair.near.write(region, _remote(pair, 64)),
+            lambda: pair.near.send([pair.source[:8], region[:8]]),
+            lambda: pair.far.receive(region),
+        ):
+            with pytest.raises(ValueError, match="is of another protection domain than"):
+                call()
+        assert len(region.pins) == 0
+        assert pair.nothing_is_left()
+
+
+async def test_memory_that_is_closed(device: Device) -> None:
+    async with ends(device) as pair:
+        async with pair.domain.register(64, ACCESS) as region:
+            part = region[:8]
+        for local in (region, part, [pair.source[:4], part]):
+            with pytest.raises(ClosedResourceError):
+                _ = pair.near.send(local)
+            with pytest.raises(ClosedResourceError):
+                _ = pair.far.receive(local)
+        with pytest.raises(ClosedResourceError):
+            _ = pair.near.send(pair.domain.register(64))
+        assert pair.nothing_is_left()
+
+
+async def test_windows_that_cannot_be_bound(device: Device) -> None:
+    async with ends(device) as pair, pair.domain.register(64, AccessFlags.LOCAL_WRITE) as region:
+        async with pair.domain.memory_window(MwType.TYPE_2) as window:
+            with pytest.raises(ValueError, match=r"register it with AccessFlags\.MW_BIND"):
+                _ = pair.near.bind_window(window, region, AccessFlags.REMOTE_READ)
+            with pytest.raises(TypeError):
+                _ = pair.near.bind_window(window, [pair.source], AccessFlags.REMOTE_READ)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="float"):
+                _ = pair.near.bind_window(window, pair.source, 1.5)  # type: ignore[arg-type]
+        with pytest.raises(ClosedResourceError):
+            _ = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)
+        assert pair.nothing_is_left()
+        assert pair.near.statistics().sends.posted == 0
+
+
+async def test_where_datagrams_go(device: Device) -> None:
+    async with ends(device, QpType.UD) as pair:
+        with pytest.raises(ValueError, match="say where the datagram goes, by `to`"):
+            _ = pair.near.send(pair.source[:8])
+        async with pair.domain.address_handle(pair.far.local_endpoint()) as handle:
+            way = handle.to()
+            for qp_num, qkey in ((1 << 24, 0), (-1, 0), (0, 1 << 32)):
+                with pytest.raises(ValueError, match=r"has \d+ bits"):
+                    handle.to(qp_num, qkey)
+            with pytest.raises(TypeError):
+                handle.to(1.5, 0)  # type: ignore[arg-type]
+        with pytest.raises(ClosedResourceError):
+            handle.to()
+        with pytest.raises(ClosedResourceError):
+            _ = pair.near.send(pair.source[:8], to=way)
+        assert pair.nothing_is_left()
+    async with ends(device) as connected:
+        with pytest.raises(ValueError, match="is connected: leave `to` out"):
+            _ = connected.near.send(connected.source[:8], to=way)
+        assert connected.nothing_is_left()
+
+
+async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device: Device) -> None:
+    async with ends(device, QpType.UD) as pair:
+        handle = await pair.domain.address_handle(pair.far.local_endpoint()).open()
+        device.handle.faults.hold()
+        _ = pair.near.send(pair.source[:8], to=handle.to())
+        assert len(handle.pins) == 1
+        device.handle.faults.unhold()
+        await handle.aclose()
+        assert len(handle.pins) == 0
+
+
+async def test_queue_pairs_that_are_not_connected(device: Device) -> None:
+    async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as fresh:
+        with pytest.raises(StateError, match="is in state RESET: connect it, or move it to RTS, first"):
+            _ = fresh.write(pair.source[:8], _remote(pair))
+        with pytest.raises(StateError, match="is in state RESET: connect it, or move it to INIT, first"):
+            _ = fresh.receive(pair.target[:8])
+        fresh.to_init()
+        receive = fresh.receive(pair.target[:8])
+        with pytest.raises(StateError, match="is in state INIT"):
+            _ = fresh.send(pair.source[:8])
+        batch = fresh.batch()
+        batch.write(pair.source[:8], _remote(pair))
+        with pytest.raises(StateError, match="is in state INIT"):
+            _ = batch.post()
+        del batch
+        assert not receive.done()
+        assert len(pair.source.pins) == 0
+    with pytest.raises(ClosedResourceError):
+        _ = fresh.send(None)
+    with pytest.raises(ClosedResourceError):
+        fresh.batch().send(None)
+    with pytest.raises(ClosedResourceError):
+        _ = pair.domain.queue_pair(pair.cq).send(None)
+
+
+async def test_a_verb_that_fails(device: Device) -> None:
+    async with ends(device) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
+        for verb, call in (
+            ("post_send", lambda: pair.write(b"hello")),
+            ("post_send", lambda: pair.near.fetch_and_add(_remote(pair), 1)),
+            ("post_recv", lambda: pair.receive()),
+            ("bind_mw", lambda: pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)),
+        ):
+            device.handle.faults.fail(verb, errno.ENOMEM)
+            with pytest.raises(VerbsError, match="ENOMEM"):
+                call()
+            assert pair.nothing_is_left()
+        assert pair.near.statistics().sends.posted == 0
+        for number in range(40):  # no place got lost, nor any piece of memory of an atomic's
+            assert await pair.near.fetch_and_add(_remote(pair), 1) == number
+
+
+# ---- What is right
+
+
+async def test_gathered_and_scattered(device: Device) -> None:
+    async with ends(device) as pair:
+        pair.source.buffer[:26] = bytes(range(65, 91))
+        pieces = [pair.source[4:6], pair.source[0:0], (pair.source[:2]), pair.source[10:13]]
+        await pair.near.write(pieces, _remote(pair, 7))
+        assert bytes(pair.target.buffer[:8]) == b"EFABKLM\0"
+        await pair.near.read([pair.source[101:103], pair.source[200:205]], _remote(pair, 7))
+        assert bytes(pair.source.buffer[100:104]) == b"\0EF\0"
+        assert bytes(pair.source.buffer[199:206]) == b"\0ABKLM\0"
+        scattered = (pair.target[100:103], pair.target[300:302], pair.target[400:500])
+        receive = pair.far.receive(scattered)
+        await pair.near.send(tuple(pieces))
+        received = await receive
+        assert (received.local, received.byte_len) == (scattered, 7)
+        assert bytes(pair.target.buffer[100:104]) == b"EFA\0"
+        assert bytes(pair.target.buffer[300:303]) == b"BK\0"
+        assert bytes(pair.target.buffer[400:403]) == b"LM\0"
+        with pytest.raises(ValueError, match="3 pieces"):
+            _ = received.data
+        receive = pair.far.receive([pair.target[:8]])
+        await pair.near.send(pieces)
+        assert bytes((await receive).data) == b"EFABKLM"
+        assert pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UD], ids=lambda qp_type: qp_type.name)
+async def test_no_bytes(device: Device, qp_type: QpType) -> None:
+    async with ends(device, qp_type) as pair:
+        nothing: list[Any] = [None, pair.source[5:5], [], [pair.source[:0], pair.source[7:7]]]
+        for local in nothing:
+            receive = pair.far.receive(None)
+            await pair.near.send(local, **pair.way)
+            received = await receive
+            assert received.byte_len == len(received.data) == 0
+            if qp_type is QpType.RC:
+                await pair.near.write(local, _remote(pair, 0))
+                await pair.near.read(local, _remote(pair, 0))
+                receive = pair.far.receive(pair.target[:8])
+                await pair.near.write_with_immediate(local, _remote(pair, 0), 7)
+                assert (await receive).immediate == 7
+        assert bytes(pair.target.buffer) == bytes(4096)
+        assert pair.nothing_is_left()
+
+
+async def test_small_requests_go_inline(device: Device) -> None:
+    """What is inline has been taken by the device when the call returns: changing it afterwards changes nothing."""
+    capabilities = QpCapabilities(max_send_sge=4, max_inline_data=64)
+    async with ends(device, capabilities=capabilities) as pair:
+        most = pair.near.capabilities.max_inline_data
+        assert most >= 64
+        pair.near.to_sqd()  # nothing is begun
+        pair.source.buffer[:1024] = b"a" * 1024
+        small = pair.near.write([pair.source[: most - 1], pair.source[1000:1001]], _remote(pair, most))
+        large = pair.near.write(pair.source[: most + 1], pair.target.remote()[1024 : 1025 + most])
+        pair.source.buffer[:1024] = b"b" * 1024
+        pair.near.to_rts()
+        await small
+        await large
+        assert bytes(pair.target.buffer[: most + 1]) == b"a" * most + b"\0"
+        assert bytes(pair.target.buffer[1024 : 1025 + most]) == b"b" * (most + 1)
+        assert pair.nothing_is_left()
+
+
+async def test_a_shared_instance_is_as_good(device: Device) -> None:
+    async with (
+        open_device("soft0") as other,
+        device.protection_domain() as pd,
+        pd.share(5) as shared,
+        other.shared_protection_domain(shared.id, 5) as same,
+        pd.register(64, ACCESS) as here,
+        same.register(64, ACCESS) as there,
+        pd.completion_queue(64) as cq,
+        pd.queue_pair(cq) as qp,
+    ):
+        qp.connect(qp.local_endpoint(), PEERS)
+        there.buffer[:2] = b"ok"
+        await qp.write(there[:2], here.remote()[:2])
+        assert bytes(here.buffer[:2]) == b"ok"

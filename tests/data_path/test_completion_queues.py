@@ -1,0 +1,121 @@
+"""Completion queues: room that is kept, room that is not there, and what they count."""
+
+import asyncio
+
+import pytest
+
+from aioverbs import Device, MessageModel, QpCapabilities, SendFlags, SendOpcode
+from tests.data_path.ends import PEERS, ends
+
+SMALL = QpCapabilities(max_send_wr=8, max_recv_wr=4)
+
+
+async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.completion_queue(15) as cq:
+        depth = cq.statistics().depth
+        assert depth >= 15
+        fit = depth // 12
+        qps = [await pd.queue_pair(cq, capabilities=SMALL).open() for _ in range(fit)]
+        assert cq.statistics().reserved == 12 * fit
+        refused = pd.queue_pair(cq, capabilities=SMALL)
+        left = depth - 12 * fit
+        match = rf"holds {depth} completions, {12 * fit + (8 if left >= 8 else 0)} of them for others"
+        with pytest.raises(ValueError, match=match):
+            await refused.open()
+        await refused.aclose()
+        assert cq.statistics().reserved == 12 * fit, "what was kept for it is given back"
+        with pytest.raises(ValueError, match=rf"need {12 * fit} completions, and {12 * fit - 1} are less"):
+            cq.resize(12 * fit - 1)
+        cq.resize(depth + 12)
+        assert cq.statistics().depth >= depth + 12
+        qps.append(await pd.queue_pair(cq, capabilities=SMALL).open())
+        for qp in qps:
+            await qp.aclose()
+        assert cq.statistics().reserved == 0
+        cq.resize(1)
+        with pytest.raises(ValueError, match="need 0 completions, and 0 are less"):
+            cq.resize(0)
+
+
+async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
+    async with ends(device) as pair:
+        device.handle.faults.hold()
+        writes = [pair.write(bytes([65 + number]), number) for number in range(10)]
+        device.handle.faults.unhold()
+        pair.cq.resize(1024)
+        await asyncio.gather(*writes)
+        assert bytes(pair.target.buffer[:11]) == b"ABCDEFGHIJ\0"
+
+
+async def test_what_it_counts(device: Device) -> None:
+    async with ends(device) as pair:
+        before = pair.cq.statistics()
+        assert (before.completions, before.late, before.under_way, before.spins) == (0, 0, 0, 0)
+        device.handle.faults.hold()
+        tasks = [asyncio.ensure_future(pair.write(b"x", number)) for number in range(5)]
+        await asyncio.sleep(0.01)
+        assert pair.cq.statistics().under_way == 5
+        device.handle.faults.unhold()
+        await asyncio.gather(*tasks)
+        after = pair.cq.statistics()
+        assert (after.completions, after.under_way, after.late) == (5, 0, 0)
+        assert after.wakeups >= 1
+
+
+async def test_spins_are_counted(device: Device) -> None:
+    async with ends(device, message_model=MessageModel.LOW_LATENCY, spin_ns=2_000_000) as pair:
+        device.handle.faults.hold()
+        task = asyncio.ensure_future(pair.write(b"x"))
+        await asyncio.sleep(0.01)
+        statistics = pair.cq.statistics()
+        assert (statistics.spins, statistics.spins_paid) == (1, 0)
+        device.handle.faults.unhold()
+        await task
+
+
+async def test_completions_of_what_is_not_there_are_counted(device: Device) -> None:
+    async with ends(device) as pair:
+        for wr_id in (0, 1, 2**62, 2**63, 2**64 - 1):
+            pair.near.handle.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED, wr_id=wr_id)
+        await pair.write(b"x")
+        assert pair.cq.statistics().late == 5
+
+
+async def test_a_completion_of_a_request_that_ended_before(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is another one's by then: that is not taken for done."""
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
+    async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as other:
+        other.connect(other.local_endpoint(), PEERS)
+        device.handle.faults.hold(pair.near.handle)
+        old = pair.write(b"old")
+        await pair.near.aclose()
+        assert old.done()
+        device.handle.faults.hold(other.handle)
+        new = other.write(pair.source[:8], pair.target.remote()[:8])
+        await asyncio.sleep(0.01)
+        assert not new.done()
+        device.handle.faults.unhold()
+        await new
+        assert pair.nothing_is_left()
+
+
+async def test_what_cannot_be(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        for model in (MessageModel.DEFAULT, MessageModel.HIGH_BANDWIDTH):
+            with pytest.raises(ValueError, match=f"{model.name} has none of those: leave it out"):
+                pd.completion_queue(8, message_model=model, spin_ns=100)
+        for spin_ns in (-1, 10**9 + 1):
+            with pytest.raises(ValueError, match=r"spin_ns is from 0 to 1,000,000,000 nanoseconds"):
+                pd.completion_queue(8, message_model=MessageModel.LOW_LATENCY, spin_ns=spin_ns)
+        with pytest.raises(ValueError, match="1 completion at least, not 0"):
+            pd.completion_queue(0)
+
+
+async def test_events_are_moderated_for_bandwidth(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        for model in MessageModel:
+            async with pd.completion_queue(8, message_model=model) as cq:
+                assert cq.moderated == (model is MessageModel.HIGH_BANDWIDTH)
+        device.handle.faults.fail("modify_cq", 95)  # EOPNOTSUPP
+        async with pd.completion_queue(8, message_model=MessageModel.HIGH_BANDWIDTH) as cq:
+            assert not cq.moderated

@@ -1,0 +1,320 @@
+"""Requests that fail: with each status, and what becomes of their queue pair, and of all others."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    Device,
+    MessageModel,
+    MwType,
+    QpState,
+    QpType,
+    RemoteRegion,
+    WcOpcode,
+    WcStatus,
+    WorkCompletionError,
+)
+from aioverbs._core.work import Operation
+from tests.data_path.ends import CAPABILITIES, PEERS, Ends, ends
+
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+
+
+def good(pair: Ends) -> Operation[None]:
+    return pair.near.write(pair.source[:8], pair.target.remote()[:8])
+
+
+async def status_of(operation: Operation[Any]) -> WcStatus:
+    with pytest.raises(WorkCompletionError) as caught:
+        await operation
+    return caught.value.status
+
+
+# ---- Misuse
+
+Misuse = tuple[WcStatus, WcOpcode, dict[str, Any], Callable[[Ends], Operation[Any]]]
+
+MISUSE: dict[str, Misuse] = {
+    "unknown key": (
+        WcStatus.REM_ACCESS_ERR,
+        WcOpcode.RDMA_WRITE,
+        {},
+        lambda p: p.near.write(p.source[:8], RemoteRegion(p.target.address, 8, p.target.rkey ^ 0x5500)),
+    ),
+    "beyond the end": (
+        WcStatus.REM_ACCESS_ERR,
+        WcOpcode.RDMA_READ,
+        {},
+        lambda p: p.near.read(p.source[:8], RemoteRegion(p.target.address + 4089, 8, p.target.rkey)),
+    ),
+    "no reads granted": (
+        WcStatus.REM_INV_REQ_ERR,
+        WcOpcode.RDMA_READ,
+        {"peer": AccessFlags.REMOTE_WRITE},
+        lambda p: p.near.read(p.source[:8], p.target.remote()[:8]),
+    ),
+    "no atomics granted": (
+        WcStatus.REM_INV_REQ_ERR,
+        WcOpcode.FETCH_ADD,
+        {"peer": AccessFlags.REMOTE_WRITE},
+        lambda p: p.near.fetch_and_add(p.target.remote()[:8], 1),
+    ),
+    "no answers asked for": (
+        WcStatus.LOC_QP_OP_ERR,
+        WcOpcode.COMP_SWAP,
+        {"max_rd_atomic": 0},
+        lambda p: p.near.compare_and_swap(p.target.remote()[:8], 1, 2),
+    ),
+    "no receive": (
+        WcStatus.RNR_RETRY_EXC_ERR,
+        WcOpcode.SEND,
+        {"rnr_retry": 0},
+        lambda p: p.near.send(p.source[:8]),
+    ),
+    "no receive for immediate data": (
+        WcStatus.RNR_RETRY_EXC_ERR,
+        WcOpcode.RDMA_WRITE,
+        {"rnr_retry": 0},
+        lambda p: p.near.write_with_immediate(p.source[:8], p.target.remote()[:8], 1),
+    ),
+    "a message too long": (
+        WcStatus.REM_INV_REQ_ERR,
+        WcOpcode.SEND,
+        {"receive": 7},
+        lambda p: p.near.send(p.source[:8]),
+    ),
+    "a key that is none": (
+        WcStatus.REM_OP_ERR,
+        WcOpcode.SEND,
+        {"receive": 8},
+        lambda p: p.near.send_with_invalidate(p.source[:8], p.target.rkey ^ 0x5500),
+    ),
+    "a key of this side that is none": (
+        WcStatus.LOC_QP_OP_ERR,
+        WcOpcode.LOCAL_INV,
+        {},
+        lambda p: p.near.invalidate(p.source.rkey ^ 0x5500),
+    ),
+    "nobody answers": (
+        WcStatus.RETRY_EXC_ERR,
+        WcOpcode.RDMA_WRITE,
+        {"timeout": 1, "retry_cnt": 1, "far": QpState.RESET},
+        lambda p: p.near.write(p.source[:8], p.target.remote()[:8]),
+    ),
+}
+
+
+def connect_badly(
+    pair: Ends, *, peer: AccessFlags = PEERS, far: QpState | None = None, receive: int = 0, **attributes: Any
+) -> None:
+    for qp in (pair.near, pair.far):
+        qp.to_reset()
+    here, there = pair.near.local_endpoint(), pair.far.local_endpoint()
+    pair.near.connect(there, PEERS, **attributes)
+    pair.far.connect(here, peer)
+    if receive:
+        _ = pair.far.receive(pair.target[:receive])
+    if far is QpState.RESET:
+        pair.far.to_reset()
+
+
+@every_model
+@pytest.mark.parametrize(("status", "opcode", "setting", "ask"), MISUSE.values(), ids=MISUSE)
+async def test_misuse(
+    device: Device,
+    status: WcStatus,
+    opcode: WcOpcode,
+    setting: dict[str, Any],
+    ask: Callable[[Ends], Operation[Any]],
+    model: MessageModel,
+) -> None:
+    async with ends(device, message_model=model) as pair:
+        connect_badly(pair, **setting)
+        failed = ask(pair)
+        behind = [good(pair) for _ in range(3)]
+        receive = pair.near.receive(pair.source[64:72])
+        with pytest.raises(WorkCompletionError, match=f"{opcode.name} on queue pair {pair.near.qp_num}") as caught:
+            await failed
+        error = caught.value
+        assert (error.status, error.opcode, error.qp_num) == (status, opcode, pair.near.qp_num)
+        for each in behind:
+            assert await status_of(each) is WcStatus.WR_FLUSH_ERR
+        assert await status_of(receive) is WcStatus.WR_FLUSH_ERR
+        assert len(pair.source.pins) == 0
+        assert dict(pair.near.statistics().sends.failed) == {status: 1, WcStatus.WR_FLUSH_ERR: 3}
+        assert dict(pair.near.statistics().receives.failed) == {WcStatus.WR_FLUSH_ERR: 1}
+        for call in (lambda: good(pair), lambda: pair.near.receive(None)):
+            with pytest.raises(BrokenResourceError, match=f"is in state ERR, by: .*{status.name}") as broken:
+                call()
+            assert isinstance(broken.value.__cause__, WorkCompletionError)
+            assert broken.value.__cause__.status is status
+        connect_badly(pair)
+        await good(pair)
+        await pair.near.read(pair.source[:8], pair.target.remote()[:8])
+
+
+async def test_a_window_that_is_granted_too_much(device: Device) -> None:
+    async with (
+        ends(device) as pair,
+        pair.domain.register(64, AccessFlags.REMOTE_READ | AccessFlags.MW_BIND) as region,
+        pair.domain.memory_window(MwType.TYPE_2) as window,
+    ):
+        with pytest.raises(WorkCompletionError, match="BIND_MW") as caught:
+            await pair.near.bind_window(window, region, AccessFlags.REMOTE_WRITE)
+        assert (caught.value.status, caught.value.opcode) == (WcStatus.MW_BIND_ERR, WcOpcode.BIND_MW)
+        assert len(region.pins) == 0
+
+
+async def test_memory_that_goes_behind_its_back(device: Device) -> None:
+    """By the handles somebody can do what resources do not do."""
+    async with ends(device) as pair, pair.domain.register(4096) as region:
+        pair.near.to_sqd()
+        write = pair.near.write(region, pair.target.remote())  # too large to be inline
+        region.handle.destroy()
+        pair.near.to_rts()
+        with pytest.raises(WorkCompletionError) as caught:
+            await write
+        assert caught.value.status is WcStatus.LOC_PROT_ERR
+
+
+async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
+    async with ends(device) as pair:
+        receive, second = pair.receive(pair.target[:7]), pair.receive()
+        assert await status_of(pair.near.send(pair.source[:8])) is WcStatus.REM_INV_REQ_ERR
+        with pytest.raises(WorkCompletionError, match="RECV") as caught:
+            await receive
+        error = caught.value
+        assert (error.status, error.opcode, error.qp_num) == (WcStatus.LOC_LEN_ERR, WcOpcode.RECV, pair.far.qp_num)
+        assert await status_of(second) is WcStatus.WR_FLUSH_ERR
+        with pytest.raises(BrokenResourceError, match="LOC_LEN_ERR"):
+            _ = pair.far.send(None)
+        assert bytes(pair.target.buffer[:8]) == bytes(8)
+
+
+# ---- The fault plan
+
+
+@pytest.mark.parametrize("status", [each for each in WcStatus if each], ids=lambda status: status.name)
+async def test_every_status(device: Device, status: WcStatus) -> None:
+    async with ends(device) as pair:
+        device.handle.faults.fail_request(status, pair.near.handle, first=2, vendor_err=77)
+        first, failed, last = (pair.write(bytes([65 + number]), number) for number in range(3))
+        await first
+        with pytest.raises(WorkCompletionError, match=status.name) as caught:
+            await failed
+        error = caught.value
+        assert (error.status, error.vendor_err, error.qp_num) == (status, 77, pair.near.qp_num)
+        assert error.opcode is WcOpcode.RDMA_WRITE
+        assert await status_of(last) is WcStatus.WR_FLUSH_ERR
+        assert bytes(pair.target.buffer[:3]) == b"A\0\0"
+        with pytest.raises(BrokenResourceError, match=status.name):
+            _ = good(pair)
+        assert pair.nothing_is_left()
+        pair.near.to_reset()
+        pair.far.to_reset()
+        pair.connect()
+        await pair.write(b"again")
+
+
+@pytest.mark.parametrize("status", [WcStatus.LOC_LEN_ERR, WcStatus.LOC_PROT_ERR, WcStatus.GENERAL_ERR])
+async def test_receives_fail(device: Device, status: WcStatus) -> None:
+    async with ends(device) as pair:
+        device.handle.faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
+        receive, second = pair.receive(), pair.receive()
+        send = pair.near.send(pair.source[:8])
+        with pytest.raises(WorkCompletionError) as caught:
+            await receive
+        assert (caught.value.status, caught.value.opcode, caught.value.vendor_err) == (status, WcOpcode.RECV, 5)
+        assert await status_of(second) is WcStatus.WR_FLUSH_ERR
+        expected = WcStatus.REM_INV_REQ_ERR if status is WcStatus.LOC_LEN_ERR else WcStatus.REM_OP_ERR
+        assert await status_of(send) is expected
+        with pytest.raises(BrokenResourceError, match=status.name):
+            _ = pair.far.receive(None)
+        with pytest.raises(BrokenResourceError, match=expected.name):
+            _ = pair.near.send(None)
+
+
+@every_model
+async def test_others_go_on(device: Device, model: MessageModel) -> None:
+    async with ends(device, message_model=model) as pair, AsyncExitStack() as stack:
+        others = [
+            await stack.enter_async_context(pair.domain.queue_pair(pair.cq, capabilities=CAPABILITIES))
+            for _ in range(4)
+        ]
+        for other in others:
+            other.connect(other.local_endpoint(), PEERS)
+        device.handle.faults.fail_request(WcStatus.GENERAL_ERR, pair.near.handle, first=3)
+        asked: list[Operation[None]] = []
+        for _ in range(5):
+            asked.append(good(pair))
+            asked += [other.write(pair.source[:8], pair.target.remote()[8:16]) for other in others]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [isinstance(result, WorkCompletionError) for result in results[::5]] == [False, False, True, True, True]
+        assert [result for index, result in enumerate(results) if index % 5] == 20 * [None]
+        for other in others:
+            assert other.statistics().sends.failed == ()
+            await other.read(pair.source[:8], pair.target.remote()[:8])
+        assert pair.nothing_is_left()
+
+
+@every_model
+async def test_moved_to_error_by_hand(device: Device, model: MessageModel) -> None:
+    async with ends(device, message_model=model) as pair:
+        receive = pair.near.receive(None)
+        device.handle.faults.hold(pair.near.handle)
+        writes = [asyncio.ensure_future(good(pair)) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        pair.near.to_error()
+        device.handle.faults.unhold()
+        results = await asyncio.gather(*writes, return_exceptions=True)
+        statuses = [result.status for result in results if isinstance(result, WorkCompletionError)]
+        assert len(statuses) >= 4
+        assert set(statuses) == {WcStatus.WR_FLUSH_ERR}, "those that found no place, too"
+        assert await status_of(receive) is WcStatus.WR_FLUSH_ERR
+        with pytest.raises(BrokenResourceError, match="is in state ERR"):
+            _ = good(pair)
+        assert pair.nothing_is_left()
+
+
+async def test_a_queue_pair_that_breaks_by_itself(device: Device) -> None:
+    async with ends(device) as pair:
+        pair.near.to_sqd()
+        write = good(pair)
+        device.handle.faults.break_queue_pair(pair.near.handle)
+        assert await status_of(write) is WcStatus.WR_FLUSH_ERR
+        with pytest.raises(BrokenResourceError, match=r"is in state ERR, by: .*WR_FLUSH_ERR"):
+            _ = good(pair)
+
+
+# ---- Where nobody answers: the send queue stops, and receives go on
+
+
+@pytest.mark.parametrize("qp_type", [QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
+@every_model
+async def test_a_send_queue_stops_and_goes_on(device: Device, qp_type: QpType, model: MessageModel) -> None:
+    async with ends(device, qp_type, message_model=model) as pair:
+        back = pair.near.receive(pair.source[64:128])
+        device.handle.faults.fail_request(WcStatus.LOC_PROT_ERR, pair.near.handle)
+        sends = [pair.near.send(pair.source[:8], **pair.way) for _ in range(20)]
+        assert [await status_of(send) for send in sends] == [WcStatus.LOC_PROT_ERR] + 19 * [WcStatus.WR_FLUSH_ERR]
+        with pytest.raises(BrokenResourceError, match=r"is in state SQE, by: .*LOC_PROT_ERR"):
+            _ = pair.near.send(None, **pair.way)
+        assert pair.near.query().qp_state is QpState.SQE
+        second = pair.near.receive(pair.source[64:128])
+        pair.near.to_rts()
+        receive = pair.receive()
+        await pair.near.send(pair.source[:8], **pair.way)
+        assert (await receive).byte_len == 8
+        if qp_type is QpType.UC:
+            await pair.far.send(pair.target[:8])
+            assert (await back).byte_len == 8
+        pair.near.to_error()
+        with pytest.raises(BrokenResourceError, match="by: somebody moved it there"):
+            _ = pair.near.send(None, **pair.way)
+        assert await status_of(second) is WcStatus.WR_FLUSH_ERR

@@ -1,0 +1,193 @@
+"""Messages in the order of their arrival, in memory that goes back and forth."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import Device, QpCapabilities, QpType, WcStatus, WorkCompletionError
+from tests.data_path.ends import PEERS, Ends, ends
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Where nothing tells when it is so."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class Postbox:
+    """A queue pair that keeps receives posted, and what sends to it."""
+
+    def __init__(self, pair: Ends, depth: int = 4, size: int = 64) -> None:
+        self.pair = pair
+        self.qp = pair.domain.queue_pair(pair.cq, qp_type=pair.near.qp_type, receive_depth=depth, receive_size=size)
+
+    async def __aenter__(self) -> "Postbox":
+        await self.qp.open()
+        if self.qp.qp_type is QpType.UD:
+            self.qp.activate()
+            self.handle = await self.pair.domain.address_handle(self.qp.local_endpoint()).open()
+        else:
+            self.pair.near.to_reset()
+            self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.qp.aclose()
+        if self.qp.qp_type is QpType.UD:
+            await self.handle.aclose()
+
+    def connect(self) -> None:
+        here, there = self.pair.near.local_endpoint(), self.qp.local_endpoint()
+        if self.qp.qp_type is QpType.RC:
+            self.pair.near.connect(there, PEERS, rnr_retry=3)
+            self.qp.connect(here, PEERS, min_rnr_timer=1)
+        else:
+            self.pair.near.connect(there, PEERS)
+            self.qp.connect(here, PEERS)
+
+    async def send(self, data: bytes) -> None:
+        self.pair.source.buffer[: len(data)] = data
+        to = self.handle.to() if self.qp.qp_type is QpType.UD else None
+        await self.pair.near.send(self.pair.source[: len(data)], to=to)
+
+
+@pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
+async def test_in_their_order(device: Device, qp_type: QpType) -> None:
+    async with ends(device, qp_type) as pair, Postbox(pair) as box:
+        assert box.qp.statistics().receives.under_way == 4
+        for number in range(20):
+            await box.send(b"message %d" % number)
+            with await anext(box.qp.messages()) as message:
+                assert bytes(message.data) == b"message %d" % number
+                assert (message.route is not None) == (qp_type is QpType.UD)
+        assert box.qp.statistics().receives.under_way == 4
+        for number in range(3):
+            await box.send(bytes([number]))
+        async for message in box.qp.messages():
+            with message:
+                if message.data[0] == 2:
+                    break
+
+
+async def test_what_is_kept_is_not_received_into(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box:
+        kept = []
+        for number in range(4):
+            await box.send(bytes([number]))
+            kept.append(await anext(box.qp.messages()))
+        assert box.qp.statistics().receives.under_way == 0
+        assert [message.data[0] for message in kept] == [0, 1, 2, 3]
+        kept[2].release()
+        kept[2].release()
+        assert box.qp.statistics().receives.under_way == 1
+        await box.send(b"next")
+        message = await anext(box.qp.messages())
+        assert bytes(message.data) == b"next"
+        assert [kept[number].data[0] for number in (0, 1, 3)] == [0, 1, 3]
+        message.release()
+        await box.send(b"the last place")
+        with pytest.raises(WorkCompletionError, match="RNR_RETRY_EXC_ERR"):
+            await box.send(b"too many")
+
+
+async def test_what_is_forgotten_comes_back(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(5):
+        for _ in range(12):
+            await box.send(b"x")
+            await anext(box.qp.messages())
+            await until(lambda: box.qp.statistics().receives.under_way == 4)
+
+
+async def test_who_is_cancelled_loses_nothing(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box:
+        for number in range(10):
+            task = asyncio.ensure_future(anext(box.qp.messages()))
+            await asyncio.sleep(0)
+            if number % 2:
+                task.cancel()
+                await box.send(bytes([number]))
+            else:
+                await box.send(bytes([number]))
+                task.cancel()
+            try:
+                message = await task
+            except asyncio.CancelledError:
+                message = await anext(box.qp.messages())
+            with message:
+                assert message.data[0] == number
+
+
+async def test_one_at_a_time(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box:
+        task = asyncio.ensure_future(anext(box.qp.messages()))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="somebody waits for the next message already"):
+            await anext(box.qp.messages())
+        await box.send(b"x")
+        (await task).release()
+
+
+async def test_ends_when_it_is_closed(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box:
+        messages = box.qp.messages()
+        await box.send(b"last")
+
+        async def read() -> list[bytes]:
+            found = []
+            async for message in messages:
+                with message:
+                    found.append(bytes(message.data))
+            return found
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        await box.qp.aclose()
+        assert await asyncio.wait_for(task, 5) == [b"last"]
+
+
+async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(10):
+        for _ in range(3):
+            await box.send(b"good")
+            with pytest.raises(WorkCompletionError, match="REM_INV_REQ_ERR"):
+                await box.send(b"much too long" * 10)
+            with await anext(box.qp.messages()) as message:
+                assert bytes(message.data) == b"good"
+            with pytest.raises(WorkCompletionError) as caught:
+                await anext(box.qp.messages())
+            assert (caught.value.status, caught.value.qp_num) == (WcStatus.LOC_LEN_ERR, box.qp.qp_num)
+            await until(lambda: not box.qp.statistics().under_way)
+            box.qp.to_reset()
+            pair.near.to_reset()
+            box.connect()
+            assert box.qp.statistics().receives.under_way == 4
+
+
+async def test_what_cannot_be(device: Device) -> None:
+    async with ends(device) as pair:
+        with pytest.raises(ValueError, match="make it with receive_depth and receive_size"):
+            pair.near.messages()
+        for depth, size in ((4, 0), (0, 64), (-1, -1), (-1, 64)):
+            with pytest.raises(ValueError, match="give both, or neither"):
+                pair.domain.queue_pair(pair.cq, receive_depth=depth, receive_size=size)
+        with pytest.raises(ValueError, match="a receive queue of its own"):
+            pair.domain.queue_pair(pair.cq, qp_type=QpType.XRC_SEND, receive_depth=4, receive_size=64)
+        async with pair.domain.queue_pair(
+            pair.cq, capabilities=QpCapabilities(max_recv_wr=2), receive_depth=8, receive_size=8
+        ) as qp:
+            assert qp.statistics().receives.depth >= 8
+
+
+async def test_who_forgets_to_await_loses_nothing(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(5):
+        forgotten = anext(box.qp.messages())  # before it comes
+        del forgotten
+        await box.send(b"first")
+        assert bytes((await anext(box.qp.messages())).data) == b"first"
+        await box.send(b"second")
+        await asyncio.sleep(0.01)
+        forgotten = anext(box.qp.messages())  # after it came
+        del forgotten
+        assert bytes((await anext(box.qp.messages())).data) == b"second"

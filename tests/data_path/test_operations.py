@@ -1,0 +1,200 @@
+"""Each operation on each type of queue pair that has it, however its queues wait and whoever may use them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import AccessFlags, Device, MessageModel, MwType, QpType, ThreadModel, WcStatus, WorkCompletionError
+from tests.data_path.ends import CONNECTED, TYPES, Ends, ends
+
+every_model = pytest.mark.parametrize(
+    ("thread_model", "message_model"),
+    [
+        pytest.param(thread, message, id=f"{thread.name}-{message.name}")
+        for thread in ThreadModel
+        for message in MessageModel
+    ],
+)
+
+
+def types(*of: QpType) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("qp_type", of, ids=lambda qp_type: qp_type.name)
+
+
+@every_model
+@types(*TYPES)
+async def test_messages(
+    device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel
+) -> None:
+    async with ends(device, qp_type, thread_model, message_model) as pair:
+        pair.source.buffer[:5] = b"hello"
+        for immediate in (None, 0, 0xFFFFFFFF):
+            receive = pair.receive(pair.target[16:32])
+            assert not receive.done()
+            send = pair.near.send(pair.source[:5], immediate=immediate, fence=True, solicited=True, **pair.way)
+            await send
+            received = await receive
+            assert receive.done()
+            assert receive.result() is received
+            assert send.done()
+            assert send.result() is None
+            assert (received.byte_len, received.immediate, received.invalidated_rkey) == (5, immediate, None)
+            assert bytes(received.data) == b"hello"
+            assert received.qp_num == pair.far.qp_num
+            # Whom a connected queue pair hears is known; of XRC the device tells.
+            assert qp_type is not QpType.UD or received.src_qp == pair.near.qp_num
+            assert (received.route is not None and len(received.route) == 40) == (qp_type is QpType.UD)
+            assert bytes(pair.target.buffer[:16]) == bytes(16), "the route went elsewhere"
+            pair.target.buffer[:32] = bytes(32)
+        assert pair.nothing_is_left()
+
+
+@every_model
+@types(*CONNECTED)
+async def test_remote_memory(
+    device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel
+) -> None:
+    async with ends(device, qp_type, thread_model, message_model) as pair:
+        write = pair.write(b"written")
+        await write
+        assert write.done()
+        assert write.result() is None
+        assert bytes(pair.target.buffer[:8]) == b"written\0"
+        receive = pair.receive()
+        pair.source.buffer[:4] = b"imm!"
+        tells = pair.near.write_with_immediate(pair.source[:4], pair.target.remote()[64:68], 77, **pair.way)
+        await tells
+        received = await receive
+        assert (received.byte_len, received.immediate) == (4, 77)
+        assert bytes(pair.target.buffer[64:69]) == b"imm!\0"
+        if qp_type is not QpType.UC:
+            read = pair.near.read(pair.source[100:107], pair.target.remote()[:7], **pair.way)
+            await read
+            assert bytes(pair.source.buffer[99:108]) == b"\0written\0"
+        assert pair.nothing_is_left()
+
+
+@every_model
+@types(QpType.RC, QpType.XRC_SEND)
+async def test_atomics(device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel) -> None:
+    def number() -> int:
+        return int.from_bytes(pair.target.buffer[8:16], "little")
+
+    async with ends(device, qp_type, thread_model, message_model) as pair:
+        remote = pair.target.remote()[8:16]
+        assert await pair.near.fetch_and_add(remote, 5, **pair.way) == 0
+        assert await pair.near.fetch_and_add(remote, 2**64 - 2, **pair.way) == 5
+        assert number() == 3
+        assert await pair.near.compare_and_swap(remote, 4, 9, **pair.way) == 3
+        assert number() == 3
+        swap = pair.near.compare_and_swap(remote, 3, 2**64 - 1, **pair.way)
+        assert await swap == swap.result() == 3
+        assert number() == 2**64 - 1
+        adds = [pair.near.fetch_and_add(remote, 1, **pair.way) for _ in range(40)]
+        assert [await add for add in adds] == [2**64 - 1, *range(39)], "more than there are places, in their order"
+        assert pair.nothing_is_left()
+
+
+@every_model
+@types(*CONNECTED)
+@pytest.mark.parametrize("mw_type", MwType, ids=lambda mw_type: mw_type.name)
+async def test_windows(
+    device: Device, qp_type: QpType, mw_type: MwType, thread_model: ThreadModel, message_model: MessageModel
+) -> None:
+    async with ends(device, qp_type, thread_model, message_model) as pair, pair.domain.memory_window(mw_type) as window:
+        bind = pair.near.bind_window(window, pair.source[64:128], AccessFlags.REMOTE_WRITE)
+        granted = await bind
+        assert granted == bind.result()
+        assert (granted.address, granted.length) == (pair.source.address + 64, 64)
+        assert granted.rkey == window.rkey != pair.source.rkey
+        if qp_type is not QpType.XRC_SEND:  # far asks
+            await pair.far.write(pair.target[:4], granted[:4])
+        if mw_type is MwType.TYPE_2:
+            await pair.near.invalidate(granted.rkey)
+            if qp_type is QpType.RC:
+                with pytest.raises(WorkCompletionError) as caught:
+                    await pair.far.write(pair.target[:4], granted[:4])
+                assert caught.value.status is WcStatus.REM_ACCESS_ERR
+        assert pair.nothing_is_left()
+
+
+@types(*CONNECTED)
+async def test_a_peer_invalidates(device: Device, qp_type: QpType) -> None:
+    async with ends(device, qp_type) as pair, pair.domain.memory_window(MwType.TYPE_2) as window:
+        if qp_type is QpType.XRC_SEND:
+            # Its far end binds nothing: what it is asked to invalidate is none of its.
+            with pytest.raises(WorkCompletionError):
+                await pair.near.send_with_invalidate(None, 0x1234, **pair.way)
+            return
+        granted = await pair.far.bind_window(window, pair.target[:64], AccessFlags.REMOTE_WRITE)
+        receive = pair.receive(pair.target[64:])
+        pair.source.buffer[:3] = b"bye"
+        await pair.near.send_with_invalidate(pair.source[:3], granted.rkey)
+        received = await receive
+        assert (received.byte_len, received.invalidated_rkey, received.immediate) == (3, granted.rkey, None)
+        assert bytes(received.data) == b"bye"
+
+
+def _rkey(pair: Ends) -> int:
+    return pair.target.rkey
+
+
+ABSENT: list[tuple[QpType, str, Callable[[Ends], object]]] = [
+    (QpType.UC, "RDMA_READ", lambda pair: pair.near.read(pair.source[:8], pair.target.remote()[:8])),
+    (QpType.UC, "ATOMIC_CMP_AND_SWP", lambda pair: pair.near.compare_and_swap(pair.target.remote()[:8], 0, 1)),
+    (QpType.UC, "ATOMIC_FETCH_AND_ADD", lambda pair: pair.near.fetch_and_add(pair.target.remote()[:8], 1)),
+    (QpType.UD, "RDMA_READ", lambda pair: pair.near.read(pair.source[:8], pair.target.remote()[:8])),
+    (QpType.UD, "RDMA_WRITE", lambda pair: pair.near.write(pair.source[:8], pair.target.remote()[:8])),
+    (
+        QpType.UD,
+        "RDMA_WRITE_WITH_IMM",
+        lambda pair: pair.near.write_with_immediate(pair.source[:8], pair.target.remote()[:8], 1),
+    ),
+    (QpType.UD, "ATOMIC_CMP_AND_SWP", lambda pair: pair.near.compare_and_swap(pair.target.remote()[:8], 0, 1)),
+    (QpType.UD, "ATOMIC_FETCH_AND_ADD", lambda pair: pair.near.fetch_and_add(pair.target.remote()[:8], 1)),
+    (QpType.UD, "SEND_WITH_INV", lambda pair: pair.near.send_with_invalidate(pair.source[:8], _rkey(pair))),
+    (QpType.UD, "LOCAL_INV", lambda pair: pair.near.invalidate(_rkey(pair))),
+]
+
+
+@pytest.mark.parametrize(
+    ("qp_type", "opcode", "call"), ABSENT, ids=[f"{qp_type.name}-{opcode}" for qp_type, opcode, _ in ABSENT]
+)
+async def test_what_a_type_has_not(
+    device: Device, qp_type: QpType, opcode: str, call: Callable[[Ends], object]
+) -> None:
+    async with ends(device, qp_type) as pair:
+        with pytest.raises(ValueError, match=f"is of type {qp_type.name}, which has no {opcode}"):
+            call(pair)
+        assert pair.near.statistics().sends.posted == 0
+        assert pair.nothing_is_left()
+
+
+async def test_no_windows_for_datagrams(device: Device) -> None:
+    async with ends(device, QpType.UD) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
+        with pytest.raises(ValueError, match="is of type UD, which has no BIND_MW"):
+            _ = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)
+        assert pair.nothing_is_left()
+
+
+async def test_xrc_has_receives_in_shared_queues_only(device: Device) -> None:
+    async with ends(device, QpType.XRC_SEND) as pair:
+        with pytest.raises(ValueError, match="has no receive queue of its own"):
+            _ = pair.near.receive(pair.source)
+        with pytest.raises(ValueError, match="has no receive queue of its own"):
+            _ = pair.far.receive(pair.source)
+        with pytest.raises(ValueError, match="XRC_RECV"):
+            _ = pair.far.write(pair.source[:8], pair.target.remote()[:8])
+        for call in (
+            lambda: pair.near.write(pair.source[:8], pair.target.remote()[:8]),
+            lambda: pair.near.send(pair.source[:8]),
+            lambda: pair.near.fetch_and_add(pair.target.remote()[:8], 1),
+        ):
+            with pytest.raises(ValueError, match=r"say which .* by srq_number"):
+                call()
+        with pytest.raises(TypeError, match="float"):
+            _ = pair.near.send(None, srq_number=1.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="srq_number has 32 bits"):
+            _ = pair.near.send(None, srq_number=1 << 32)
+        assert pair.near.statistics().sends.posted == 0
+        assert pair.nothing_is_left()

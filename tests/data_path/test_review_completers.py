@@ -1,0 +1,317 @@
+"""Completers: nobody is left asleep, and counts hold, whatever comes in between."""
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    MessageModel,
+    Operation,
+    QpCapabilities,
+    QueuePair,
+    ResourceDomain,
+    ThreadModel,
+    VerbsError,
+)
+from aioverbs.completion import CompletionQueue
+from aioverbs.device import Device, open_device
+from aioverbs.memory import Pins, RegionSlice
+
+ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+SLEEPING = (MessageModel.DEFAULT, MessageModel.HIGH_BANDWIDTH)
+
+
+@asynccontextmanager
+async def connected(
+    domain: ResourceDomain, near_cq: CompletionQueue, far_cq: CompletionQueue, sends: int = 16
+) -> AsyncIterator[tuple[QueuePair, QueuePair]]:
+    depths = QpCapabilities(max_send_wr=sends, max_recv_wr=16)
+    async with domain.queue_pair(near_cq, capabilities=depths) as near, domain.queue_pair(far_cq) as far:
+        near.connect(far.local_endpoint(), ALL)
+        far.connect(near.local_endpoint(), ALL)
+        yield near, far
+
+
+async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_pair(device: Device) -> None:
+    async with (
+        device.resource_domain(message_model=MessageModel.HIGH_BANDWIDTH) as domain,
+        domain.completion_queue(512) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq, 64) as (other, _),
+    ):
+        here, there = memory[:8], memory.remote()[8:16]
+        async with connected(domain, cq, cq, 64) as (near, _far):
+            writes = [near.write(here, there) for _ in range(64)]  # as many as are posted together
+            while not writes[-1].done():
+                pass
+            await near.aclose()
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await other.write(here, there)
+
+
+async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as another,
+        domain.register(64, ALL) as memory,
+        domain.shared_receive_queue(8) as srq,
+    ):
+        receives = [asyncio.create_task(srq.receive(memory[:8])) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with domain.queue_pair(another) as near, domain.queue_pair(cq, srq=srq) as far:
+            near.connect(far.local_endpoint(), ALL)
+            far.connect(near.local_endpoint(), ALL)
+            await near.send(memory[8:16])
+            async with asyncio.timeout(5):
+                await receives[0]
+            await near.send(memory[8:16])
+            async with asyncio.timeout(5):
+                await receives[1]
+
+
+async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: Device) -> None:
+    async with (
+        device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        domain.shared_receive_queue(8) as srq,
+    ):
+        task = asyncio.create_task(srq.receive(memory[:8]))
+        await asyncio.sleep(0)
+        async with domain.queue_pair(cq, srq=srq) as near:
+            assert cq.statistics().under_way == 1
+            async with domain.queue_pair(cq, srq=srq) as far:
+                more = srq.receive(memory[:8])
+                assert cq.statistics().under_way == 2
+                near.connect(far.local_endpoint(), ALL)
+                far.connect(near.local_endpoint(), ALL)
+                await near.send(memory[8:16])
+                async with asyncio.timeout(5):
+                    await task
+                assert cq.statistics().under_way == 1
+            assert cq.statistics().under_way == 1
+            assert not more.done()
+            began = time.process_time()  # nobody awaits: nobody polls
+            await asyncio.sleep(0.3)
+            assert time.process_time() - began < 0.2
+        assert cq.statistics().under_way == 0
+
+
+async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_pair(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as another,
+        domain.register(64, ALL) as memory,
+        domain.shared_receive_queue(8) as srq,
+        domain.queue_pair(another) as near,
+    ):
+        receive = asyncio.create_task(srq.receive(memory[:8]))
+        async with domain.queue_pair(cq, srq=srq) as far:
+            near.connect(far.local_endpoint(), ALL)
+            far.connect(near.local_endpoint(), ALL)
+            await asyncio.sleep(0)
+            send = near.send(memory[8:16])
+            while not send.done():
+                pass
+        async with asyncio.timeout(2):
+            await receive
+        assert srq.statistics().under_way == 0
+
+
+async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        domain.shared_receive_queue(8) as srq,
+        domain.queue_pair(cq, srq=srq),
+    ):
+        receive = asyncio.create_task(srq.receive(memory[:8]))
+        await asyncio.sleep(0)
+        device.handle.faults.lose_device()
+        with pytest.raises(BrokenResourceError):
+            async with asyncio.timeout(5):
+                await receive
+
+
+async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain(message_model=MessageModel.HIGH_BANDWIDTH) as domain,
+        domain.completion_queue(512) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq, 128) as (near, _),
+    ):
+        device.handle.faults.fail("post_send", errno.ENOMEM, times=100)
+        writes = [near.write(memory[:8], memory.remote()[8:16]) for _ in range(64)]
+        cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that tells what was refused
+        assert near.statistics().under_way == 0
+        await asyncio.sleep(0.01)
+        assert near.statistics().under_way == cq.statistics().under_way == 0
+        assert all(write.done() for write in writes)
+        device.handle.faults.clear()
+
+
+class Slow(asyncio.SelectorEventLoop):
+    """Lets other threads run where these may."""
+
+    before = after = 0.0
+
+    def create_future(self) -> "asyncio.Future[object]":
+        time.sleep(self.before)
+        return super().create_future()
+
+    def call_soon_threadsafe(self, *args, **kwargs):  # type: ignore[no-untyped-def, override]
+        handle = super().call_soon_threadsafe(*args, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(self.after)
+        return handle
+
+
+async def test_what_is_done_while_an_await_begins_is_told() -> None:
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain(thread_model=ThreadModel.SAFE) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq) as (near, far),
+    ):
+        receive = far.receive(memory[:8])
+
+        async def elsewhere() -> None:
+            async with asyncio.timeout(3):
+                await receive
+
+        def other() -> None:
+            loop = Slow()
+            try:
+                loop.before = 0.3
+                loop.run_until_complete(elsewhere())
+            finally:
+                loop.close()
+
+        thread = asyncio.create_task(asyncio.to_thread(other))
+        await asyncio.sleep(0.1)
+        await near.send(memory[8:16])
+        await asyncio.sleep(0)
+        await thread
+
+
+def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with (
+            open_device("soft0") as device,
+            device.resource_domain(thread_model=ThreadModel.SAFE, message_model=MessageModel.HIGH_BANDWIDTH) as domain,
+            domain.completion_queue(64) as cq,
+            domain.register(64, ALL) as memory,
+            connected(domain, cq, cq) as (near, _),
+        ):
+            here, there = memory[:8], memory.remote()[8:16]
+
+            async def elsewhere() -> None:
+                for _ in range(3):
+                    write = near.write(here, there)
+                    await asyncio.sleep(0.1)
+                    async with asyncio.timeout(3):
+                        await write
+
+            await asyncio.to_thread(asyncio.run, elsewhere())
+
+    loop = Slow()
+    loop.after = 0.05
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
+
+
+async def test_a_future_that_somebody_else_ended_is_waited_for_once_more(device: Device) -> None:
+    async with (
+        device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq) as (near, far),
+    ):
+        receive = far.receive(memory[:8])
+        for _ in range(3):
+            waiter = receive.send(None)
+            assert waiter is not None
+            waiter.set_result(None)
+        last = receive.send(None)
+        assert last is not None
+        await near.send(memory[8:16])
+        await last
+        with pytest.raises(StopIteration):
+            receive.send(None)
+        another = far.receive(memory[:8])  # nobody awaits it: nobody polls
+        began = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - began < 0.2
+        assert not another.done()
+
+
+@pytest.mark.parametrize("model", MessageModel)
+async def test_an_error_of_a_callback_loses_no_completion(device: Device, model: MessageModel) -> None:
+    def fail() -> None:
+        raise InterruptedError
+
+    handled = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: handled.append(context))
+    async with (
+        device.resource_domain(message_model=model) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq, 4) as (near, _),
+    ):
+        here, there = memory[:8], memory.remote()[8:16]
+        bad = RegionSlice(memory, 16, 8, Pins(memory.pins, fail))
+        first = near.write(bad, there)
+        writes = [near.write(here, there) for _ in range(8)]
+        await_it = asyncio.create_task(collect(writes[-1]))
+        for _ in range(200):
+            try:
+                if all(write.done() for write in (first, *writes)):
+                    break
+            except InterruptedError:
+                pass
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(3):
+            await await_it
+        assert near.statistics().under_way == cq.statistics().under_way == len(memory.pins) == 0
+
+
+async def collect(operation: Operation[None]) -> None:
+    with suppress(InterruptedError):
+        await operation
+
+
+async def test_what_is_posted_where_a_batch_ends_finds_its_places(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq, 4) as (near, _),
+    ):
+        posted: list[Operation[int]] = []
+
+        def post() -> None:
+            if not posted:
+                posted.extend(near.fetch_and_add(memory.remote()[8:16], 1) for _ in range(4))
+
+        batch = near.batch()
+        batch.write(RegionSlice(memory, 16, 8, Pins(memory.pins, post)), memory.remote()[24:32])
+        added = [batch.fetch_and_add(memory.remote()[8:16], 1) for _ in range(3)]
+        await batch.post()
+        assert [each.result() for each in added] == [0, 1, 2]
+        assert [await each for each in posted] == [3, 4, 5, 6]
+        assert cq.statistics().under_way == len(memory.pins) == 0

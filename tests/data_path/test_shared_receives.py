@@ -1,0 +1,103 @@
+"""Receives that several queue pairs take from, on one completion queue and on several."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from aioverbs import (
+    ClosedResourceError,
+    CompletionQueue,
+    Device,
+    MessageModel,
+    QueuePair,
+    SharedReceiveQueue,
+    WcOpcode,
+    WcStatus,
+    WorkCompletionError,
+)
+from tests.data_path.ends import PEERS, Ends, ends
+
+both = pytest.mark.parametrize("queues", [1, 3])
+
+
+@asynccontextmanager
+async def takers(
+    device: Device, queues: int, model: MessageModel = MessageModel.DEFAULT
+) -> AsyncIterator[tuple[Ends, SharedReceiveQueue, list[QueuePair], list[CompletionQueue]]]:
+    """Three queue pairs that each send to themselves, on so many completion queues."""
+    async with ends(device, message_model=model) as pair, AsyncExitStack() as stack:
+        opened = stack.enter_async_context
+        srq = await opened(pair.domain.shared_receive_queue(8))
+        cqs = [await opened(pair.domain.completion_queue(128)) for _ in range(queues)]
+        qps = [await opened(pair.domain.queue_pair(cqs[n % queues], srq=srq)) for n in range(3)]
+        for qp in qps:
+            qp.connect(qp.local_endpoint(), PEERS, rnr_retry=0)
+        yield pair, srq, qps, cqs
+
+
+@both
+@pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+async def test_whoever_hears_first(device: Device, queues: int, model: MessageModel) -> None:
+    async with takers(device, queues, model) as (pair, srq, qps, cqs):
+        receives = [srq.receive(pair.target[n : n + 1]) for n in range(12)]  # four wait for a place
+        assert (srq.statistics().under_way, srq.statistics().queued) == (8, 4)
+        for n in range(12):
+            pair.source.buffer[0] = n + 1
+            await qps[n % 3].send(pair.source[:1])
+            received = await receives[n]
+            assert (received.qp_num, received.byte_len, received.data[0]) == (qps[n % 3].qp_num, 1, n + 1)
+        assert (srq.statistics().under_way, srq.statistics().posted, srq.statistics().completed) == (0, 12, 12)
+        assert [cq.statistics().under_way for cq in cqs] == [0] * queues
+        assert len(pair.target.pins) == 0
+
+
+@both
+async def test_queue_pairs_come_and_go(device: Device, queues: int) -> None:
+    async with takers(device, queues) as (pair, srq, qps, cqs):
+        receives = [srq.receive(pair.target[8 * n : 8 * n + 8]) for n in range(6)]
+        reserved = [cq.statistics().reserved for cq in cqs]
+        async with pair.domain.queue_pair(cqs[0], srq=srq) as late:
+            late.connect(late.local_endpoint(), PEERS)
+            await late.send(pair.source[:8])
+            assert (await receives[0]).qp_num == late.qp_num
+        assert [cq.statistics().reserved for cq in cqs] == reserved
+        await qps[0].aclose()
+        await qps[1].send(pair.source[:8])
+        assert (await receives[1]).qp_num == qps[1].qp_num
+        assert len(pair.target.pins) == 4
+        await qps[1].aclose()
+        await qps[2].aclose()
+        assert [cq.statistics().under_way for cq in cqs] == [0] * queues
+        assert len(pair.target.pins) == 4, "receives are the shared queue's, which is open"
+        await srq.aclose()
+        assert len(pair.target.pins) == 0
+        with pytest.raises(WorkCompletionError) as caught:
+            receives[5].result()
+        assert caught.value.status is WcStatus.WR_FLUSH_ERR
+        with pytest.raises(ClosedResourceError):
+            _ = srq.receive(pair.target[:8])
+
+
+@both
+async def test_one_that_is_too_small(device: Device, queues: int) -> None:
+    async with takers(device, queues) as (pair, srq, qps, _):
+        receive, second = srq.receive(pair.target[:7]), srq.receive(pair.target[:8])
+        with pytest.raises(WorkCompletionError, match="REM_INV_REQ_ERR"):
+            await qps[1].send(pair.source[:8])
+        with pytest.raises(WorkCompletionError) as caught:
+            await receive
+        error = caught.value
+        assert (error.status, error.opcode, error.qp_num) == (WcStatus.LOC_LEN_ERR, WcOpcode.RECV, qps[1].qp_num)
+        await qps[2].send(pair.source[:8])  # others go on
+        assert (await second).qp_num == qps[2].qp_num
+
+
+async def test_queue_pairs_of_it_have_no_receives_of_their_own(device: Device) -> None:
+    async with takers(device, 1) as (pair, srq, qps, cqs):
+        with pytest.raises(ValueError, match="has no receive queue of its own"):
+            _ = qps[0].receive(pair.target[:8])
+        with pytest.raises(ValueError, match="a receive queue of its own"):
+            pair.domain.queue_pair(cqs[0], srq=srq, receive_depth=4, receive_size=8)
+        with pytest.raises(WorkCompletionError, match="RNR_RETRY_EXC_ERR"):
+            await qps[0].send(pair.source[:8])

@@ -1,0 +1,417 @@
+"""A cancelled await at each point where one can be: what was posted goes on with its memory, and nothing is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import BrokenResourceError, Device, MessageModel, QueuePair, WcStatus, WorkCompletionError
+from aioverbs._core.work import Inbox, Operation
+from tests.core.pairs import wait_until
+from tests.data_path_endings.pair import PATIENCE_S, Pair, pair_on, until
+
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+
+
+async def cancel(awaited: Awaitable[object]) -> None:
+    """Await something in a task, let that come as far as it can, and cancel it."""
+
+    async def wait() -> None:
+        await awaited
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0.005)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def time_out(awaited: Awaitable[object]) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(awaited, 0.005)
+
+
+async def move_on(awaited: Awaitable[object]) -> None:
+    with anyio.move_on_after(0.005) as scope:
+        await awaited
+    assert scope.cancelled_caught
+
+
+Leave = Callable[[Awaitable[object]], Awaitable[None]]
+every_way = pytest.mark.parametrize("leave", [cancel, time_out, move_on])
+
+
+# ---- Operations
+
+
+@every_model
+@every_way
+async def test_one_that_was_posted_goes_on(device: Device, model: MessageModel, leave: Leave) -> None:
+    async with pair_on(device, model, spin_ns=1000 if "LATENCY" in model.name else None) as pair:
+        pair.hold()
+        await leave(pair.write())
+        assert len(pair.source.pins) == pair.near.statistics().sends.under_way == 1
+        pair.unhold()
+        await until(lambda: not len(pair.source.pins))
+        assert pair.written() == b"12345678"
+        await pair.check_idle()
+
+
+@every_way
+async def test_one_that_waits_for_a_place_is_withdrawn(device: Device, leave: Leave) -> None:
+    async with pair_on(device, sends=2) as pair:
+        pair.hold()
+        first = [pair.write(8 * each) for each in (0, 1)]
+        await leave(pair.write(16))
+        await until(lambda: not pair.near.statistics().sends.queued)
+        assert len(pair.source.pins) == pair.near.statistics().sends.under_way == 2
+        pair.unhold()
+        await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)
+        assert pair.written(16) == bytes(8)
+        assert pair.near.statistics().sends.posted == 2
+        await pair.check_idle()
+
+
+@every_way
+async def test_one_that_is_kept_is_posted_when_its_turn_comes(device: Device, leave: Leave) -> None:
+    async with pair_on(device, sends=2) as pair:
+        pair.hold()
+        operations = [pair.write(8 * each) for each in range(3)]
+        await leave(operations[2])
+        assert pair.near.statistics().sends.queued == 1
+        assert len(pair.source.pins) == 3
+        pair.unhold()
+        await asyncio.wait_for(asyncio.gather(*operations[:2]), PATIENCE_S)
+        await until(operations[2].done)
+        assert operations[2].result() is None
+        assert pair.written(16) == b"12345678"
+        await pair.check_idle()
+
+
+async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> None:
+    async with pair_on(device, sends=1) as pair:
+        pair.hold()
+        order: list[int] = []
+
+        async def write(number: int) -> None:
+            await pair.write(8 * number)
+            order.append(number)
+
+        tasks = [asyncio.create_task(write(each)) for each in range(8)]
+        await asyncio.sleep(0)
+        for each in (1, 4, 7):  # the first that waits, one among them, the last
+            tasks[each].cancel()
+        await asyncio.sleep(0)
+        assert pair.near.statistics().sends.queued == 4
+        pair.unhold()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+        assert order == [0, 2, 3, 5, 6]
+        assert [bool(pair.written(8 * each)[0]) for each in range(8)] == [each in order for each in range(8)]
+        await pair.check_idle()
+
+
+@pytest.mark.parametrize("sends", [1, 16], ids=["signalled", "covered"])
+async def test_one_that_is_chained_goes_on(device: Device, sends: int) -> None:
+    async with pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair:
+        pair.hold()
+        operation = pair.write()
+        assert operation.send(None) is not None
+        others = [pair.write(8 * each) for each in range(1, sends)]
+        assert all("to be posted" in repr(each) for each in (operation, *others))
+        with pytest.raises(asyncio.CancelledError):
+            operation.throw(asyncio.CancelledError())
+        del operation
+        assert len(pair.source.pins) == sends
+        await until(lambda: pair.near.statistics().sends.doorbells == 1)
+        assert len(pair.source.pins) == sends
+        pair.unhold()
+        await asyncio.wait_for(asyncio.gather(*others), PATIENCE_S)
+        await until(lambda: not len(pair.source.pins))
+        assert pair.written(0, 8 * sends) == b"12345678" * sends
+        await pair.check_idle()
+
+
+@every_model
+async def test_one_that_is_done_and_lets_others_run(device: Device, model: MessageModel) -> None:
+    async with pair_on(device, model, sends=128) as pair:
+        operations = [pair.write(8 * each) for each in range(128)]
+        await until(lambda: all(each.done() for each in operations))
+        operation = next(each for each in operations if lets_others_run(each))
+        assert operation.done()
+        with pytest.raises(asyncio.CancelledError):
+            operation.throw(asyncio.CancelledError())
+        assert operation.result() is None
+        with pytest.raises(RuntimeError, match="once is all"):
+            operation.send(None)
+        await pair.check_idle()
+
+
+def lets_others_run(operation: Operation[Any]) -> bool:
+    """Begin to await one that is done; whether others are to run before it goes on."""
+    try:
+        assert operation.send(None) is None
+    except StopIteration as stop:
+        if stop.value is not None:
+            stop.value.release()
+        return False
+    return True
+
+
+async def test_a_task_is_cancelled_between_its_completion_and_its_step(device: Device) -> None:
+    async with pair_on(device) as pair:
+        pair.hold()
+
+        async def write() -> None:
+            await pair.write()
+
+        task = asyncio.create_task(write())
+        await asyncio.sleep(0)
+        pair.unhold()
+        other = pair.write(8)
+        wait_until(other.done)  # it finds both, and wakes the task
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert pair.written() == b"12345678"
+        await pair.check_idle()
+
+
+async def test_one_in_a_task_that_never_began(device: Device) -> None:
+    async with pair_on(device) as pair:
+        pair.hold()
+        task = asyncio.create_task(pair.write())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(pair.source.pins) == 1
+        pair.unhold()
+        await pair.check_idle()
+
+
+@every_model
+async def test_those_that_are_dropped_go_on(device: Device, model: MessageModel) -> None:
+    async with pair_on(device, model) as pair:
+        for each in range(16):
+            _ = pair.write(8 * each)
+        await until(lambda: pair.near.statistics().sends.completed == 16)
+        assert pair.written(0, 128) == b"12345678" * 16
+        await pair.check_idle()
+
+
+# ---- Batches
+
+
+@every_way
+async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> None:
+    async with pair_on(device) as pair:
+        pair.hold()
+        batch = pair.near.batch()
+        remote = pair.target.remote()
+        for each in range(4):
+            part = slice(8 * each, 8 * each + 8)
+            pair.source.buffer[part] = b"12345678"
+            batch.write(pair.source[part], remote[part])
+        await leave(batch.post())
+        assert len(pair.source.pins) == pair.near.statistics().sends.under_way == 4
+        pair.unhold()
+        await until(lambda: not len(pair.source.pins))
+        assert pair.written(0, 32) == b"12345678" * 4
+        await pair.check_idle()
+
+
+@every_way
+async def test_a_batch_that_waits_for_places_is_withdrawn(device: Device, leave: Leave) -> None:
+    async with pair_on(device, sends=4) as pair:
+        pair.hold()
+        first = pair.write(64)
+
+        async def post() -> None:
+            async with pair.near.batch() as batch:
+                for each in range(4):
+                    batch.write(pair.source[8 * each : 8 * each + 8], pair.target.remote()[8 * each : 8 * each + 8])
+
+        pair.source.buffer[:32] = b"x" * 32
+        await leave(post())
+        await until(lambda: not pair.near.statistics().sends.queued)
+        assert len(pair.source.pins) == 1
+        pair.unhold()
+        await asyncio.wait_for(first, PATIENCE_S)
+        assert pair.written(0, 32) == bytes(32)
+        await pair.check_idle()
+
+
+# ---- Messages
+
+
+async def send(pair: Pair, number: int) -> None:
+    pair.source.buffer[:8] = number.to_bytes(8, "big")
+    await asyncio.wait_for(pair.near.send(pair.source[:8]), PATIENCE_S)
+
+
+def has_arrived(pair: Pair) -> bool:
+    """Whether a message came; what waits for it is woken, and does not run yet."""
+    pair.cq.completer.drain()
+    return pair.far.statistics().receives.completed == 1
+
+
+async def numbers(pair: Pair, count: int) -> list[int]:
+    async with asyncio.timeout(PATIENCE_S):
+        found: list[int] = []
+        while len(found) < count:
+            with await anext(pair.far.messages()) as message:
+                found.append(int.from_bytes(message.data, "big"))
+        return found
+
+
+@pytest.fixture
+async def mail(device: Device) -> AsyncIterator[Pair]:
+    async with pair_on(device, receive_depth=128, receive_size=8) as pair:
+        yield pair
+
+
+@every_way
+async def test_who_waits_for_a_message_loses_none(mail: Pair, leave: Leave) -> None:
+    for number in range(8):
+        await leave(anext(mail.far.messages()))
+        await send(mail, number)
+        assert await numbers(mail, 1) == [number]
+    assert mail.far.statistics().receives.under_way == 128
+
+
+async def test_a_message_that_was_handed_over_to_who_is_cancelled(mail: Pair) -> None:
+    async def next_message() -> object:
+        return await anext(mail.far.messages())
+
+    task = asyncio.create_task(next_message())
+    await asyncio.sleep(0)
+    _ = mail.near.send(mail.source[:8])
+    wait_until(lambda: has_arrived(mail))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await numbers(mail, 1) == [0]
+
+
+async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled(mail: Pair) -> None:
+    async def next_message() -> int:
+        with await anext(mail.far.messages()) as message:
+            return int.from_bytes(message.data, "big")
+
+    first = asyncio.create_task(next_message())
+    await asyncio.sleep(0)
+    _ = mail.near.send(mail.source[:8])
+    wait_until(lambda: has_arrived(mail))
+    # It has its message, and did not run yet. Another one asks, and then the first is cancelled.
+    second = anext(mail.far.messages())
+    first.cancel()
+    waiting = asyncio.create_task(asyncio.wait_for(second, 2))
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with await waiting as message:
+        assert bytes(message.data) == bytes(8)
+
+
+async def test_a_message_that_is_there_and_lets_others_run(mail: Pair) -> None:
+    inbox = mail.far.messages()
+    assert isinstance(inbox, Inbox)
+    for number in range(128):
+        await send(mail, number)
+    await until(lambda: len(inbox) == 128)
+    operation = next(each for each in map(anext, [inbox] * 128) if lets_others_run(each))
+    left = len(inbox)
+    with pytest.raises(asyncio.CancelledError):
+        operation.throw(asyncio.CancelledError())
+    assert len(inbox) == left + 1
+    assert await numbers(mail, 1) == [127 - left]
+
+
+async def test_a_request_for_a_message_that_is_closed_gives_it_back(mail: Pair) -> None:
+    await send(mail, 7)
+    inbox = mail.far.messages()
+    assert isinstance(inbox, Inbox)
+    await until(lambda: len(inbox))
+    anext(inbox).close()
+    assert await numbers(mail, 1) == [7]
+
+
+@every_way
+async def test_a_receive_that_was_left_is_filled(device: Device, leave: Leave) -> None:
+    async with pair_on(device) as pair:
+        receive = pair.far.receive(pair.target[:8])
+        await leave(receive)
+        assert len(pair.target.pins) == 1
+        await send(pair, 1)
+        await until(receive.done)
+        assert receive.result().byte_len == 8
+        assert pair.written() == (1).to_bytes(8, "big")
+        await pair.check_idle()
+
+
+# ---- Closing
+
+
+@pytest.mark.parametrize("leave", [cancel, time_out])
+async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> None:
+    async with pair_on(device) as pair:
+        pair.hold()
+        write = pair.write()
+        await asyncio.sleep(0.001)
+        await leave(pair.near.aclose())
+        await until(lambda: pair.near.closed)
+        with pytest.raises((WorkCompletionError, BrokenResourceError)):
+            await asyncio.wait_for(write, PATIENCE_S)
+        assert len(pair.source.pins) == 0
+        pair.unhold()
+        await until(lambda: pair.cq.statistics().late or not pair.cq.statistics().under_way)
+
+
+async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(device: Device) -> None:
+    async with pair_on(device) as pair:
+        pair.hold()
+        write = pair.write()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            asyncio.get_running_loop().call_later(0.005, pair.unhold)
+            await pair.near.aclose()
+        assert pair.near.closed
+        (result,) = await asyncio.gather(write, return_exceptions=True)
+        if result is not None:  # it was not executed before
+            assert isinstance(result, WorkCompletionError)
+            assert result.status is WcStatus.WR_FLUSH_ERR
+        assert len(pair.source.pins) == 0
+
+
+@every_way
+async def test_closing_a_region_ends_before_its_work(device: Device, leave: Leave) -> None:
+    async with pair_on(device) as pair:
+        pair.hold()
+        write = pair.write()
+        await leave(pair.source.aclose())
+        assert not write.done()
+        assert len(pair.source.pins) == 1
+        pair.unhold()
+        await asyncio.wait_for(write, PATIENCE_S)
+        assert len(pair.source.pins) == 0
+
+
+@pytest.mark.parametrize("leave", [cancel, time_out])
+async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) -> None:
+    async with device.resource_domain() as domain, pair_on(device) as pair:
+        cq = domain.completion_queue(64)
+        await cq.open()
+        near: QueuePair = domain.queue_pair(cq)
+        await near.open()
+        near.connect(pair.far.local_endpoint())
+        pair.hold()
+        write = near.receive(None)
+        with pytest.warns(ResourceWarning, match="still open"):
+            await leave(cq.aclose())
+        pair.unhold()
+        assert cq.closed
+        assert near.closed
+        with pytest.raises((WorkCompletionError, BrokenResourceError)) as caught:
+            await asyncio.wait_for(write, PATIENCE_S)
+        assert not isinstance(caught.value, WorkCompletionError) or caught.value.status is WcStatus.WR_FLUSH_ERR

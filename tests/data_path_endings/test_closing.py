@@ -1,0 +1,209 @@
+"""The end of a queue pair with work outstanding: who waits is told, and its neighbours go on."""
+
+import asyncio
+import errno
+import logging
+
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    MessageModel,
+    QpCapabilities,
+    SendOpcode,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+)
+from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, pair_on, until
+
+SIGNALED = 2  # of enum ibv_send_flags
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+
+
+async def outcomes(*awaited: object) -> list[object]:
+    gathered = asyncio.gather(*awaited, return_exceptions=True)  # type: ignore[call-overload]
+    return list(await asyncio.wait_for(gathered, PATIENCE_S))
+
+
+def flushed(results: list[object]) -> bool:
+    return all(isinstance(each, WorkCompletionError) and each.status is WcStatus.WR_FLUSH_ERR for each in results)
+
+
+async def silence(pair: Pair) -> None:
+    """Nobody answers near any more: what it sends is tried again and again."""
+    await pair.far.aclose()
+
+
+@every_model
+async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> None:
+    async with pair_on(device, model, sends=4) as pair:
+        await silence(pair)
+        device.handle.faults.lose_messages_at_random(1_000_000)
+        posted = [pair.write(8 * each) for each in range(4)]
+        queued = [pair.write(8 * each) for each in range(4, 8)]
+        receives = [pair.near.receive(pair.target[:8]) for _ in range(2)]
+        waiting = asyncio.create_task(outcomes(*posted, *queued, *receives))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(pair.near.aclose(), 5)
+        results = await waiting
+        assert flushed(results), results
+        assert len(pair.source.pins) == len(pair.target.pins) == pair.cq.statistics().under_way == 0
+        with pytest.raises(ClosedResourceError):
+            _ = pair.write()
+        assert pair.near.statistics().sends.queued == 0
+        device.handle.faults.lose_messages_at_random(0)
+
+
+async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
+    async with pair_on(device, sends=2) as pair:
+        await silence(pair)
+        number = pair.near.qp_num
+        operations = [pair.write(8 * each) for each in range(4)]
+        await asyncio.wait_for(pair.near.aclose(), 5)
+        for each in operations:
+            assert each.done()
+            with pytest.raises(WorkCompletionError) as caught:
+                each.result()
+            assert caught.value.qp_num == number, "it is known after its end, too"
+        assert len(pair.source.pins) == 0
+
+
+async def test_what_is_not_flushed_in_time_ends_with_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
+    async with pair_on(device, sends=2) as pair:
+        pair.hold()
+        waiting = asyncio.create_task(outcomes(*(pair.write(8 * each) for each in range(3))))
+        await asyncio.sleep(0)
+        with caplog.at_level(logging.WARNING, "aioverbs"):
+            await asyncio.wait_for(pair.near.aclose(), 5)
+        assert "2 requests were not flushed within 0.02 s" in caplog.text
+        first, second, queued = await waiting
+        assert isinstance(first, BrokenResourceError)
+        assert isinstance(second, BrokenResourceError)
+        assert flushed([queued])
+        assert len(pair.source.pins) == 0
+        pair.unhold()
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["chained", "refused"])
+async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: Device, refused: bool) -> None:
+    async with (
+        pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair,
+        pair.domain.queue_pair(pair.cq, capabilities=QpCapabilities(max_send_wr=128)) as near,
+        pair.domain.queue_pair(pair.cq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        source, remote = pair.source[:8], pair.target.remote()[:8]
+        if refused:
+            device.handle.faults.fail("post_send", errno.ENOMEM)
+        count = 70 if refused else 3  # 64 are posted together at most
+        operations = [near.write(source, remote) for _ in range(count)]
+        device.handle.faults.fail("modify_qp", errno.EIO)  # it cannot be flushed, and is destroyed at once
+        await near.aclose()
+        device.handle.faults.clear()
+        assert all(each.done() for each in operations)
+        assert all(isinstance(each, BrokenResourceError | VerbsError) for each in await outcomes(*operations))
+        await pair.check_idle()
+        await outcomes(*(pair.write(8 * each) for each in range(100)))
+        await pair.check_idle()
+
+
+@every_model
+async def test_an_error_ends_one_queue_pair_and_no_other(device: Device, model: MessageModel) -> None:
+    async with (
+        pair_on(device, model) as pair,
+        pair.domain.queue_pair(pair.cq) as near,
+        pair.domain.queue_pair(pair.cq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        device.handle.faults.fail_request(WcStatus.REM_ACCESS_ERR, near.handle, first=3)
+        source, remote = pair.source[:8], pair.target.remote()[:8]
+        results = await outcomes(*(near.write(source, remote) for _ in range(5)), pair.write())
+        assert results[:2] == [None, None]
+        assert isinstance(results[2], WorkCompletionError)
+        assert results[2].status is WcStatus.REM_ACCESS_ERR
+        assert flushed(results[3:5]) or all(isinstance(each, BrokenResourceError) for each in results[3:5])
+        assert results[5] is None
+        with pytest.raises(BrokenResourceError, match="REM_ACCESS_ERR"):
+            await near.write(source, remote)
+        await pair.check_idle()
+
+
+async def test_messages_end(device: Device) -> None:
+    async with pair_on(device, receive_depth=4, receive_size=8) as pair:
+        await pair.near.send(pair.source[:8])
+        found = []
+
+        async def read() -> None:
+            async for message in pair.far.messages():
+                with message:
+                    found.append(bytes(message.data))
+
+        reading = asyncio.create_task(read())
+        await until(lambda: found)
+        await pair.far.aclose()
+        await asyncio.wait_for(reading, 5)
+        assert found == [bytes(8)]
+
+
+# ---- A completion that comes when nobody is there any more
+
+
+FIRST = 1 << 32  # the number of the first request on a completion queue: generation 1, slot 0
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["nobody", "another"])
+async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> None:
+    async with pair_on(device) as pair:
+        await pair.write()  # it had the first slot
+        device.handle.faults.hold(pair.near.handle)  # of the next one there, not of the late one
+        waiting = asyncio.create_task(outcomes(*([pair.write(8)] if taken else [])))
+        await asyncio.sleep(0)
+        pair.far.handle.post_send(
+            SendOpcode.RDMA_WRITE,
+            [pair.source[:8].sge],
+            wr_id=FIRST,
+            flags=SIGNALED,
+            remote_addr=pair.target.address,
+            rkey=pair.target.rkey,
+        )
+        if not taken:
+            await pair.far.write(pair.source[:0], pair.target.remote()[:0])  # somebody looks
+        await until(lambda: pair.cq.statistics().late == 1)
+        assert len(pair.source.pins) == pair.cq.statistics().under_way == taken
+        assert not taken or not waiting.done()
+        pair.unhold()
+        assert await waiting == [None] * taken
+        await pair.check_idle()
+        assert pair.cq.statistics().late == 1
+
+
+async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.01)
+    async with (
+        pair_on(device) as pair,
+        pair.domain.queue_pair(pair.cq) as near,
+        pair.domain.queue_pair(pair.cq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        pair.hold()
+        early = asyncio.create_task(outcomes(near.write(pair.source[:8], pair.target.remote()[:8])))
+        await until(lambda: device.handle.faults.held() == 1)
+        await near.aclose()
+        assert [type(each) for each in await early] == [BrokenResourceError]
+        late = asyncio.create_task(outcomes(pair.write(8)))  # in its slot
+        await until(lambda: device.handle.faults.held() >= 1)
+        assert not late.done()
+        pair.unhold()
+        assert await late == [None]
+        await pair.check_idle()

@@ -1,0 +1,105 @@
+"""What is done at once leaves others their turns. Counted, not timed."""
+
+import asyncio
+
+import pytest
+
+from aioverbs import Device, MessageModel, QpCapabilities, QueuePair, open_device
+from tests.data_path_endings.pair import ACCESS, PATIENCE_S, pair_on
+
+AWAITS = 256  # of one queue pair in a turn of the loop at most
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+
+
+@every_model
+async def test_callbacks_run_beside_endless_writes(device: Device, model: MessageModel) -> None:
+    async with pair_on(device, model) as pair:
+        loop = asyncio.get_running_loop()
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            handle.append(loop.call_soon(turn))
+            del handle[:-1]
+
+        handle = [loop.call_soon(turn)]
+        for _ in range(20 * AWAITS):
+            await pair.write()
+        handle[0].cancel()
+        assert turns >= 20
+        await pair.check_idle()
+
+
+@every_model
+async def test_a_timer_and_an_echo_go_on_beside_endless_writes(device: Device, model: MessageModel) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(64):
+            writer.write(data)
+        writer.close()
+        await writer.wait_closed()
+
+    async with asyncio.timeout(PATIENCE_S), pair_on(device, model) as pair:
+        served = await asyncio.start_server(echo, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*served.sockets[0].getsockname())
+        over = False
+        writes = 0
+
+        async def write() -> None:
+            nonlocal writes
+            while not over:
+                await pair.write()
+                writes += 1
+
+        writing = asyncio.create_task(write())
+        echoes = 0
+        while echoes < 50 or writes < 1000:
+            echoes += 1
+            writer.write(b"echo")
+            assert await asyncio.wait_for(reader.readexactly(4), PATIENCE_S) == b"echo"
+            await asyncio.sleep(0.0001)
+        over = True
+        await asyncio.wait_for(writing, PATIENCE_S)
+        writer.close()
+        await writer.wait_closed()
+        served.close()
+        await served.wait_closed()
+        await pair.check_idle()
+
+
+@every_model
+@pytest.mark.parametrize("engine_mode", [False, True], ids=["inline", "engine"])
+async def test_a_hundred_queue_pairs_have_equal_shares(engine_mode: bool, model: MessageModel) -> None:
+    async with (
+        open_device("soft0", engine_mode=engine_mode) as device,
+        device.resource_domain(message_model=model) as domain,
+        domain.register(4096, ACCESS) as region,
+        domain.completion_queue(4096) as cq,
+    ):
+        small = QpCapabilities(max_send_wr=4, max_recv_wr=1)
+        made: list[QueuePair] = []
+        for _ in range(200):
+            qp = domain.queue_pair(cq, capabilities=small)
+            await qp.open()
+            made.append(qp)
+        nears, fars = made[:100], made[100:]
+        for near, far in zip(nears, fars, strict=True):
+            near.connect(far.local_endpoint(), ACCESS)
+            far.connect(near.local_endpoint(), ACCESS)
+        counts = [0] * 100
+        local, remote = region[:8], region.remote()[64:72]
+        over = asyncio.Event()
+
+        async def write(number: int) -> None:
+            while sum(counts) < 30_000:
+                await nears[number].write(local, remote)
+                counts[number] += 1
+            over.set()
+
+        await asyncio.wait_for(asyncio.gather(*map(write, range(100))), PATIENCE_S)
+        assert over.is_set()
+        for qp in reversed(made):
+            await qp.aclose()
+        # What the engine has done when an await looks depends on its thread's time, too.
+        most = 8 if engine_mode else 2
+        assert max(counts) <= most * min(counts), (min(counts), max(counts))

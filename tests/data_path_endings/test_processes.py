@@ -1,0 +1,301 @@
+"""Loops, interpreters and processes that end, or are interrupted, with work outstanding."""
+
+import asyncio
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+
+from aioverbs import BrokenResourceError, Device, ForkedProcessError, MessageModel, WorkCompletionError, open_device
+from aioverbs._core.work import Message, Operation, Received
+from aioverbs.messages import Refiller
+from tests.conftest import LOOP_FACTORIES, ROOT
+from tests.core.children import in_child
+from tests.core.pairs import wait_until
+from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
+
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+every_loop = pytest.mark.parametrize("loop_name", LOOP_FACTORIES)
+every_mode = pytest.mark.parametrize("engine_mode", [False, True], ids=["inline", "engine"])
+
+
+# ---- Loops that end
+
+
+@every_loop
+@every_mode
+@every_model
+def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, engine_mode: bool, model: MessageModel) -> None:
+    device = open_device("soft0", engine_mode=engine_mode)
+    tasks: list[asyncio.Task[None]] = []
+    operations: list[Operation[None]] = []
+    pairs: list[Pair] = []
+
+    async def wait(pair: Pair) -> None:
+        await pair.write(64)
+
+    async def begin() -> None:
+        await device.open()
+        pair = await open_pair(device, model, sends=4, receive_depth=4, receive_size=8)
+        pairs.append(pair)
+        pair.hold()
+        operations.extend(pair.write(8 * each) for each in range(6))  # two of them wait for places
+        tasks.append(asyncio.create_task(wait(pair)))
+        await asyncio.sleep(0)
+        operations.append(pair.write(128))
+
+    async def end() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            await asyncio.wait_for(device.aclose(), PATIENCE_S)
+
+    for main in (begin, end):
+        with asyncio.Runner(loop_factory=LOOP_FACTORIES[loop_name]) as runner:
+            runner.run(main())
+    assert device.closed
+    assert tasks[0].cancelled()
+    for operation in operations:
+        with pytest.raises((BrokenResourceError, WorkCompletionError)):
+            operation.result()
+    (pair,) = pairs
+    assert len(pair.source.pins) == len(pair.target.pins) == 0
+
+
+# ---- The interpreter ends
+
+PREAMBLE = f"""
+import asyncio, gc, os, sys, warnings
+sys.path.append({str(ROOT)!r})
+warnings.simplefilter("ignore", ResourceWarning)
+import uvloop
+from aioverbs import MessageModel, open_device
+from tests.data_path_endings.pair import open_pair, pair_on
+
+kept = []
+
+async def busy(mode="engine", model=MessageModel.DEFAULT, hold=False):
+    device = open_device("soft0", engine_mode=mode == "engine", delay_ns=20_000_000 if mode == "engine" else 0)
+    await device.open()
+    pair = await open_pair(device, model, sends=8, receive_depth=8, receive_size=64)
+    kept.extend([device, pair])
+    if hold:
+        pair.hold()
+    kept.extend(pair.write(8 * each) for each in range(16))
+    batch = pair.near.batch()
+    batch.write(pair.source[:8], pair.target.remote()[:8])
+    kept.append(batch.post())
+    return pair
+
+async def wait(awaited):
+    await awaited
+"""
+
+SCRIPTS = {
+    "posted": "run(busy())",
+    "held": "run(busy(hold=True))",
+    "inline": "run(busy('inline', hold=True))",
+    "chained": "run(busy(model=MessageModel.HIGH_BANDWIDTH))",
+    "polled": "run(busy(model=MessageModel.FORCE_LOW_LATENCY))",
+    "forgotten": """
+        async def main():
+            await busy()
+            kept.clear()
+        run(main())
+    """,
+    "awaited by tasks": """
+        async def main():
+            pair = await busy(hold=True)
+            kept.extend(asyncio.create_task(wait(pair.write(8 * each))) for each in range(4))
+            kept.append(asyncio.create_task(wait(anext(pair.far.messages()))))
+            await asyncio.sleep(0)
+        run(main())
+    """,
+    "a loop that is never closed": """
+        async def main():
+            pair = await busy(hold=True)
+            kept.extend(asyncio.create_task(wait(pair.write(8 * each))) for each in range(4))
+            await asyncio.sleep(0)
+        loop = new_event_loop()
+        loop.run_until_complete(main())
+    """,
+    "sys.exit in a task": """
+        async def main():
+            pair = await busy(hold=True)
+            await asyncio.sleep(0)
+            sys.exit(0)
+        run(main())
+    """,
+    "in a cycle": """
+        async def main():
+            await busy(hold=True)
+            kept.append(kept[:])
+            kept[-1].append(kept[-1])
+            kept.clear()
+        run(main())
+    """,
+    "shared by a thread": """
+        import threading
+        from aioverbs import ThreadModel
+        def work():
+            async def main():
+                await busy(hold=True)
+                await asyncio.sleep(3600)
+            run(main())
+        threading.Thread(target=work, daemon=True).start()
+        import time
+        while len(kept) < 19:
+            time.sleep(0.001)
+    """,
+}
+
+
+@every_loop
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_the_interpreter_ends(script: str, loop_name: str) -> None:
+    loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
+    made = textwrap.dedent(f"""
+        def new_event_loop():
+            loop = {loops}()
+            loop.slow_callback_duration = 60
+            return loop
+
+        def run(main):
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                return runner.run(main)
+    """)
+    text = PREAMBLE + made + textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "ignore", "-c", text], capture_output=True, text=True, timeout=30
+    )
+    # An unawaited coroutine or a task that was never done would be told of here, too.
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- A signal
+
+
+class Interrupted(BaseException):
+    """What the signal's handler raises."""
+
+
+@pytest.mark.parametrize("model", [MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY], ids=["low", "force"])
+async def test_a_spin_is_interrupted(device: Device, model: MessageModel) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    async with pair_on(device, model, spin_ns=10**9) as pair:
+        pair.hold()
+        operation = pair.write()
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        main = threading.main_thread().ident
+        assert main is not None
+        timer = threading.Timer(0.02, signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(Interrupted):
+                operation.send(None)
+        finally:
+            timer.join()
+            signal.signal(signal.SIGUSR1, before)
+        assert time.monotonic() - began < 0.9, "it spun on"
+        assert len(pair.source.pins) == 1
+        pair.unhold()
+        await asyncio.wait_for(operation, PATIENCE_S)  # it can still be awaited
+        assert pair.written() == b"12345678"
+        await pair.check_idle()
+
+
+async def test_what_is_raised_where_one_completes_loses_no_other(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Refiller._message
+    raised: list[Received] = []
+
+    def interrupted(self: Refiller, received: Received) -> Message:
+        if not raised:
+            raised.append(received)
+            raise Interrupted
+        return make(self, received)
+
+    monkeypatch.setattr(Refiller, "_message", interrupted)
+    async with pair_on(device, receive_depth=4, receive_size=8) as pair:
+
+        def drained() -> bool:
+            pair.cq.completer.drain()
+            return False
+
+        pair.hold()
+        sends = [pair.near.send(pair.source[:8]) for _ in range(3)]
+        await until(lambda: device.handle.faults.held() == 6)
+        pair.unhold()
+        with pytest.raises(Interrupted):
+            wait_until(drained)
+        await until(lambda: all(each.done() for each in sends))
+        await until(lambda: pair.far.statistics().receives.completed == 3)
+
+
+@every_loop
+def test_keyboard_interrupt_in_the_middle_of_a_spin(loop_name: str) -> None:
+    loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
+    text = PREAMBLE + textwrap.dedent(f"""
+        import signal, threading
+        async def main():
+            device = open_device("soft0", engine_mode=True)
+            async with device, pair_on(device, MessageModel.FORCE_LOW_LATENCY, spin_ns=300_000_000) as pair:
+                pair.hold()
+                write = pair.write()
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                try:
+                    await write
+                finally:
+                    assert len(pair.source.pins) == 1
+                    pair.unhold()
+                    while not write.done():
+                        await asyncio.sleep(0)
+                    assert pair.written() == b"12345678" and not len(pair.source.pins)
+                    print("nothing was lost", flush=True)
+        with asyncio.Runner(loop_factory={loops}) as runner:
+            runner.run(main())
+    """)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "nothing was lost\n"
+    assert done.stderr.strip().endswith("KeyboardInterrupt")
+    assert done.returncode == -signal.SIGINT
+
+
+# ---- A fork
+
+
+@every_model
+async def test_a_fork_with_work_outstanding(device: Device, model: MessageModel) -> None:
+    async with pair_on(device, model, sends=4, receive_depth=4, receive_size=8) as pair:
+        pair.hold()
+        operations = [pair.write(8 * each) for each in range(6)]
+        waiting = asyncio.create_task(asyncio.wait_for(pair.write(64), PATIENCE_S))
+        await asyncio.sleep(0)
+
+        def refused() -> list[str]:
+            said = []
+            for call in (operations[0].done, operations[5].done, pair.write, pair.near.batch().post):
+                try:
+                    call()
+                except ForkedProcessError:
+                    said.append("refused")
+                except Exception as error:
+                    said.append(repr(error))
+            operations.clear()
+            gc.collect()
+            return said
+
+        assert in_child(refused) == ["refused"] * 4
+        pair.unhold()
+        await asyncio.wait_for(asyncio.gather(*operations, waiting), PATIENCE_S)
+        assert pair.written(0, 48) == b"12345678" * 6
+        await pair.check_idle()

@@ -1,0 +1,548 @@
+"""Queue pairs from state to state by hand, and all the way to a peer; and what is said to who does it wrong."""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BusyResourceError,
+    ClosedResourceError,
+    Device,
+    Endpoint,
+    EventType,
+    LinkLayer,
+    MemoryRegion,
+    Mtu,
+    QpState,
+    QpType,
+    QueuePair,
+    ResourceDomain,
+    SendOpcode,
+    SharedReceiveQueue,
+    TransitionError,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+)
+from aioverbs._core import engine
+from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes
+from aioverbs.completion import CompletionQueue
+from aioverbs.connecting import Connectable
+from tests.core.pairs import succeed, wait_for, wait_until
+
+RESET, INIT, RTR, RTS, SQD, ERR = QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS, QpState.SQD, QpState.ERR
+RC, UC, UD, XRC_SEND, XRC_RECV = QpType.RC, QpType.UC, QpType.UD, QpType.XRC_SEND, QpType.XRC_RECV
+READ, WRITE = AccessFlags.REMOTE_READ, AccessFlags.REMOTE_WRITE
+REMOTE = AccessFlags.LOCAL_WRITE | READ | WRITE
+GRH_BYTES = 40
+
+every_type = pytest.mark.parametrize("qp_type", [RC, UC, UD, XRC_SEND, XRC_RECV], ids=lambda qp_type: qp_type.name)
+
+
+@dataclass
+class Scene:
+    """Two queue pairs in RESET that may talk to each other, and memory; `srq` where they are of XRC."""
+
+    domain: ResourceDomain
+    near: QueuePair
+    far: QueuePair
+    sent: CompletionQueue
+    received: CompletionQueue
+    region: MemoryRegion
+    srq: SharedReceiveQueue
+
+    def connect(self, **attributes: Any) -> None:
+        near, far = self.near.local_endpoint(), self.far.local_endpoint()
+        self.near.connect(far, REMOTE, **attributes)
+        self.far.connect(near, REMOTE)
+
+
+@asynccontextmanager
+async def scene(device: Device, qp_type: QpType = RC) -> AsyncIterator[Scene]:
+    """`near` is of that type."""
+    async with (
+        device.xrc_domain() as xrc,
+        device.resource_domain() as domain,
+        domain.register(4096, REMOTE) as region,
+        domain.completion_queue(64) as sent,
+        domain.completion_queue(64) as received,
+        domain.shared_receive_queue(4, xrc_domain=xrc, cq=received) as srq,
+    ):
+        made = {
+            XRC_SEND: lambda: domain.queue_pair(sent, qp_type=XRC_SEND),
+            XRC_RECV: xrc.queue_pair,
+        }
+        other = {XRC_SEND: XRC_RECV, XRC_RECV: XRC_SEND}.get(qp_type, qp_type)
+        make = [made.get(kind, lambda: domain.queue_pair(sent, received, qp_type=qp_type)) for kind in (qp_type, other)]
+        async with make[0]() as near, make[1]() as far:
+            yield Scene(domain, near, far, sent, received, region, srq)
+
+
+# ---- By hand
+
+
+@every_type
+async def test_each_step_by_hand(device: Device, qp_type: QpType) -> None:
+    async with scene(device, qp_type) as of:
+        near, remote = of.near, of.far.local_endpoint()
+        connected, requests, responds = qp_type is not UD, qp_type in (RC, XRC_SEND), qp_type in (RC, XRC_RECV)
+        assert near.qp_state is RESET
+
+        near.to_init()
+        told = near.query()
+        assert near.qp_state is told.qp_state is INIT
+        assert (told.pkey_index, told.port_num) == (0, 1)
+        assert told.qp_access_flags == (AccessFlags.LOCAL_WRITE if connected else 0)
+        assert told.qkey == (0 if connected else near.local_endpoint().qkey)
+        if connected:
+            near.to_init(qp_access_flags=READ)
+            assert near.query().qp_access_flags == READ
+        else:
+            near.to_init(qkey=0x1234)
+            assert near.query().qkey == near.local_endpoint().qkey == 0x1234
+
+        if connected:
+            near.to_rtr(remote)
+            told = near.query()
+            assert (told.dest_qp_num, told.rq_psn, told.path_mtu) == (remote.qp_num, remote.psn, Mtu.MTU_4096)
+            assert (told.av.dgid, told.av.sgid_index, told.av.port_num) == (remote.gid, 1, 1)
+            assert (told.max_dest_rd_atomic, told.min_rnr_timer) == ((16, 18) if responds else (0, 0))
+            assert near.remote_endpoint == remote
+        else:
+            near.to_rtr()
+            assert near.remote_endpoint is None
+        assert near.qp_state is near.query().qp_state is RTR
+
+        near.to_rts(sq_psn=77)
+        told = near.query()
+        assert near.qp_state is told.qp_state is RTS
+        assert told.sq_psn == near.local_endpoint().psn == 77
+        assert told.timeout == (14 if requests or responds else 0)
+        assert (told.retry_cnt, told.rnr_retry, told.max_rd_atomic) == ((6, 6, 16) if requests else (0, 0, 0))
+
+        if connected:
+            near.to_rts(qp_access_flags=WRITE, cur_qp_state=RTS)
+            assert near.query().qp_access_flags == WRITE
+        else:
+            near.to_rts(qkey=0x4321)
+            assert near.query().qkey == near.local_endpoint().qkey == 0x4321
+
+        near.to_sqd()
+        assert near.qp_state is near.query().qp_state is SQD
+        if requests:
+            near.to_sqd(timeout=16, retry_cnt=1)
+            told = near.query()
+            assert (told.timeout, told.retry_cnt) == (16, 1)
+        near.to_rts()
+        assert near.qp_state is RTS
+
+        near.to_error()
+        assert near.qp_state is near.query().qp_state is ERR
+        near.to_error()
+        near.to_reset()
+        assert near.qp_state is near.query().qp_state is RESET
+        assert near.remote_endpoint is None
+        assert near.local_endpoint().psn != 77
+
+
+async def test_what_is_of_the_peer_one_by_one(device: Device) -> None:
+    async with scene(device) as of:
+        remote = of.far.local_endpoint()
+        of.near.to_init(qp_access_flags=REMOTE)
+        of.near.to_rtr(
+            av=replace(of.near.path_to(remote), traffic_class=104),
+            path_mtu=Mtu.MTU_1024,
+            dest_qp_num=remote.qp_num,
+            rq_psn=remote.psn,
+        )
+        told = of.near.query()
+        assert (told.av.traffic_class, told.path_mtu) == (104, Mtu.MTU_1024)
+        assert told.max_dest_rd_atomic == 1, "of an unknown peer only that is known"
+        assert of.near.remote_endpoint is None
+        of.near.to_rts()
+        assert of.near.query().max_rd_atomic == 1
+        of.far.connect(of.near.local_endpoint(), REMOTE)
+        await of.near.write(of.region[:8], of.region.remote()[8:16])
+
+
+async def test_a_remote_endpoint_and_more(device: Device) -> None:
+    async with scene(device) as of:
+        of.near.to_init()
+        of.near.to_rtr(of.far.local_endpoint(), path_mtu=Mtu.MTU_512, min_rnr_timer=5)
+        told = of.near.query()
+        assert (told.path_mtu, told.min_rnr_timer) == (Mtu.MTU_512, 5)
+
+
+async def test_changes_while_it_drains(device: Device) -> None:
+    async with scene(device) as of:
+        near, far = of.near.local_endpoint(), of.far.local_endpoint()
+        of.near.connect(far)
+        of.far.connect(near, min_rnr_timer=31)  # half a second, in which it is told to wait
+        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge])
+        wait_until(lambda: _begun(of.near))
+        with pytest.raises(TransitionError, match=r"sq_draining: .* wait for EventType\.SQ_DRAINED"):
+            of.near.to_sqd(timeout=9)
+        assert of.near.query().timeout == 14
+        of.near.to_error()
+        assert wait_for(of.sent.handle)[0].status is WcStatus.WR_FLUSH_ERR
+
+
+def _begun(qp: QueuePair) -> bool:
+    """Whether it is stopped in the middle of something."""
+    qp.to_sqd()
+    found = qp.query().sq_draining
+    if not found:
+        qp.to_rts()
+    return found
+
+
+async def test_it_tells_when_it_has_drained(device: Device) -> None:
+    async with scene(device) as of:
+        of.connect()
+        events = device.events()
+        of.near.to_sqd(en_sqd_async_notify=True)
+        async with asyncio.timeout(10):
+            assert (await anext(events)).event_type is EventType.SQ_DRAINED
+        of.near.to_sqd(timeout=9)
+        of.near.to_rts()
+        assert of.near.query().timeout == 9
+        await of.near.write(of.region[:8], of.region.remote()[8:16])
+
+
+# ---- All the way, and then used
+
+
+@pytest.mark.parametrize("qp_type", [RC, UC], ids=lambda qp_type: qp_type.name)
+async def test_connected_ones_write(device: Device, qp_type: QpType) -> None:
+    async with scene(device, qp_type) as of:
+        of.connect()
+        assert of.near.qp_state is of.far.qp_state is RTS
+        assert of.near.remote_endpoint == of.far.local_endpoint()
+        of.region.buffer[:5] = b"hello"
+        await of.near.write(of.region[:5], of.region.remote()[100:105])
+        wait_until(lambda: bytes(of.region.buffer[100:105]) == b"hello")  # of an unreliable one it only has left
+
+
+async def test_xrc_sends(device: Device) -> None:
+    async with scene(device, XRC_SEND) as of:
+        of.connect()
+        of.srq.handle.post_recv([of.region[32:64].sge])
+        of.region.buffer[:4] = b"sent"
+        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge], remote_srqn=of.srq.number)
+        succeed(of.received.handle)
+        assert bytes(of.region.buffer[32:36]) == b"sent"
+
+
+async def test_datagrams_go_to_an_endpoint(device: Device) -> None:
+    async with scene(device, UD) as of:
+        of.far.activate()
+        of.near.activate(qkey=0x77)
+        assert of.near.qp_state is of.near.query().qp_state is RTS
+        remote = of.far.local_endpoint()
+        assert remote.qp_type is UD
+        assert remote.qkey == of.far.query().qkey < 1 << 31, "the upper half of the keys is for privileged users"
+        assert of.near.local_endpoint().qkey == 0x77
+        of.far.handle.post_recv([of.region[1024:2048].sge])
+        of.region.buffer[:4] = b"sent"
+        ah = engine.AddressHandle(of.region.handle.pd, of.near.path_to(remote))
+        of.near.handle.post_send(
+            SendOpcode.SEND, [of.region[:4].sge], ah=ah, remote_qpn=remote.qp_num, remote_qkey=remote.qkey
+        )
+        succeed(of.received.handle)
+        ah.destroy()
+        assert bytes(of.region.buffer[1024 + GRH_BYTES : 1028 + GRH_BYTES]) == b"sent"
+
+
+async def test_connecting_from_init_keeps_what_was_said_there(device: Device) -> None:
+    async with scene(device) as of:
+        of.near.to_init(qp_access_flags=READ)
+        of.far.to_init()
+        near, far = of.near.local_endpoint(), of.far.local_endpoint()
+        of.near.connect(far)
+        of.far.connect(near, REMOTE)
+        assert of.near.query().qp_access_flags == READ
+        assert of.far.query().qp_access_flags == REMOTE
+    async with scene(device, UD) as of:
+        of.near.to_init(qkey=5)
+        of.near.activate()
+        assert (of.near.qp_state, of.near.query().qkey) == (RTS, 5)
+
+
+@pytest.mark.parametrize("way", ["error", "reset"])
+async def test_connected_once_more(device: Device, way: str) -> None:
+    async with scene(device) as of:
+        of.connect()
+        psn = of.near.local_endpoint().psn
+        for qp in (of.near, of.far):
+            if way == "error":
+                qp.to_error()
+            qp.to_reset()
+        assert of.near.local_endpoint().psn != psn, "or late packets of the first connection would fit the second"
+        of.connect()
+        of.region.buffer[:5] = b"again"
+        await of.near.write(of.region[:5], of.region.remote()[100:105])
+        assert bytes(of.region.buffer[100:105]) == b"again"
+
+
+# ---- What two ends agree on
+
+
+async def test_what_is_told_of_an_end(device: Device) -> None:
+    for qp_type, reads, served in ((RC, 16, 16), (UC, 0, 0), (UD, 0, 0), (XRC_SEND, 16, 0), (XRC_RECV, 0, 16)):
+        async with scene(device, qp_type) as of:
+            told = of.near.local_endpoint()
+            assert (told.qp_type, told.qp_num, told.lid) == (qp_type, of.near.qp_num, 0)
+            assert (told.gid, told.mtu) == (device.handle.query_gid(1, 1), Mtu.MTU_4096)
+            assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (reads, served)
+            assert bool(told.qkey) == (qp_type is UD)
+            assert told == of.near.local_endpoint() == Endpoint.from_bytes(bytes(told))
+
+
+async def test_a_peer_that_can_less(device: Device) -> None:
+    async with scene(device) as of:
+        less = replace(of.far.local_endpoint(), max_rd_atomic=2, max_dest_rd_atomic=3, mtu=Mtu.MTU_1024)
+        of.near.connect(less)
+        told = of.near.query()
+        assert (told.max_rd_atomic, told.max_dest_rd_atomic, told.path_mtu) == (3, 2, Mtu.MTU_1024)
+        of.near.to_reset()
+        more = replace(less, max_rd_atomic=200, max_dest_rd_atomic=200)
+        of.near.connect(more, max_rd_atomic=5)
+        told = of.near.query()
+        assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (5, 16)
+
+
+async def test_a_receive_that_comes_late_is_waited_for(device: Device) -> None:
+    async with scene(device) as of:
+        near = of.near.local_endpoint()
+        of.near.connect(of.far.local_endpoint())
+        of.far.connect(near, min_rnr_timer=26)  # half a second in all
+        of.region.buffer[:4] = b"late"
+        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge])
+        await asyncio.sleep(0.01)
+        of.far.handle.post_recv([of.region[64:128].sge])
+        succeed(of.received.handle)
+        assert bytes(of.region.buffer[64:68]) == b"late"
+
+
+async def test_one_that_never_comes_ends_it(device: Device) -> None:
+    async with scene(device) as of:
+        of.connect()
+        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge])
+        assert wait_for(of.sent.handle)[0].status is WcStatus.RNR_RETRY_EXC_ERR
+        assert of.near.qp_state is RTS, "as it was last known"
+        with pytest.raises(TransitionError, match="from ERR to RTS: there is no such transition"):
+            of.near.to_rts()
+        assert of.near.qp_state is ERR
+
+
+@dataclass
+class Port:
+    """A port as no software device has it, instead of a context."""
+
+    gid: bytes
+    lid: int
+    link_layer: LinkLayer
+    real: engine.Context
+    name: str = "port of no device"
+
+    def query_port(self, port_num: int) -> PortAttributes:
+        return replace(self.real.query_port(port_num), lid=self.lid, link_layer=self.link_layer)
+
+    def query_gid(self, port_num: int, index: int) -> bytes:
+        return self.gid
+
+    def query_device(self) -> DeviceAttributes:
+        return self.real.query_device()
+
+
+class OnPort(Connectable):
+    """What a queue pair makes of a port."""
+
+    qp_type = RC
+    _port = 1
+    _gid_index = 1
+
+    def __init__(self, port: Port) -> None:
+        super().__init__()
+        self.port = port
+
+    @property
+    def handle(self) -> engine.QueuePair:
+        return cast(engine.QueuePair, SimpleNamespace(context=self.port, qp_num=5))
+
+
+async def test_infiniband_and_a_port_without_a_gid(device: Device) -> None:
+    gid = bytes(range(16))
+    there = OnPort(Port(gid, 7, LinkLayer.INFINIBAND, device.handle))
+    told = there.local_endpoint()
+    assert (told.gid, told.lid, told.qp_num) == (gid, 7, 5)
+    way = there.path_to(replace(told, lid=9, gid=gid[:8] + bytes(8)))
+    assert way == AddressVector(dlid=9, sgid_index=1, port_num=1)
+    with pytest.raises(ValueError, match=r"port 1 of port of no device has no GID at index 1: give .* gid_index"):
+        OnPort(Port(bytes(16), 0, LinkLayer.ETHERNET, device.handle)).local_endpoint()
+    assert OnPort(Port(bytes(16), 7, LinkLayer.INFINIBAND, device.handle)).local_endpoint().lid == 7
+
+
+# ---- Mistakes
+
+ELSEWHERE = Endpoint(bytes(range(16)), 1, 2, Mtu.MTU_1024)
+WAY = AddressVector(bytes(range(16)), sgid_index=1)
+
+Act = Callable[[QueuePair], None]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is done wrong in a state that was come to rightly, and what is said."""
+
+    qp_type: QpType
+    state: QpState
+    act: Act
+    says: str
+    kind: type[Exception] = TransitionError
+
+
+MISTAKES = [
+    Mistake(RC, RESET, lambda qp: qp.to_rtr(ELSEWHERE), r"from RESET are those to RESET, INIT$"),
+    Mistake(RC, RESET, lambda qp: qp.to_rts(), r"from RESET to RTS: there is no such transition"),
+    Mistake(UC, RESET, lambda qp: qp.to_sqd(), r"from RESET to SQD: there is no such transition"),
+    Mistake(RC, RESET, lambda qp: qp.to_error(), r"from RESET to ERR: there is no such transition"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(qkey=1), r"none of this transition: qkey$"),
+    Mistake(UD, RESET, lambda qp: qp.to_init(qp_access_flags=READ), r"none of this transition: qp_access_flags$"),
+    Mistake(UD, RESET, lambda qp: qp.to_init(qkey=1 << 32), r"qkey: 4294967296, which is not from 0 to 4294967295$"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(port_num=2), r"port_num: 2, which is not from 1 to 1$"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(pkey_index=1), r"pkey_index: 1, which is not from 0 to 0$"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(qp_access_flags=AccessFlags.MW_BIND), r"qp_access_flags: 0x10, but"),
+    Mistake(
+        RC, INIT, lambda qp: qp.to_rtr(), r"missing: av, dest_qp_num, path_mtu, rq_psn \(a remote endpoint brings what"
+    ),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(rq_psn=1, av=WAY), r"missing: dest_qp_num, path_mtu \(a remote"),
+    Mistake(XRC_SEND, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=XRC_RECV), min_rnr_timer=1), r"none of"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, min_rnr_timer=32), r"min_rnr_timer: 32, which is not from 0 to"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, max_dest_rd_atomic=17), r"max_dest_rd_atomic: 17, .* 0 to 16$"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, dgid=b"")), r"av.dgid: over Ethernet a path"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, sgid_index=2)), r"av.sgid_index: 2, .* 0 to 1$"),
+    Mistake(RC, INIT, lambda qp: qp.to_rts(), r"from INIT to RTS: there is no such transition, .* INIT, RTR, ERR$"),
+    Mistake(UD, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=UD)), r"by address handles", ValueError),
+    Mistake(RC, RTR, lambda qp: qp.to_rts(retry_cnt=8), r"retry_cnt: 8, which is not from 0 to 7$"),
+    Mistake(RC, RTR, lambda qp: qp.to_rts(rnr_retry=8, timeout=32), r"timeout: 32, .* 31; rnr_retry: 8, .* 7$"),
+    Mistake(UC, RTR, lambda qp: qp.to_rts(timeout=4), r"none of this transition: timeout$"),
+    Mistake(UD, RTR, lambda qp: qp.to_rts(sq_psn=1 << 24), r"sq_psn: 16777216, which is not from 0 to 16777215$"),
+    Mistake(RC, RTS, lambda qp: qp.to_init(), r"from RTS to INIT: there is no such .* RESET, RTS, SQD, ERR$"),
+    Mistake(RC, RTS, lambda qp: qp.to_rts(timeout=3), r"none of this transition: timeout$"),
+    Mistake(RC, RTS, lambda qp: qp.to_rts(cur_qp_state=SQD), r"cur_qp_state: SQD, but it is in RTS$"),
+    Mistake(RC, RTS, lambda qp: qp.connect(ELSEWHERE), r"from RTS to INIT: there is no such transition"),
+    Mistake(UD, RTS, lambda qp: qp.activate(), r"from RTS to INIT: there is no such transition"),
+    Mistake(UC, SQD, lambda qp: qp.to_sqd(timeout=3), r"none of this transition: timeout$"),
+    Mistake(RC, ERR, lambda qp: qp.to_rts(), r"from ERR to RTS: there is no such transition, .* RESET, ERR$"),
+    Mistake(RC, RESET, lambda qp: qp.connect(ELSEWHERE, timeout=99), r"from RTR to RTS: timeout: 99"),
+    Mistake(UC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC), rnr_retry=1), r"none .*: rnr_retry$"),
+    Mistake(RC, RESET, lambda qp: qp.connect(ELSEWHERE, READ, qp_access_flags=WRITE), r"give one of them$", TypeError),
+    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC)), r"talks to type RC, not UC$", ValueError),
+    Mistake(XRC_SEND, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_RECV, not RC$", ValueError),
+    Mistake(XRC_RECV, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_SEND, not RC$", ValueError),
+    Mistake(UD, RESET, lambda qp: qp.connect(qp.local_endpoint()), r"is of type UD: its datagrams go by", ValueError),
+    Mistake(RC, RESET, lambda qp: qp.activate(), r"of type RC: connect\(\) it with a remote endpoint$", ValueError),
+    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, lid=3)), r"one of these has a LID", ValueError),
+    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, gid=bytes(16))), r"needs one$", ValueError),
+]
+
+
+def _come_to(of: Scene, state: QpState) -> None:
+    remote = None if of.near.qp_type is UD else of.far.local_endpoint()
+    moves: list[tuple[QpState, Callable[[], None]]] = [
+        (INIT, of.near.to_init),
+        (RTR, lambda: of.near.to_rtr(remote)),
+        (RTS, of.near.to_rts),
+        (SQD, of.near.to_sqd),
+        (ERR, of.near.to_error),
+    ]
+    for step, move in moves:
+        if state >= step and not (state is ERR and step is SQD):
+            move()
+    assert of.near.query().qp_state is state
+
+
+async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> None:
+    faults = device.handle.faults
+    for mistake in MISTAKES:
+        async with scene(device, mistake.qp_type) as of:
+            _come_to(of, mistake.state)
+            before = of.near.query()
+            faults.count_calls()
+            with pytest.raises(mistake.kind, match=mistake.says) as caught:
+                mistake.act(of.near)
+            assert faults.calls("query_qp") == 1
+            assert faults.calls("modify_qp") == 0, mistake
+            faults.count_calls(False)
+            assert (
+                str(caught.value).startswith(f"<QueuePair {of.near.qp_num} (open)>")
+                or mistake.kind is not TransitionError
+            )
+            assert of.near.query() == before
+            assert of.near.qp_state is mistake.state
+
+
+async def test_a_device_that_refuses(device: Device) -> None:
+    async with scene(device) as of:
+        remote = of.far.local_endpoint()
+        device.handle.faults.fail("modify_qp", errno.EIO, first=2)
+        with pytest.raises(VerbsError, match="ibv_modify_qp failed: EIO"):
+            of.near.connect(remote, READ)
+        device.handle.faults.clear()
+        assert of.near.qp_state is of.near.query().qp_state is INIT
+        assert of.near.remote_endpoint is None
+        of.near.connect(remote)
+        assert of.near.qp_state is RTS
+        assert of.near.query().qp_access_flags == READ
+
+
+async def test_no_reset_under_work(device: Device) -> None:
+    async with scene(device) as of:
+        of.connect()
+        device.handle.faults.hold(of.near.handle)
+        writing = asyncio.ensure_future(of.near.write(of.region[:8], of.region.remote()[8:16]))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyResourceError, match=r"1 work requests under way, .* to_error\(\) and wait"):
+            of.near.to_reset()
+        assert of.near.query().qp_state is RTS
+        device.handle.faults.unhold()
+        await writing
+        of.near.to_reset()
+        assert of.near.qp_state is RESET
+
+
+async def test_to_error_ends_what_is_under_way(device: Device) -> None:
+    async with scene(device) as of:
+        of.connect(timeout=20)
+        of.far.to_reset()  # nobody answers, for four seconds
+        writing = asyncio.ensure_future(of.near.write(of.region[:8], of.region.remote()[8:16]))
+        await asyncio.sleep(0)
+        of.near.to_error()
+        with pytest.raises(WorkCompletionError) as caught:
+            await writing
+        assert caught.value.status is WcStatus.WR_FLUSH_ERR
+        of.near.to_reset()
+
+
+async def test_what_is_closed_has_no_states(device: Device) -> None:
+    async with scene(device) as of:
+        remote = of.far.local_endpoint()
+        async with of.domain.queue_pair(of.sent) as qp:
+            pass
+        for act in (
+            lambda: qp.connect(remote),
+            lambda: qp.to_init(),
+            lambda: qp.to_reset(),
+            lambda: qp.local_endpoint(),
+            lambda: qp.query(),
+        ):
+            with pytest.raises(ClosedResourceError):
+                act()

@@ -1,0 +1,162 @@
+"""Benchmarks of what the data path stands on: the software device in C, imports, handles, domains."""
+
+import asyncio
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pyperf
+import uvloop
+
+from tests.bench.measuring import Result
+
+__all__ = ["affinity", "handles", "imports", "machine", "native", "parts", "resource_domains"]
+
+IMPORTS = """
+import time
+start = time.perf_counter()
+import anyio
+middle = time.perf_counter()
+import aioverbs
+end = time.perf_counter()
+import aioverbs._core.engine
+core = time.perf_counter()
+print(middle - start, end - middle, core - end)
+"""
+
+
+def machine() -> Result:
+    """What all the figures are of, and how busy it is with other things."""
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    figures = {
+        "processor": model[1] if model else platform.machine(),
+        "processors": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "uvloop": metadata.version("uvloop"),
+    }
+    return Result("machine", figures)
+
+
+def native(seconds: float) -> Iterator[Result]:
+    """The figures of the C benchmark programs, as they come."""
+    from tests.native.build import build
+
+    with tempfile.TemporaryDirectory(prefix="aioverbs-bench-") as folder:
+        for program in build("bench", Path(folder)):
+            done = subprocess.run([program], capture_output=True, text=True, timeout=seconds, check=True)
+            for figures in map(json.loads, done.stdout.splitlines()):
+                yield Result(figures.pop("name"), figures)
+
+
+def imports(runs: int) -> Result:
+    """What importing costs, each time in a new interpreter."""
+    times = []
+    for _ in range(runs):
+        done = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True, check=True)
+        times.append([float(value) for value in done.stdout.split()])
+    anyio, aioverbs, core = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    figures = {"anyio_ms": anyio, "aioverbs_beyond_anyio_ms": aioverbs, "core_beyond_aioverbs_ms": core}
+    return Result("import", figures)
+
+
+def handles(rounds: int, operations: int) -> Result:
+    """A signalled 8-byte RDMA WRITE, posted and polled through the Python handles."""
+    from aioverbs import SendFlags, SendOpcode
+    from aioverbs._core import engine
+    from tests.rdma.seam import Pair, opened
+
+    times = []
+    with opened("soft0") as context:
+        pd = engine.ProtectionDomain(context)
+        pair = Pair(pd, pd, size=4096)
+        qp, cq, sges = pair.qps[0], pair.queues[0], [pair.sge(0, 0, 8)]
+        address, rkey = pair.regions[1].address, pair.regions[1].rkey
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(operations):
+                qp.post_send(SendOpcode.RDMA_WRITE, sges, flags=SendFlags.SIGNALED, remote_addr=address, rkey=rkey)
+                cq.poll(1)
+            times.append((time.perf_counter() - start) / operations)
+    return Result("handles_write_8", {"post_and_poll_ns": statistics.median(times) * 1e9})
+
+
+def affinity(rounds: int, operations: int) -> Result:
+    """What the check of thread and running loop adds to a verb: polls of two queues, in turns, one of them bound."""
+    from aioverbs._core import engine
+    from tests.rdma.seam import opened
+
+    async def measure() -> list[tuple[float, float]]:
+        owner = engine.Affinity.of_running_loop()
+        bound = engine.CompletionQueue(context, 16, single_threaded=True, affinity=owner)
+        anyones = engine.CompletionQueue(context, 16, single_threaded=True)
+        times = [(poll(bound.poll, operations), poll(anyones.poll, operations)) for _ in range(rounds)]
+        bound.destroy()
+        anyones.destroy()
+        return times
+
+    figures: dict[str, object] = {}
+    with opened("soft0") as context:
+        for name, factory in (("asyncio", asyncio.SelectorEventLoop), ("uvloop", uvloop.new_event_loop)):
+            with asyncio.Runner(loop_factory=factory) as runner:
+                times = runner.run(measure())
+            checked, unchecked = (statistics.median(column) for column in zip(*times, strict=True))
+            figures |= {
+                f"{name}_checked_ns": checked,
+                f"{name}_unchecked_ns": unchecked,
+                f"{name}_check_ns": statistics.median(one - other for one, other in times),
+            }
+    return Result("affinity_check", figures)
+
+
+def resource_domains(rounds: int, operations: int) -> Result:
+    """Resource domains opened and closed one after the other, with a protection domain of their own or over one."""
+    import aioverbs
+
+    async def measure() -> dict[str, list[float]]:
+        rates: dict[str, list[float]] = {"own_pd_per_s": [], "one_pd_per_s": []}
+        async with aioverbs.open_device("soft0") as device, device.protection_domain() as pd:
+            for _ in range(rounds):
+                for name, given in (("own_pd_per_s", None), ("one_pd_per_s", pd)):
+                    start = time.perf_counter()
+                    for _ in range(operations):
+                        async with device.resource_domain(given):
+                            pass
+                    rates[name].append(operations / (time.perf_counter() - start))
+        return rates
+
+    medians = {name: statistics.median(rates) for name, rates in asyncio.run(measure()).items()}
+    return Result("resource_domain_open_close", medians)
+
+
+def poll(function: Callable[[], object], operations: int) -> float:
+    """Nanoseconds for each of so many calls."""
+    start = time.perf_counter_ns()
+    for _ in range(operations):
+        function()
+    return (time.perf_counter_ns() - start) / operations
+
+
+def parts(fast: bool) -> Result:
+    """What parts.py says: medians, and how far half of the values are from them."""
+    with tempfile.TemporaryDirectory(prefix="aioverbs-bench-") as folder:
+        file = Path(folder, "parts.json")
+        script = Path(__file__).with_name("parts.py")
+        options = ["--fast"] if fast else []
+        subprocess.run([sys.executable, str(script), "--quiet", *options, "-o", str(file)], check=True, stdout=2)
+        suite = pyperf.BenchmarkSuite.load(str(file))
+    figures: dict[str, object] = {}
+    for benchmark in suite.get_benchmarks():
+        figures[f"{benchmark.get_name()}_ns"] = benchmark.median() * 1e9
+        figures[f"{benchmark.get_name()}_noise"] = benchmark.median_abs_dev() / benchmark.median()
+    return Result("parts", figures)

@@ -1,0 +1,201 @@
+"""The awaitable data path beside what it is measured by: the same work in C, memcpy, an echo, a bare wake-up."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+from aioverbs import MessageModel
+from tests.bench.echo import protocol_echo, stream_echo
+from tests.bench.ends import Ends, Walk, batches, ends, reads, writes, writes_over
+from tests.bench.measuring import Contender, Limit, Result, Rounds, Sleeps, interleaved
+from tests.bench.yardsticks import Yard, waker, yard
+
+__all__ = ["batch", "large_write", "message_models", "small_write", "wake_up", "window"]
+
+BATCH = WINDOW = 64
+KIB = 1 << 10
+DELAY_NS = 50_000  # long enough for a loop to come to sleep
+COLD = 2048  # places of 64 KiB: 128 MiB from either region, more than a cache holds
+
+
+@asynccontextmanager
+async def _inline(size: int = 1 << 18) -> AsyncIterator[tuple[Ends, Yard, Yard]]:
+    """Queue pairs that poll, and their like in C, by ``ibv_poll_cq`` and by ``ibv_start_poll``."""
+    async with ends(MessageModel.FORCE_LOW_LATENCY, size=size) as here:
+        context = here.device.handle
+        with (
+            yard(context, here.local, here.remote) as basic,
+            yard(context, here.local, here.remote, extended=True) as extended,
+        ):
+            yield here, basic, extended
+            if basic.idle_polls or extended.idle_polls:
+                raise RuntimeError("a request was not done when it was posted: this is not what was to be measured")
+
+
+def _over_c(rounds: Rounds, per: int = 1) -> dict[str, object]:
+    """Beside the better one of the two in C: by the medians, and without what the machine did meanwhile (`quiet`)."""
+    best = min(("c", "c_extended"), key=rounds.ns)
+    return {
+        "await_ns": rounds.ns("await") / per,
+        "c_poll_cq_ns": rounds.ns("c") / per,
+        "c_start_poll_ns": rounds.ns("c_extended") / per,
+        "over_c_ns": rounds.over("await", best) / per,
+        "quiet_over_c_ns": (rounds.quiet_ns("await") - rounds.quiet_ns(best)) / per,
+        "to_c": rounds.ratio("await", best),
+        "noise": rounds.noise("await"),
+    }
+
+
+async def small_write(rounds: int) -> Result:
+    """An 8-byte write of one task, in inline mode with FORCE_LOW_LATENCY."""
+    async with _inline() as (here, basic, extended), stream_echo() as echo, protocol_echo() as bare_echo:
+        taken = await interleaved(
+            {
+                "await": partial(writes, here.qp, here.place(8)),
+                "c": partial(basic.writes, 8),
+                "c_extended": partial(extended.writes, 8),
+                "echo": echo,
+                "bare_echo": bare_echo,
+            },
+            rounds,
+        )
+        with Sleeps() as sleeps:
+            await writes(here.qp, here.place(8), operations := 10_000)
+    return Result(
+        "write_8",
+        {
+            **_over_c(taken),
+            "per_s": 1e9 / taken.ns("await"),
+            "echo_streams_us": taken.ns("echo") / 1e3,
+            "echo_protocols_us": taken.ns("bare_echo") / 1e3,
+            "to_echo_streams": taken.ratio("echo", "await"),
+            "to_echo_protocols": taken.ratio("bare_echo", "await"),
+            "sleeps_per_write": sleeps.count / operations,
+        },
+        {"over_c_ns": Limit(at_most=200), "to_echo_streams": Limit(at_least=25), "per_s": Limit(at_least=3e6)},
+    )
+
+
+async def window(rounds: int) -> Result:
+    """4 KiB reads of one task, 64 handles of them under way, in inline mode."""
+    async with _inline(WINDOW * 4 * KIB) as (here, basic, extended):
+        taken = await interleaved(
+            {
+                "await": partial(reads, here.qp, here.places(4 * KIB, WINDOW)),
+                "c": partial(basic.window, 4 * KIB, WINDOW),
+                "c_extended": partial(extended.window, 4 * KIB, WINDOW),
+            },
+            rounds,
+        )
+    figures = {**_over_c(taken), "per_s": 1e9 / taken.ns("await")}
+    return Result("window_64_reads_4k", figures, {"to_c": Limit(at_most=1.5), "per_s": Limit(at_least=1e6)})
+
+
+async def batch(rounds: int) -> Result:
+    """Batches of 64 8-byte writes, in inline mode; the figures are for one write."""
+    async with _inline() as (here, basic, extended):
+        taken = await interleaved(
+            {
+                "await": partial(batches, here.qp, here.places(8, BATCH)),
+                "c": partial(basic.batches, 8, BATCH),
+                "c_extended": partial(extended.batches, 8, BATCH),
+            },
+            rounds,
+        )
+    return Result("batch_64_writes_8", _over_c(taken, BATCH), {"over_c_ns": Limit(at_most=100)})
+
+
+async def large_write(rounds: int) -> Result:
+    """64 KiB writes in inline mode, within the caches (the same 64 KiB) and beyond them (128 MiB, in turn)."""
+    length = 64 * KIB
+    figures: dict[str, object] = {}
+    async with _inline(COLD * length) as (here, basic, _):
+        for name, places in (("warm", 1), ("cold", COLD)):
+            walk = Walk(here.places(length, places))
+
+            async def c(operations: int, walk: Walk = walk) -> float:
+                return await basic.writes(length, operations, offset=walk.take(operations), stride=walk.stride)
+
+            async def copy(operations: int, walk: Walk = walk) -> float:
+                return await basic.copies(length, operations, offset=walk.take(operations), stride=walk.stride)
+
+            taken = await interleaved({"await": partial(writes_over, here.qp, walk), "c": c, "memcpy": copy}, rounds)
+            figures |= {
+                f"{name}_gb_per_s": length / taken.ns("await"),
+                f"{name}_c_gb_per_s": length / taken.ns("c"),
+                f"{name}_memcpy_gb_per_s": length / taken.ns("memcpy"),
+                f"{name}_to_memcpy": taken.ratio("memcpy", "await"),
+                f"{name}_c_to_memcpy": taken.ratio("memcpy", "c"),
+                f"{name}_noise": taken.noise("await"),
+            }
+    limit = Limit(at_least=0.9)
+    return Result("write_64k", figures, {"warm_to_memcpy": limit, "cold_to_memcpy": limit})
+
+
+async def wake_up(rounds: int) -> Result:
+    """An 8-byte write in engine mode with DEFAULT, beside a thread that does nothing but wake the loop.
+
+    What is done at once may be there before the loop has come to sleep, and is then found without a wake-up. So this
+    is also measured with a delay, the same for both, in which the loop does sleep; the figures are what both take
+    beyond it.
+    """
+    figures: dict[str, object] = {}
+    for name, delay_ns in (("at_once", 0), ("asleep", DELAY_NS)):
+        taken, counted = await _wake_ups(rounds, delay_ns)
+        beyond = Rounds({name: [time - delay_ns for time in times] for name, times in taken.times.items()})
+        figures |= {
+            f"{name}_await_us": beyond.ns("await") / 1e3,
+            f"{name}_bare_us": beyond.ns("bare") / 1e3,
+            f"{name}_to_bare": beyond.ratio("await", "bare"),
+            f"{name}_noise": beyond.noise("await"),
+            **{f"{name}_{what}": value for what, value in counted.items()},
+        }
+    limits = {
+        "asleep_to_bare": Limit(at_most=1.3),
+        # Not each and every one: what runs beside the benchmark holds some up on their way to sleep.
+        "asleep_wake_ups_per_write": Limit(at_least=0.95),
+        "asleep_sleeps_per_write": Limit(at_least=0.95),
+        "asleep_sleeps_per_bare": Limit(at_least=0.95),
+    }
+    return Result("wake_up", figures, limits)
+
+
+async def _wake_ups(rounds: int, delay_ns: int) -> tuple[Rounds, dict[str, float]]:
+    """The times, and how often the library was woken and the thread slept for each operation."""
+    slept = {"await": Sleeps(), "bare": Sleeps()}
+    done = dict.fromkeys(slept, 0)
+
+    def counting(name: str, contender: Contender) -> Contender:
+        async def counted(operations: int) -> float:
+            done[name] += operations
+            with slept[name]:
+                return await contender(operations)
+
+        return counted
+
+    async with ends(MessageModel.DEFAULT, engine_mode=True) as here:
+        here.device.handle.set_delay(delay_ns)
+        with waker(delay_ns) as bare:
+            contenders: dict[str, Contender] = {"await": partial(writes, here.qp, here.place(8)), "bare": bare.wake_ups}
+            counted = {name: counting(name, contender) for name, contender in contenders.items()}
+            taken = await interleaved(counted, rounds, turn_s=0.002)
+        woken = here.cq.statistics().wakeups
+    return taken, {
+        "wake_ups_per_write": woken / done["await"],
+        "sleeps_per_write": slept["await"].count / done["await"],
+        "sleeps_per_bare": slept["bare"].count / done["bare"],
+    }
+
+
+async def message_models(rounds: int, *, engine_mode: bool) -> Result:
+    """All four, side by side: a write that is awaited at once, and a window of 64 reads of 4 KiB."""
+    contenders: dict[str, Contender] = {}
+    async with AsyncExitStack() as stack:
+        for model in MessageModel:
+            here = await stack.enter_async_context(ends(model, engine_mode=engine_mode))
+            name = model.name.lower()
+            contenders[f"{name}_write"] = partial(writes, here.qp, here.place(8))
+            contenders[f"{name}_window"] = partial(reads, here.qp, here.places(4 * KIB, WINDOW))
+        taken = await interleaved(contenders, rounds)
+    mode = "engine" if engine_mode else "inline"
+    return Result(f"message_models_{mode}", {f"{name}_us": taken.ns(name) / 1e3 for name in contenders})

@@ -1,0 +1,78 @@
+"""Memory: what stays after millions of operations, and what each one takes that is under way."""
+
+import gc
+import sys
+import time
+
+from aioverbs import MessageModel
+from tests.bench.ends import ends, reads, writes
+from tests.bench.measuring import Limit, Result
+
+__all__ = ["growth", "outstanding"]
+
+PAGE = 4096
+WINDOW = 64
+UNDER_WAY = 16384
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory, of its own."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        fields = file.read().split()
+    return (int(fields[1]) - int(fields[2])) * PAGE
+
+
+async def growth(operations: int, limit_s: float) -> Result:
+    """Awaited writes and windows of reads, half and half, in ten steps: what is there after the first and the last.
+
+    :param limit_s: begin no step after so many seconds; the result says how far it came.
+    """
+    step = operations // 10
+    done = 0
+    steps: list[tuple[int, int]] = []
+    begin = time.monotonic()
+    async with ends(MessageModel.FORCE_LOW_LATENCY) as here:
+        while done < operations and (len(steps) < 2 or time.monotonic() - begin < limit_s):
+            await writes(here.qp, here.place(8), step // 2)
+            await reads(here.qp, here.places(4096, WINDOW), step - step // 2)
+            done += step
+            steps.append((resident(), sys.getallocatedblocks()))
+    (first_bytes, first_blocks), (last_bytes, last_blocks) = steps[0], steps[-1]
+    return Result(
+        "growth",
+        {
+            "operations": done,
+            "resident_kib": last_bytes / 1024,
+            "grown_kib": (last_bytes - first_bytes) / 1024,
+            "grown_blocks": last_blocks - first_blocks,
+        },
+        {"operations": Limit(at_least=operations), "grown_kib": Limit(at_most=64), "grown_blocks": Limit(at_most=100)},
+    )
+
+
+async def outstanding() -> Result:
+    """What the process grows by when many writes are under way, for each of them, their handles kept.
+
+    The queues were gone over once before: their memory belongs to the queue pair and not to an operation.
+    """
+    async with ends(MessageModel.DEFAULT, engine_mode=True, depth=UNDER_WAY) as here:
+        qp, (local, remote) = here.qp, here.place(8)
+        await writes(qp, (local, remote), UNDER_WAY + 1)
+        before = resident(), sys.getallocatedblocks()
+        here.device.handle.set_delay(1_000_000_000)  # none is done before all are posted
+        handles = [qp.write(local, remote) for _ in range(UNDER_WAY)]
+        during = resident(), sys.getallocatedblocks()
+        done = sum(handle.done() for handle in handles)
+        here.device.handle.set_delay(0)
+        for handle in handles:
+            await handle
+    return Result(
+        "outstanding",
+        {
+            "under_way": UNDER_WAY - done,
+            "bytes_per_operation": (during[0] - before[0]) / UNDER_WAY,
+            "blocks_per_operation": (during[1] - before[1]) / UNDER_WAY,
+        },
+        {"under_way": Limit(at_least=UNDER_WAY)},
+    )

@@ -1,0 +1,93 @@
+"""Many queue pairs on one loop, each used by a task of its own: what they do together, and the share of each."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tests.bench.ends import MODELS, Ends, ends
+from tests.bench.measuring import Contender, Limit, Result, interleaved
+from tests.bench.yardsticks import yard
+
+__all__ = ["many_queue_pairs"]
+
+FEW, MANY = 10, 1000
+DEPTH = 4
+ROUND_S = 1.0  # many turns of the loop, so that a turn more or less is nothing
+LOOK_S = 0.01
+
+
+async def active(here: Ends, clock: Callable[[], float], seconds: float) -> tuple[list[int], float]:
+    """Writes of 8 bytes on all queue pairs for so long by a clock: how many each did, and how long it was."""
+    counts = [0] * len(here.qps)
+    places = here.places(8, len(counts))
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[tuple[list[int], float]] = loop.create_future()
+
+    async def run(at: int) -> None:
+        qp, (local, remote) = here.qps[at], places[at]
+        while not over.done():
+            await qp.write(local, remote)
+            counts[at] += 1
+
+    def look() -> None:
+        took = clock() - begin
+        if took < seconds:
+            loop.call_later(LOOK_S, look)
+        else:
+            over.set_result((list(counts), took))  # before those that are under way add theirs
+
+    tasks = [asyncio.create_task(run(at)) for at in range(len(counts))]
+    begin = clock()
+    look()
+    await asyncio.gather(*tasks)
+    return await over
+
+
+async def many_queue_pairs(rounds: int, *, engine_mode: bool) -> Result:
+    """1,000 queue pairs against 10, on one loop and one completion queue; beside it, what that costs C.
+
+    In inline mode, where this thread does everything and never sleeps, seconds are those that it had a processor.
+    """
+    clock = time.perf_counter if engine_mode else time.thread_time
+    model = MODELS[engine_mode]
+    rates: dict[int, list[float]] = {FEW: [], MANY: []}
+    spreads: dict[int, list[float]] = {FEW: [], MANY: []}
+    async with (
+        ends(model, engine_mode=engine_mode, count=FEW, depth=DEPTH) as few,
+        ends(model, engine_mode=engine_mode, count=MANY, depth=DEPTH) as many,
+    ):
+        for here in (few, many):
+            await active(here, clock, ROUND_S / 10)  # to warm up
+        for at in range(rounds):
+            for here in (few, many) if at % 2 else (many, few):
+                counts, took = await active(here, clock, ROUND_S)
+                rates[len(counts)].append(sum(counts) / took)
+                spreads[len(counts)].append(max(counts) / max(1, min(counts)))
+        c = {} if engine_mode else {"c_1000_to_10": await _in_c(few, many)}  # which would wait for each one in turn
+    return Result(
+        f"queue_pairs_{'engine' if engine_mode else 'inline'}",
+        {
+            "10_per_s": statistics.median(rates[FEW]),
+            "1000_per_s": statistics.median(rates[MANY]),
+            "1000_to_10": statistics.median(a / b for a, b in zip(rates[MANY], rates[FEW], strict=True)),
+            **c,
+            "10_fastest_to_slowest": statistics.median(spreads[FEW]),
+            "1000_fastest_to_slowest": statistics.median(spreads[MANY]),
+        },
+        {"1000_to_10": Limit(at_least=0.8), "1000_fastest_to_slowest": Limit(at_most=2)},
+    )
+
+
+async def _in_c(few: Ends, many: Ends) -> float:
+    """The same in C, one write after the other, round the queue pairs."""
+    with (
+        yard(few.device.handle, few.local, few.remote, count=FEW, depth=DEPTH) as c_few,
+        yard(many.device.handle, many.local, many.remote, count=MANY, depth=DEPTH) as c_many,
+    ):
+        contenders: dict[str, Contender] = {
+            "few": partial(c_few.round_robin, 8),
+            "many": partial(c_many.round_robin, 8),
+        }
+        return (await interleaved(contenders, 101, turn_s=0.002)).ratio("few", "many")

@@ -1,0 +1,83 @@
+"""What else runs on a loop, a timer and an echo over TCP, while a task writes without end."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from tests.bench.echo import tcp_echo
+from tests.bench.ends import MODELS, Ends, ends
+from tests.bench.measuring import Contender, Result, percentile
+
+__all__ = ["neighbours"]
+
+TICK_S = 0.001
+ROUND_S = 0.5
+
+
+async def _ticks(seconds: float) -> list[float]:
+    """By how many microseconds a timer of 1 ms is late, again and again."""
+    late = []
+    loop = asyncio.get_running_loop()
+    end = time.perf_counter() + seconds
+    while (now := time.perf_counter()) < end:
+        waiter = loop.create_future()
+        loop.call_later(TICK_S, waiter.set_result, None)
+        await waiter
+        late.append((time.perf_counter() - now - TICK_S) * 1e6)
+    return late
+
+
+async def _echoes(echo: Contender, seconds: float) -> list[float]:
+    """How many microseconds a round trip takes, with a rest in between."""
+    times = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        times.append(await echo(1) / 1e3)
+        await asyncio.sleep(TICK_S / 2)
+    return times
+
+
+@contextlib.asynccontextmanager
+async def _writing(here: Ends) -> AsyncIterator[list[int]]:
+    """A task that writes without end; how many it did is the one number of the list."""
+    done = [0]
+    local, remote = here.place(8)
+
+    async def run() -> None:
+        while True:
+            await here.qp.write(local, remote)
+            done[0] += 1
+
+    task = asyncio.create_task(run())
+    try:
+        yield done
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def neighbours(rounds: int, *, engine_mode: bool) -> Result:
+    """A timer's delay and an echo's round trip on a loop that is idle otherwise, and beside endless writes."""
+    ticks: dict[str, list[float]] = {"idle": [], "busy": []}
+    echoes: dict[str, list[float]] = {"idle": [], "busy": []}
+    written, seconds = 0, 0.0
+    async with ends(MODELS[engine_mode], engine_mode=engine_mode) as here, tcp_echo() as echo:
+        await echo(100)
+        for _ in range(rounds):
+            for name in ticks:
+                async with contextlib.AsyncExitStack() as stack:
+                    done = await stack.enter_async_context(_writing(here)) if name == "busy" else [0]
+                    begin = time.perf_counter()
+                    ticks[name] += await _ticks(ROUND_S)
+                    echoes[name] += await _echoes(echo, ROUND_S)
+                    if name == "busy":
+                        written += done[0]
+                        seconds += time.perf_counter() - begin
+    figures: dict[str, object] = {"writes_per_s": written / seconds}
+    for what, values in (("timer_late", ticks), ("echo", echoes)):
+        for name in values:
+            figures[f"{what}_{name}_us"] = percentile(values[name], 0.5)
+            figures[f"{what}_{name}_p99_us"] = percentile(values[name], 0.99)
+    return Result(f"neighbours_{'engine' if engine_mode else 'inline'}", figures)

@@ -1,0 +1,109 @@
+"""The parts of the data path, each by itself, measured by pyperf: in processes of its own, with its statistics.
+
+python tests/bench/parts.py [--fast] [-o FILE] [--help]
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import pyperf
+import uvloop
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+
+from aioverbs import MessageModel, SendFlags, SendOpcode
+from tests.bench.ends import Ends, batches, ends, reads, writes
+
+SIZE = 1 << 18
+WINDOW = 64
+
+
+async def write(here: Ends, loops: int, *, length: int) -> float:
+    return await writes(here.qp, here.place(length), loops)
+
+
+async def window(here: Ends, loops: int) -> float:
+    return await reads(here.qp, here.places(4096, WINDOW), loops * WINDOW)
+
+
+async def batch(here: Ends, loops: int) -> float:
+    return await batches(here.qp, here.places(8, WINDOW), loops)
+
+
+async def post_and_drop(here: Ends, loops: int) -> float:
+    """Posting without awaiting: its cost, and that of being told when nobody listens."""
+    local, remote = here.place(8)
+    begin = time.perf_counter_ns()
+    for _ in range(loops):
+        for _ in range(WINDOW - 1):
+            _ = here.qp.write(local, remote)
+        await here.qp.write(local, remote)
+    return time.perf_counter_ns() - begin
+
+
+async def slices(here: Ends, loops: int) -> float:
+    """The two that an operation takes."""
+    local, remote = here.local, here.remote.remote()
+    begin = time.perf_counter_ns()
+    for _ in range(loops):
+        local[8:16], remote[8:16]
+    return time.perf_counter_ns() - begin
+
+
+async def handles(here: Ends, loops: int) -> float:
+    """The same write by the handles below: posted, and polled for."""
+    (local, remote), qp, cq = here.place(8), here.qp.handle, here.cq.handle
+    sges, address, rkey, flags = [local.sge], remote.address, remote.rkey, SendFlags.SIGNALED
+    begin = time.perf_counter_ns()
+    for _ in range(loops):
+        qp.post_send(SendOpcode.RDMA_WRITE, sges, flags=flags, remote_addr=address, rkey=rkey)
+        while not cq.poll(1):
+            pass
+    return time.perf_counter_ns() - begin
+
+
+async def empty_poll(here: Ends, loops: int) -> float:
+    """A verb that does nothing: what is left is the way to it."""
+    poll = here.cq.handle.poll
+    begin = time.perf_counter_ns()
+    for _ in range(loops):
+        poll(1)
+    return time.perf_counter_ns() - begin
+
+
+PARTS: dict[str, tuple[Callable[[Ends, int], Awaitable[float]], int]] = {  # with the operations of each loop
+    "await_write_8": (partial(write, length=8), 1),
+    "await_write_4k": (partial(write, length=4096), 1),
+    "await_write_64k": (partial(write, length=65536), 1),
+    "window_64_reads_4k": (window, WINDOW),
+    "batch_64_writes_8": (batch, WINDOW),
+    "post_64_await_1": (post_and_drop, WINDOW),
+    "two_slices": (slices, 1),
+    "handles_write_8": (handles, 1),
+    "empty_poll": (empty_poll, 1),
+}
+
+
+def measure(loops: int, part: Callable[[Ends, int], Awaitable[float]]) -> float:
+    """Seconds for so many loops of a part."""
+
+    async def run() -> float:
+        async with ends(MessageModel.FORCE_LOW_LATENCY, size=SIZE) as here:
+            return await part(here, loops) / 1e9
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+def main() -> None:
+    runner = pyperf.Runner()
+    for name, (part, operations) in PARTS.items():
+        runner.bench_time_func(name, measure, part, inner_loops=operations)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+/* What a program in C pays for the work that the benchmarks do: domains, queues and requests of its own, through the
+ * verbs of the very context that aioverbs has open and over the very memory that it registered. Times are nanoseconds
+ * for all that was asked for; below 0: a verb failed or a request did, and the figures are worth nothing. */
+#include "yardsticks.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+#include "verbs_table.h"
+
+#define BATCH 16 /* completions taken at once */
+#define GID_INDEX 1
+#define ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ)
+
+struct yard {
+    struct ibv_context *context;
+    const struct verbs_table *table;
+    uint8_t *local, *remote; /* `length` bytes each */
+    uint64_t length;
+    uint64_t idle; /* polls that found nothing: none where requests execute in the posting call */
+    struct ibv_pd *base, *pd;
+    struct ibv_td *td;
+    struct ibv_mr *from, *to;
+    struct ibv_cq_ex *cq;
+    uint32_t count;
+    struct ibv_qp *qps[];
+};
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+/* ---- What it works on ------------------------------------------------------------------------------------------- */
+
+static int connect_to_itself(const struct yard *yard, struct ibv_qp *qp)
+{
+    struct ibv_qp_attr init = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = ACCESS};
+    struct ibv_qp_attr rtr = {
+        .qp_state = IBV_QPS_RTR,
+        .path_mtu = IBV_MTU_4096,
+        .dest_qp_num = qp->qp_num,
+        .max_dest_rd_atomic = 16,
+        .min_rnr_timer = 12,
+        .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.sgid_index = GID_INDEX}},
+    };
+    struct ibv_qp_attr rts = {
+        .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 6, .rnr_retry = 6, .max_rd_atomic = 16};
+    int error = yard->table->query_gid(yard->context, 1, GID_INDEX, &rtr.ah_attr.grh.dgid);
+
+    if (!error)
+        error = yard->table->modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    if (!error)
+        error = yard->table->modify_qp(qp, &rtr,
+                                       IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                           IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    if (!error)
+        error = yard->table->modify_qp(qp, &rts,
+                                       IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                           IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
+    return error;
+}
+
+static bool make(struct yard *yard, uint32_t count, uint32_t depth)
+{
+    struct ibv_td_init_attr td_attr = {0};
+    struct ibv_parent_domain_init_attr parent = {0};
+    struct ibv_cq_init_attr_ex cq_attr = {
+        .cqe = count * depth,
+        .wc_flags = IBV_WC_STANDARD_FLAGS,
+        .comp_mask = IBV_CQ_INIT_ATTR_MASK_PD | IBV_CQ_INIT_ATTR_MASK_FLAGS,
+        .flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED,
+    };
+    struct ibv_qp_init_attr qp_attr = {
+        .cap = {.max_send_wr = depth, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1},
+        .qp_type = IBV_QPT_RC,
+    };
+
+    if (!(yard->base = parent.pd = yard->table->alloc_pd(yard->context)))
+        return false;
+    if (!(yard->td = parent.td = verbs_alloc_td(yard->context, &td_attr)))
+        return false;
+    if (!(yard->pd = cq_attr.parent_domain = verbs_alloc_parent_domain(yard->context, &parent)))
+        return false;
+    if (!(yard->from = yard->table->reg_mr(yard->base, yard->local, yard->length, ACCESS)) ||
+        !(yard->to = yard->table->reg_mr(yard->base, yard->remote, yard->length, ACCESS)))
+        return false;
+    if (!(yard->cq = verbs_create_cq_ex(yard->context, &cq_attr)))
+        return false;
+    qp_attr.send_cq = qp_attr.recv_cq = (struct ibv_cq *)(void *)yard->cq;
+    while (yard->count < count) {
+        if (!(yard->qps[yard->count] = yard->table->create_qp(yard->pd, &qp_attr)))
+            return false;
+        if ((errno = connect_to_itself(yard, yard->qps[yard->count++])))
+            return false;
+    }
+    return true;
+}
+
+struct yard *yard_open(struct ibv_context *context, const struct verbs_table *table, void *local, void *remote,
+                       uint64_t length, uint32_t count, uint32_t depth)
+{
+    struct yard *yard = calloc(1, sizeof(*yard) + count * sizeof(struct ibv_qp *));
+    int error;
+
+    if (!yard)
+        return NULL;
+    yard->context = context;
+    yard->table = table;
+    yard->local = local;
+    yard->remote = remote;
+    yard->length = length;
+    if (make(yard, count, depth))
+        return yard;
+    error = errno;
+    yard_close(yard);
+    errno = error;
+    return NULL;
+}
+
+int yard_close(struct yard *yard)
+{
+    int error = 0;
+
+    while (!error && yard->count)
+        error = yard->table->destroy_qp(yard->qps[--yard->count]);
+    if (!error && yard->cq)
+        error = yard->table->destroy_cq((struct ibv_cq *)(void *)yard->cq);
+    if (!error && yard->to)
+        error = yard->table->dereg_mr(yard->to);
+    if (!error && yard->from)
+        error = yard->table->dereg_mr(yard->from);
+    if (!error && yard->pd)
+        error = yard->table->dealloc_pd(yard->pd);
+    if (!error && yard->td)
+        error = verbs_dealloc_td(yard->td);
+    if (!error && yard->base)
+        error = yard->table->dealloc_pd(yard->base);
+    free(yard);
+    return error;
+}
+
+uint64_t yard_idle_polls(const struct yard *yard)
+{
+    return yard->idle;
+}
+
+/* ---- Requests and completions ----------------------------------------------------------------------------------- */
+
+struct request {
+    struct ibv_sge sge;
+    struct ibv_send_wr wr;
+};
+
+/* One at the beginning of both regions; it is moved from place to place, not built again. */
+static void build(const struct yard *yard, struct request *request, enum ibv_wr_opcode opcode, uint32_t length)
+{
+    *request = (struct request){
+        .sge = {.addr = (uintptr_t)yard->local, .length = length, .lkey = yard->from->lkey},
+        .wr = {.opcode = opcode, .num_sge = 1, .send_flags = IBV_SEND_SIGNALED},
+    };
+    request->wr.sg_list = &request->sge;
+    request->wr.wr.rdma.remote_addr = (uintptr_t)yard->remote;
+    request->wr.wr.rdma.rkey = yard->to->rkey;
+}
+
+static void move(const struct yard *yard, struct request *request, uint64_t offset)
+{
+    request->sge.addr = (uintptr_t)yard->local + offset;
+    request->wr.wr.rdma.remote_addr = (uintptr_t)yard->remote + offset;
+}
+
+static uint64_t after(const struct yard *yard, uint64_t offset, uint64_t stride, uint32_t length)
+{
+    offset += stride;
+    return offset + length <= yard->length ? offset : 0;
+}
+
+/* How many of `wanted` completions there were, up to BATCH; below 0: one was none, or the queue is broken. */
+static int take_basic(struct yard *yard, int wanted)
+{
+    struct ibv_wc wcs[BATCH];
+    int found = verbs_poll_cq((struct ibv_cq *)(void *)yard->cq, wanted < BATCH ? wanted : BATCH, wcs), i;
+
+    for (i = 0; i < found; i++)
+        if (wcs[i].status != IBV_WC_SUCCESS)
+            return -1;
+    return found;
+}
+
+static int take_extended(struct yard *yard, int wanted)
+{
+    struct ibv_poll_cq_attr attr = {0};
+    struct ibv_cq_ex *cq = yard->cq;
+    int error = cq->start_poll(cq, &attr), found = 0;
+    bool good = true;
+
+    if (error)
+        return error == ENOENT ? 0 : -1;
+    do {
+        good = good && cq->status == IBV_WC_SUCCESS;
+        found++;
+    } while (found < wanted && !(error = cq->next_poll(cq)));
+    cq->end_poll(cq);
+    return good && (!error || error == ENOENT) ? found : -1;
+}
+
+/* Polls until there are some. */
+static inline int take(struct yard *yard, int wanted, bool extended)
+{
+    int found;
+
+    while (!(found = extended ? take_extended(yard, wanted) : take_basic(yard, wanted)))
+        yard->idle++;
+    return found;
+}
+
+/* ---- What is measured ------------------------------------------------------------------------------------------- */
+
+int64_t yard_writes(struct yard *yard, uint32_t length, uint64_t offset, uint64_t stride, uint64_t operations,
+                    int extended)
+{
+    uint64_t i;
+    struct request request;
+    struct ibv_send_wr *bad;
+    int64_t begin = now_ns();
+
+    build(yard, &request, IBV_WR_RDMA_WRITE, length);
+    for (i = 0; i < operations; i++) {
+        move(yard, &request, offset);
+        if (verbs_post_send(yard->qps[0], &request.wr, &bad) || take(yard, 1, extended) != 1)
+            return -1;
+        offset = after(yard, offset, stride, length);
+    }
+    return now_ns() - begin;
+}
+
+int64_t yard_window(struct yard *yard, uint32_t length, uint32_t window, uint64_t operations, int extended)
+{
+    uint64_t offset = 0, posted = 0, done = 0;
+    struct request request;
+    struct ibv_send_wr *bad;
+    int64_t begin = now_ns();
+    int found;
+
+    build(yard, &request, IBV_WR_RDMA_READ, length);
+    while (done < operations) {
+        while (posted < operations && posted - done < window) {
+            move(yard, &request, offset);
+            if (verbs_post_send(yard->qps[0], &request.wr, &bad))
+                return -1;
+            posted++;
+            offset = after(yard, offset, length, length);
+        }
+        if ((found = take(yard, BATCH, extended)) < 0)
+            return -1;
+        done += (uint64_t)found;
+    }
+    return now_ns() - begin;
+}
+
+int64_t yard_batches(struct yard *yard, uint32_t length, uint32_t size, uint64_t batches, int extended)
+{
+    struct request requests[YARD_MAX_BATCH];
+    struct ibv_send_wr *bad;
+    int64_t begin = now_ns();
+    uint64_t i;
+    uint32_t k;
+
+    if (!size || size > YARD_MAX_BATCH || (uint64_t)size * length > yard->length)
+        return -1;
+    for (i = 0; i < batches; i++) {
+        for (k = 0; k < size; k++) { /* every time, as who has other requests in each batch must */
+            build(yard, &requests[k], IBV_WR_RDMA_WRITE, length);
+            move(yard, &requests[k], (uint64_t)k * length);
+            requests[k].wr.send_flags = k + 1 < size ? 0 : IBV_SEND_SIGNALED;
+            requests[k].wr.next = k + 1 < size ? &requests[k + 1].wr : NULL;
+        }
+        if (verbs_post_send(yard->qps[0], &requests[0].wr, &bad) || take(yard, 1, extended) != 1)
+            return -1;
+    }
+    return now_ns() - begin;
+}
+
+int64_t yard_round_robin(struct yard *yard, uint32_t length, uint64_t operations, int extended)
+{
+    struct request request;
+    struct ibv_send_wr *bad;
+    int64_t begin = now_ns();
+    uint64_t i;
+
+    build(yard, &request, IBV_WR_RDMA_WRITE, length);
+    for (i = 0; i < operations; i++) {
+        move(yard, &request, i % yard->count * length);
+        if (verbs_post_send(yard->qps[i % yard->count], &request.wr, &bad) || take(yard, 1, extended) != 1)
+            return -1;
+    }
+    return now_ns() - begin;
+}
+
+int64_t yard_copies(struct yard *yard, uint32_t length, uint64_t offset, uint64_t stride, uint64_t operations)
+{
+    int64_t begin = now_ns();
+    uint64_t i;
+
+    for (i = 0; i < operations; i++) {
+        memcpy(yard->remote + offset, yard->local + offset, length);
+        __asm__ volatile("" : : "r"(yard->remote) : "memory"); /* it is wanted */
+        offset = after(yard, offset, stride, length);
+    }
+    return now_ns() - begin;
+}

@@ -1,0 +1,191 @@
+"""yardsticks.c and wake_up.c, compiled when they are needed and called by ctypes, which releases the GIL."""
+
+import asyncio
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from aioverbs import MemoryRegion
+from aioverbs._core import engine
+from tests.native.build import COMMON, KINDS
+
+__all__ = ["Yard", "waker", "yard"]
+
+HERE = Path(__file__).resolve().parent
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "yard_open": (
+        ctypes.c_void_p,  # the result
+        *(ctypes.c_void_p,) * 4,
+        ctypes.c_uint64,
+        *(ctypes.c_uint32,) * 2,
+    ),
+    "yard_close": (ctypes.c_int, ctypes.c_void_p),
+    "yard_idle_polls": (ctypes.c_uint64, ctypes.c_void_p),
+    "yard_writes": (
+        ctypes.c_int64,
+        *(ctypes.c_void_p, ctypes.c_uint32),
+        *(ctypes.c_uint64,) * 3,
+        ctypes.c_int,
+    ),
+    "yard_window": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
+    "yard_batches": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
+    "yard_round_robin": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
+    "yard_copies": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3),
+    "waker_start": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64),
+    "waker_ask": (None, ctypes.c_void_p),
+    "waker_stop": (None, ctypes.c_void_p),
+}
+
+
+def library(folder: Path, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """Compile the yardsticks into a folder and load them, with the flags of the other benchmarks in C."""
+    target = folder / "yardsticks.so"
+    if not target.exists():
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        flags = [*COMMON, *KINDS["bench"], *shlex.split(os.environ.get("CFLAGS", "")), "-fPIC", "-shared"]
+        sources = map(str, sorted(HERE.glob("*.c")))
+        subprocess.run([*compiler, *flags, *sources, "-o", str(target)], check=True)
+    loaded = loader(str(target), use_errno=True)
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="aioverbs-yardsticks-")
+
+
+@cache
+def _releasing() -> ctypes.CDLL:
+    return library(Path(_folder().name))
+
+
+@cache
+def _holding() -> ctypes.CDLL:
+    """For calls that are shorter than letting go of the GIL."""
+    return library(Path(_folder().name), ctypes.PyDLL)
+
+
+class Yard:
+    """Queue pairs in C, each connected to itself. Its methods run so many operations; nanoseconds for all of them.
+
+    They are coroutines only to take turns with those that are: the loop stands still meanwhile.
+    """
+
+    def __init__(self, pointer: int, extended: bool) -> None:
+        self._pointer = pointer
+        self._extended = extended
+
+    @property
+    def idle_polls(self) -> int:
+        """How many polls found nothing so far."""
+        return int(_releasing().yard_idle_polls(self._pointer))
+
+    def _call(self, function: str, *arguments: int) -> float:
+        took = getattr(_releasing(), function)(self._pointer, *arguments)
+        if took < 0:
+            raise RuntimeError(f"{function}{arguments} failed")
+        return float(took)
+
+    async def writes(self, length: int, operations: int, *, offset: int = 0, stride: int = 0) -> float:
+        """Writes one after the other, each posted and polled."""
+        return self._call("yard_writes", length, offset, stride, operations, self._extended)
+
+    async def window(self, length: int, window: int, operations: int) -> float:
+        """Reads, so many of them under way."""
+        return self._call("yard_window", length, window, operations, self._extended)
+
+    async def batches(self, length: int, size: int, batches: int) -> float:
+        """Batches of writes: one list, one doorbell, one completion."""
+        return self._call("yard_batches", length, size, batches, self._extended)
+
+    async def round_robin(self, length: int, operations: int) -> float:
+        """Writes of all queue pairs in turn."""
+        return self._call("yard_round_robin", length, operations, self._extended)
+
+    async def copies(self, length: int, operations: int, *, offset: int = 0, stride: int = 0) -> float:
+        """memcpy from the one region to the other."""
+        return self._call("yard_copies", length, offset, stride, operations)
+
+
+@contextmanager
+def yard(
+    context: engine.Context,
+    local: MemoryRegion,
+    remote: MemoryRegion,
+    *,
+    count: int = 1,
+    depth: int = 128,
+    extended: bool = False,
+) -> Iterator[Yard]:
+    """Open queue pairs in C, of a context and over regions that are open.
+
+    :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
+    """
+    table = context.table_slot("close_device")  # which is its first member
+    addresses = (context.address, table, local.address, remote.address)
+    pointer = _releasing().yard_open(*addresses, min(len(local), len(remote)), count, depth)
+    if not pointer:
+        error = ctypes.get_errno()
+        raise OSError(error, f"yard_open: {os.strerror(error)}")
+    try:
+        yield Yard(pointer, extended)
+    finally:
+        error = _releasing().yard_close(pointer)
+        if error:
+            raise OSError(error, f"yard_close: {os.strerror(error)}")
+
+
+class Waker:
+    """A thread that makes an eventfd readable when it is asked to, and the loop that is woken by that."""
+
+    def __init__(self, pointer: int, eventfd: int) -> None:
+        self._ask, self._pointer, self._eventfd = _holding().waker_ask, pointer, eventfd
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def readable(self) -> None:
+        """The reader callback."""
+        os.eventfd_read(self._eventfd)
+        assert self._waiter is not None
+        self._waiter.set_result(None)
+
+    async def wake_ups(self, operations: int) -> float:
+        """Ask, and sleep until it was done, so many times; nanoseconds for all of them."""
+        begin = time.perf_counter_ns()
+        for _ in range(operations):
+            self._waiter = self._loop.create_future()
+            self._ask(self._pointer)
+            await self._waiter
+        return time.perf_counter_ns() - begin
+
+
+@contextmanager
+def waker(delay_ns: int = 0) -> Iterator[Waker]:
+    """A `Waker` of the running loop.
+
+    :param delay_ns: how long after it was asked.
+    """
+    eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    pointer = _releasing().waker_start(eventfd, delay_ns)
+    if not pointer:
+        raise OSError(ctypes.get_errno(), "no thread for the wake-ups")
+    loop = asyncio.get_running_loop()
+    bare = Waker(pointer, eventfd)
+    loop.add_reader(eventfd, bare.readable)
+    try:
+        yield bare
+    finally:
+        loop.remove_reader(eventfd)
+        _releasing().waker_stop(pointer)
+        os.close(eventfd)

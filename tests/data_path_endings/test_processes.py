@@ -171,7 +171,10 @@ def test_the_interpreter_ends(script: str, loop_name: str) -> None:
     """)
     text = PREAMBLE + made + textwrap.dedent(script)
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "ignore", "-c", text], capture_output=True, text=True, timeout=30
+        [sys.executable, "-P", "-X", "dev", "-W", "ignore", "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     # An unawaited coroutine or a task that was never done would be told of here, too.
     assert (done.returncode, done.stderr) == (0, "")
@@ -264,7 +267,7 @@ def test_keyboard_interrupt_in_the_middle_of_a_spin(loop_name: str) -> None:
         with asyncio.Runner(loop_factory={loops}) as runner:
             runner.run(main())
     """)
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=30)
     assert done.stdout == "nothing was lost\n"
     assert done.stderr.strip().endswith("KeyboardInterrupt")
     assert done.returncode == -signal.SIGINT

@@ -43,7 +43,8 @@ def test_a_fork_copies_nothing(make: Callable[[], NativeAllocator]) -> None:
         assert {"sh", "dc"} <= flags_of(address)  # shared, and not for children
 
     def child() -> tuple[int, int]:
-        assert flags_of(small) == flags_of(large) == set()
+        # What is there now, if anything, the child has mapped meanwhile.
+        assert not {"sh", "dc"} & (flags_of(small) | flags_of(large))
         assert allocator.statistics().pieces == allocator.statistics().mappings == 0
         with pytest.raises(ValueError, match="is no piece of"):
             allocator.free(small)

@@ -17,7 +17,7 @@ from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessEr
 from aioverbs.events import Eventful, EventPump
 from aioverbs.resource import Resource, ResourceStatistics
 
-__all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "patiently"]
+__all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Room", "patiently"]
 
 # How long another loop may take to let go of a queue's descriptor.
 _STOP_S = 10.0
@@ -275,6 +275,27 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
         """Give back what was reserved."""
         with self._reserving:
             self._reserved -= completions
+
+
+class Room:
+    """What a queue reserves in completion queues; its life holds this, which gives it back at the end."""
+
+    def __init__(self) -> None:
+        self._reserved: list[tuple[CompletionQueue, int]] = []
+
+    def reserve(self, cq: CompletionQueue | None, completions: int) -> None:
+        """Keep room for so many completions; nothing where there is no such queue.
+
+        :raises ValueError: so much is not left.
+        """
+        if cq is not None:
+            cq.reserve(completions)
+            self._reserved.append((cq, completions))
+
+    def destroy(self) -> None:
+        """Give it back."""
+        for cq, completions in self._reserved:
+            cq.release(completions)
 
 
 async def patiently(verb: Callable[[], object]) -> bool:

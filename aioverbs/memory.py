@@ -12,6 +12,7 @@ from aioverbs._core.work import RegionSlice, Registered, RemoteRegion
 from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator
 from aioverbs.errors import BusyResourceError
+from aioverbs.life import Life
 from aioverbs.providers import hardware
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import AccessFlags, MwType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["LentMemoryRegion", "MemoryRegion", "MemoryWindow", "Pins", "RegionSlice", "RemoteRegion", "Scratch"]
+__all__ = ["LentMemoryRegion", "MemoryRegion", "MemoryWindow", "Pins", "RegionSlice", "RemoteRegion", "own_memory"]
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
@@ -54,12 +55,6 @@ class Pins(work.Pins):
         await self.wait()
 
 
-class Scratch(Registered):
-    """Memory that a queue pair has for itself."""
-
-    pins = Pins()
-
-
 def pages(length: int) -> mmap.mmap:
     """Zeroed pages that no fork copies: a child finds zeros there.
 
@@ -68,6 +63,27 @@ def pages(length: int) -> mmap.mmap:
     found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found.madvise(_MADV_WIPEONFORK)
     return found
+
+
+class _Own(Registered):
+    """Memory that a queue has for itself, registered once."""
+
+    def __init__(self, size: int) -> None:
+        self.pins = Pins()
+        self.pages = pages(size)
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes."""
+        return memoryview(self.pages)
+
+
+def own_memory(life: Life, pd: engine.ProtectionDomain, size: int) -> RegionSlice:
+    """Memory for what a queue has the device write, registered for as long as the queue is."""
+    own = _Own(size)
+    handle = engine.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
+    life.hold_below(handle)
+    return RegionSlice.of_all(own, handle, own.pins, AccessFlags.LOCAL_WRITE)
 
 
 def is_large(length: int) -> bool:

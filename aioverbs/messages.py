@@ -6,11 +6,10 @@ from collections import deque
 from typing import Protocol
 
 from aioverbs._core import engine
-from aioverbs._core.work import Inbox, Message, Operation, Received, RegionSlice, Registered, WorkQueue
+from aioverbs._core.work import Inbox, Message, Operation, Received, RegionSlice, WorkQueue
 from aioverbs.errors import AffinityError, BrokenResourceError, ClosedResourceError, ConcurrentAccessError, StateError
 from aioverbs.life import Life
-from aioverbs.memory import Pins, pages
-from aioverbs.types import AccessFlags
+from aioverbs.memory import own_memory
 
 __all__ = ["Refiller"]
 
@@ -19,19 +18,6 @@ class _Receiving(Protocol):
     """What the memory is posted to: a queue pair or a shared receive queue, apart from the user's object."""
 
     def _receive_into(self, inbox: Inbox, local: RegionSlice) -> Operation[Received]: ...
-
-
-class _Slab(Registered):
-    """The memory of all receives of a queue, registered once."""
-
-    def __init__(self, size: int) -> None:
-        self.pins = Pins()
-        self._pages = pages(size)
-
-    @property
-    def buffer(self) -> memoryview:
-        """Its bytes."""
-        return memoryview(self._pages)
 
 
 class Refiller:
@@ -51,10 +37,7 @@ class Refiller:
     def __init__(
         self, life: Life, pd: engine.ProtectionDomain, queue: WorkQueue, requester: _Receiving, depth: int, size: int
     ) -> None:
-        slab = _Slab(depth * size)
-        handle = engine.MemoryRegion(pd, slab.buffer, AccessFlags.LOCAL_WRITE)
-        life.hold_below(handle)
-        whole = RegionSlice.of_all(slab, handle, slab.pins, AccessFlags.LOCAL_WRITE)
+        whole = own_memory(life, pd, depth * size)
         self._requester = requester
         self._loop = asyncio.get_running_loop()
         # Taken from and added to by single operations, whatever the thread.

@@ -21,11 +21,11 @@ from aioverbs._core.work import (
 )
 from aioverbs.affinity import Affinity, Bell
 from aioverbs.attributes import QpCapabilities
-from aioverbs.completion import CompletionQueue, MessageModel, Placement, patiently
+from aioverbs.completion import CompletionQueue, MessageModel, Placement, Room, patiently
 from aioverbs.connecting import Connectable
 from aioverbs.errors import BrokenResourceError, VerbsError
 from aioverbs.life import Life
-from aioverbs.memory import MemoryRegion, MemoryWindow, Scratch, pages
+from aioverbs.memory import MemoryRegion, MemoryWindow, own_memory
 from aioverbs.messages import Refiller
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.shared_receive_queue import SharedReceiveQueue
@@ -169,7 +169,8 @@ class QueuePair(Connectable, Requester):
         wanted = self._wanted
         if self.qp_type is QpType.UD:
             wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # for the route
-        room = _Room(self._life)
+        room = Room()
+        self._life.hold(room)
         room.reserve(self._send_cq, wanted.max_send_wr)
         if self._srq is None:
             room.reserve(self._recv_cq, wanted.max_recv_wr)
@@ -301,26 +302,7 @@ def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
 def _scratch(life: Life, placement: Placement | None, size: int) -> RegionSlice:
     """Memory that the device writes old values of atomics and routes of datagrams to; as long as the queue pair is."""
     assert placement is not None
-    handle = engine.MemoryRegion(placement.base, pages(size), AccessFlags.LOCAL_WRITE)
-    life.hold_below(handle)
-    return RegionSlice.of_all(Scratch(), handle, Scratch.pins, AccessFlags.LOCAL_WRITE)
-
-
-class _Room:
-    """What a queue pair reserves in completion queues. Given back when it is destroyed."""
-
-    def __init__(self, life: Life) -> None:
-        self._reserved: list[tuple[CompletionQueue, int]] = []
-        life.hold(self)
-
-    def reserve(self, cq: CompletionQueue | None, completions: int) -> None:
-        if cq is not None:
-            cq.reserve(completions)
-            self._reserved.append((cq, completions))
-
-    def destroy(self) -> None:
-        for cq, completions in self._reserved:
-            cq.release(completions)
+    return own_memory(life, placement.base, size)
 
 
 class _End:

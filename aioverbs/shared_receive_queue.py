@@ -13,7 +13,7 @@ from aioverbs._core.work import Inbox, Message, Received, ReceiveRequester, Work
 from aioverbs.affinity import Affinity
 from aioverbs.attributes import SrqAttributes
 from aioverbs.buffers import BufferPool, LeasedBuffer
-from aioverbs.completion import CompletionQueue, Placement
+from aioverbs.completion import CompletionQueue, Placement, Room
 from aioverbs.events import DeviceEvent, Eventful
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.types import EventType, WcStatus
@@ -79,9 +79,9 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
 
     def _open(self) -> None:
         max_wr, max_sge, _ = self._sizes
-        if self._cq is not None:
-            self._cq.reserve(max_wr)
-            self._life.hold(_Reserved(self._cq, max_wr))
+        room = Room()
+        self._life.hold(room)
+        room.reserve(self._cq, max_wr)
         end = _End()
         self._life.hold(end)
         self._handle = engine.SharedReceiveQueue(
@@ -211,15 +211,3 @@ class _End:
         """Nobody receives into them any more: they end as if they were flushed."""
         if self.work is not None:
             self.work.abandon(WcStatus.WR_FLUSH_ERR, None)
-
-
-class _Reserved:
-    """Room in a completion queue, to be given back."""
-
-    def __init__(self, cq: CompletionQueue, completions: int) -> None:
-        self._cq = cq
-        self._completions = completions
-
-    def destroy(self) -> None:
-        """Give it back."""
-        self._cq.release(self._completions)

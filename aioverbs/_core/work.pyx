@@ -119,12 +119,6 @@ cdef enum phase:
     OVER
     PART                            # of a batch, which is awaited instead
 
-cdef enum result_kind:
-    NOTHING
-    OLD_VALUE
-    RECEIVED
-    BOUND
-
 cdef enum:
     SUCCESS = 0                     # enum ibv_wc_status
     FLUSHED = 5

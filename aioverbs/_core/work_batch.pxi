@@ -145,7 +145,7 @@ cdef int _end_elements(Operation batch) except -1:
         element.state = DONE
         if batch.error is not None and element.error is None:
             element.error = batch.error
-        elif element.status == SUCCESS and element.error is None and element.result_kind == OLD_VALUE:
-            element.value = (<uint64_t *>_sges(element)[0].addr)[0]
+        elif element.status == SUCCESS and element.error is None:
+            element._take_old_value()
         element.keep = None
     return 0

@@ -31,7 +31,7 @@ cdef class Operation:
     cdef uint64_t turn                  # in which whoever awaits let the loop go round
     cdef uint8_t state
     cdef uint8_t phase
-    cdef uint8_t result_kind
+    cdef bint atomic                    # gives what was there before, which the device writes to its scratch memory
     cdef bint held                      # its queue keeps it while it waits for a place: somebody awaits it
     cdef Pins pins                      # of its memory
     cdef list more_pins
@@ -103,8 +103,6 @@ cdef class Operation:
 
     cdef object _failure(self):
         # What it ended by, as an error.
-        cdef Operation element
-        cdef int index
         if self.elements is not None:
             errors = [(<Operation>each).error or (<Operation>each)._error_of_status() for each in self.elements]
             return BatchError(errors)
@@ -117,6 +115,12 @@ cdef class Operation:
         if self.window is not None:
             opcode = WcOpcode.BIND_MW
         return WorkCompletionError(_status(self.status), opcode, self.vendor_err, self.queue.qp_num or self.qp_num)
+
+    cdef int _take_old_value(self) except -1:
+        # It succeeded: what an atomic gives lies in its scratch memory, which is another one's soon.
+        if self.atomic:
+            self.value = (<uint64_t *>_sges(self)[0].addr)[0]
+        return 0
 
     # ---- Memory
 

@@ -100,13 +100,15 @@ cdef class WorkQueue:
             operation.held = True       # until it has a place
             Py_INCREF(operation)
         self._count_awaited(1)
-        for each in self._completers():
-            (<Completer>each)._need_turn()
-        return 0
+        return self._need_turns()
 
     cdef int _unawaited(self, Operation operation) except -1:
         # In whatever thread; the operation is not done.
         self._count_awaited(-1)
+        return self._unhold(operation)
+
+    cdef int _unhold(self, Operation operation) except -1:
+        # Whoever calls holds it.
         if operation.held:
             operation.held = False
             Py_DECREF(operation)
@@ -119,6 +121,21 @@ cdef class WorkQueue:
             return 0
         for each in self.completers:
             (<Completer>each).awaited += change
+        return 0
+
+    cdef int _count_under_way(self, int change) except -1:
+        if self.completer is not None:
+            self.completer.under_way += change
+            return 0
+        for each in self.completers:
+            (<Completer>each).under_way += change
+        return 0
+
+    cdef int _need_turns(self) except -1:
+        if self.completer is not None:
+            return 0 if self.completer.turn_comes else self.completer._need_turn()
+        for each in self._completers():
+            (<Completer>each)._need_turn()
         return 0
 
     cdef tuple _completers(self):
@@ -164,9 +181,7 @@ cdef class WorkQueue:
         self.last = <PyObject *>operation
         operation.state = WAITING
         self.waiting += operation.requests
-        for each in self._completers():
-            (<Completer>each)._need_turn()
-        return 0
+        return self._need_turns()
 
     cdef int _unlink(self, Operation operation) except -1:
         if operation.earlier != NULL:
@@ -280,24 +295,15 @@ cdef class WorkQueue:
         self.used += operation.requests
         if self.used > self.high_water:
             self.high_water = self.used
-        if self.completer is not None:
-            self.completer.under_way += operation.requests
-            if not self.completer.turn_comes:
-                self.completer._need_turn()
-        else:
-            for each in self.completers:
-                (<Completer>each).under_way += operation.requests
-            for each in self._completers():
-                (<Completer>each)._need_turn()
-        return 0
+        self._count_under_way(operation.requests)
+        return self._need_turns()
 
     cdef int _displace(self, Operation operation) except -1:
         # It has its place no more.
         slots_give(self.slots, operation.number)
         self._give_scratch(operation)
         self.used -= operation.requests
-        for each in self._completers():
-            (<Completer>each).under_way -= operation.requests
+        self._count_under_way(-<int>operation.requests)
         Py_DECREF(operation)
         return 0
 
@@ -410,8 +416,8 @@ cdef class WorkQueue:
             operation.qp_num = wc.qp_num
         elif self.receives:
             operation.value = _received(operation, wc)
-        elif operation.result_kind == OLD_VALUE:
-            operation.value = (<uint64_t *>_sges(operation)[0].addr)[0]
+        else:
+            operation._take_old_value()
         if operation.status != SUCCESS:
             self._failed(operation)
         return self._retire(operation)
@@ -428,8 +434,7 @@ cdef class WorkQueue:
             each = earlier
             before.append(each)
         for each in reversed(before):
-            if each.result_kind == OLD_VALUE:
-                each.value = (<uint64_t *>_sges(each)[0].addr)[0]
+            each._take_old_value()
             try:
                 self._retire(each)
             except BaseException as error:
@@ -460,11 +465,7 @@ cdef class WorkQueue:
             _end_elements(operation)
         if operation.scratch >= 0 or operation.elements is not None:
             self._give_scratch(operation)
-        if self.completer is not None:
-            self.completer.under_way -= requests
-        else:
-            for each in self.completers:
-                (<Completer>each).under_way -= requests
+        self._count_under_way(-<int>requests)
         try:
             self._tell(operation)
         finally:
@@ -520,9 +521,7 @@ cdef class WorkQueue:
             if refused is not None:
                 operation.error = refused
                 self._end(operation)
-            if operation.held:
-                operation.held = False
-                Py_DECREF(operation)
+            self._unhold(operation)
         return 0
 
     cdef int _stall(self) except -1:
@@ -554,9 +553,7 @@ cdef class WorkQueue:
             operation.status = status
             operation.error = error
             self._end(operation)
-            if operation.held:
-                operation.held = False
-                Py_DECREF(operation)
+            self._unhold(operation)
         return 0
 
     cdef int _unchain(self) noexcept:

@@ -372,7 +372,7 @@ cdef class Sending:
                 raise ValueError(f"an atomic is of 8 bytes at an address that is a multiple of 8: {remote!r} is not")
             operation.scratch = -2          # the old value goes to memory of the queue's own
             operation.bytes = 8
-            operation.result_kind = OLD_VALUE
+            operation.atomic = True
             operation.send_wr.num_sge = 1
             operation.send_wr.sg_list = operation.sge
             operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
@@ -416,7 +416,6 @@ cdef class Sending:
             operation._pin(piece.pins)
             operation.window = window
             operation.keep = piece._handle
-            operation.result_kind = BOUND
             operation.bind_info.addr = piece._address
             operation.bind_info.length = piece.length
             operation.bind_info.mw_access_flags = PyNumber_Index(access)
@@ -586,7 +585,6 @@ cdef class Requester(Sending):
 cdef Operation _new_receive(WorkQueue queue, object local, ProtectionDomain pd, bint datagrams):
     # The route of a datagram, which comes before it, goes to memory of the queue's own.
     cdef Operation operation = _new(queue)
-    operation.result_kind = RECEIVED
     if datagrams:
         operation.scratch = -2
     operation.recv_wr.num_sge = _gather(operation, local, pd, LOCAL_WRITE, 1 if datagrams else 0)

@@ -17,8 +17,13 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-COMPILED = [f"aioverbs._core.{name}" for name in ("engine", "allocators", "domains", "work", "pyverbs_bridge")]
+EXTENSIONS = ("engine", "allocators", "domains", "work", "rdma_cm", "pyverbs_bridge")
+COMPILED = [f"aioverbs._core.{name}" for name in EXTENSIONS]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
+# Those that are run on RDMA devices where none are named. manager, data_path, data_path_endings and sources have some,
+# too: `-- tests/manager`.
+RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
+RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
 LIMITED = ["timeout", "900"]  # for what has no time limit of its own
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
 
@@ -214,9 +219,33 @@ def build(session: nox.Session) -> None:
             session.run(python, "first_transfer.py", external=True)
 
 
+def on_release(
+    session: nox.Session, release: str, vm: tuple[str, ...], env: dict[str, str], tests: tuple[str, ...]
+) -> None:
+    """Run tests with the rdma-core, pyverbs and Python of a later Debian release, in the virtual machine."""
+    probe = env["AIOVERBS_TEST_PROBE"]
+    printed = session.run("python", "tests/rdma/vm_release.py", release, ".cache/rdma-vm", probe, silent=True)
+    programs = Path(str(printed).splitlines()[-1])
+    root = programs.parents[1]
+    environment = folder(session, release)
+    session.run(str(programs / "python"), "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
+    python = str(environment / "bin" / "python")
+    session.run("python", "-m", "pip", "--python", python, "install", "-q", "pip", silent=True)
+    session.env["CPATH"] = str(root / "usr" / "include")
+    install_project(session, *group("test"), python=python)
+    session.run(python, "tests/rdma/pyverbs_path.py", f"{root}/usr/lib/python3/dist-packages/pyverbs", external=True)
+    env = {**env, "AIOVERBS_TEST_PROBE": str(programs / Path(probe).name), "AIOVERBS_RDMA_RELEASE": str(root)}
+    settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
+    command = ("sh", "tests/rdma/vm_release.sh", str(root), python, *tests)
+    session.run(*vm, *settings, "--timeout", "1500", "--", *command)
+
+
 @nox.session
 def rdma(session: nox.Session) -> None:
-    """Run `pytest -m rdma` on the RDMA device that is here, else on soft-RoCE in a virtual machine; `-- --shell`."""
+    """Run `pytest -m rdma` on the RDMA device that is here, else on soft-RoCE in a virtual machine; `-- --shell`.
+
+    `-- --matrix` runs it there with the rdma-core and pyverbs of later Debian releases as well.
+    """
     python = f"{session.bin}/python"
     vm = ("python", "tests/rdma/vm.py", "--cwd", str(ROOT))
     devices = Path("/sys/class/infiniband")
@@ -232,12 +261,22 @@ def rdma(session: nox.Session) -> None:
     session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-o", str(shim), external=True)
     probe = session.run("python", "tests/verbs_matrix/build.py", str(folder(session, "probe")), silent=True)
 
-    env = {"AIOVERBS_TEST_SHIM": str(shim), "AIOVERBS_TEST_PROBE": str(probe).strip(), "PYTHONDONTWRITEBYTECODE": "1"}
-    arguments = [each for each in session.posargs if each != "--shell"]
-    tests = (python, "-P", "-m", "pytest", "-m", "rdma", "-p", "no:cacheprovider", *arguments)
+    env = {name: value for name, value in os.environ.items() if name.startswith("AIOVERBS_TEST_")}
+    env |= {
+        "AIOVERBS_TEST_SHIM": str(shim),
+        "AIOVERBS_TEST_PROBE": str(probe).strip(),
+        "AIOVERBS_TEST_DEVICES": "rdma",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    arguments = [each for each in session.posargs if each not in ("--shell", "--matrix")]
+    selected = arguments if any(each.startswith("tests") for each in arguments) else [*RDMA_TESTS, *arguments]
+    tests = (python, "-P", "-m", "pytest", "-m", "rdma and not slow", "-p", "no:cacheprovider", *selected)
     if here:
+        if "--matrix" in session.posargs:
+            session.error("--matrix is for the virtual machine; an RDMA device is tested with what is installed")
         session.run(*tests, env=env)
         return
+    tests = (*tests, "-o", "timeout=240")  # where it is emulated, minutes may pass for what takes seconds
     # The guest's copy of the tree is read-only.
     env["HYPOTHESIS_STORAGE_DIRECTORY"] = "/run/tmp/hypothesis"
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
@@ -245,6 +284,8 @@ def rdma(session: nox.Session) -> None:
         session.run(*vm, *settings, "--shell", *(("--", *arguments) if arguments else ()))
     else:
         session.run(*vm, *settings, "--timeout", "1500", "--", *tests)
+    for release in RELEASES if "--matrix" in session.posargs else ():
+        on_release(session, release, vm, env, tests[1:])
 
 
 if __name__ == "__main__":

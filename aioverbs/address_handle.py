@@ -5,6 +5,7 @@ from aioverbs._core.work import Way
 from aioverbs.attributes import AddressVector
 from aioverbs.endpoint import Endpoint
 from aioverbs.memory import Pins
+from aioverbs.ports import gid_index
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import LinkLayer
 
@@ -20,20 +21,22 @@ class AddressHandle(Handled[engine.AddressHandle]):
     """
 
     def __init__(
-        self, pd: Resource, handle: engine.ProtectionDomain, to: Endpoint | AddressVector, port: int, gid_index: int
+        self, pd: Resource, handle: engine.ProtectionDomain, to: Endpoint | AddressVector, port: int, index: int | None
     ) -> None:
         super().__init__(pd)
         self._life.late = True
         self._pd_handle = handle
         self._to = to
         self._port = port
-        self._gid_index = gid_index
+        self._gid_index = index
         self.pins = Pins()
 
     def _open(self) -> None:
         path = self._to
         if isinstance(path, Endpoint):
             context = self._pd_handle.context
+            if self._gid_index is None:
+                self._gid_index = gid_index(context, self._port)
             port, gid = context.query_port(self._port), context.query_gid(self._port, self._gid_index)
             here = Endpoint(gid, 0, 0, port.active_mtu, lid=port.lid if port.link_layer is LinkLayer.INFINIBAND else 0)
             path = here.path_to(path, port_num=self._port, sgid_index=self._gid_index)

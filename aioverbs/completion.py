@@ -15,6 +15,7 @@ from aioverbs._core.work import Completer
 from aioverbs.affinity import Affinity, run_on_owner, to_the_end
 from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, VerbsError
 from aioverbs.events import Eventful, EventPump
+from aioverbs.limits import check_completion_queue
 from aioverbs.resource import Resource, ResourceStatistics
 
 __all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Room", "patiently"]
@@ -109,21 +110,21 @@ class _Watch:
         self._loop.add_reader(self._fd, completer.readable)
         self._watching = True
 
-    def _broken(self, lost: bool) -> None:
-        # The device is gone, and beyond what it completed before nothing that is under way completes any more; or some
-        # completion queue broke, which those find who poll theirs.
-        if not self._watching:
+    def _broken(self, element: engine.Handle | None) -> None:
+        # The device is gone, or this queue broke, and beyond what was completed before nothing that is under way
+        # completes any more. Some devices fail when such a queue is polled, others go on as if nothing was.
+        if not self._watching or (element is not None and element is not self._completer.handle):
             return
         try:
             self._completer.drain()
         except ConcurrentAccessError:
-            self._loop.call_soon(self._broken, lost)
+            self._loop.call_soon(self._broken, element)
             return
         except VerbsError as error:
             self._completer.broke(error)
             return
-        if lost:
-            self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, "the device was lost (DEVICE_FATAL)"))
+        what = "the device was lost (DEVICE_FATAL)" if element is None else "it has lost completions (CQ_ERR)"
+        self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, what))
 
     async def stop(self) -> None:
         """Let go of the loop, and acknowledge what it was woken by."""
@@ -193,6 +194,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
 
     def _open(self) -> None:
         pd, owner = self._placement.pd, self._placement.owner
+        self._check(pd.context, self._depth)
         # What wakes a loop is that loop's, even where anybody may use the queue.
         home = owner if owner is not None and owner.bound else Affinity.of_running_loop()
         channel = engine.CompletionChannel(pd.context, affinity=owner)
@@ -215,6 +217,9 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
         loop = asyncio.get_running_loop()
         self._completer = Completer(self._handle, loop, home, _MODELS[self.message_model], self._spin_ns)
         self._life.drain = _Watch(self._completer, channel).stop
+
+    def _check(self, context: engine.Context, depth: int) -> None:
+        check_completion_queue(context.name, context.query_device(), depth, self._comp_vector, context.num_comp_vectors)
 
     def _moderate(self, handle: engine.CompletionQueue) -> None:
         try:
@@ -249,12 +254,13 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
     def resize(self, depth: int) -> None:
         """Change how many completions it holds at least: ``ibv_resize_cq``. Those that are in it stay.
 
-        :raises ValueError: queue pairs have reserved more.
+        :raises ValueError: queue pairs have reserved more, or the device has not so many.
         :raises VerbsError: the device cannot; it is as it was.
         """
         with self._reserving:
             if depth < max(self._reserved, 1):
                 raise ValueError(f"the queue pairs on {self!r} need {self._reserved} completions, and {depth} are less")
+            self._check(self.handle.context, depth)
             self.handle.resize(depth)
             self._depth = self.handle.cqe
 

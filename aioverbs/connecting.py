@@ -10,6 +10,7 @@ from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.endpoint import Endpoint
 from aioverbs.errors import BusyResourceError, TransitionError
 from aioverbs.events import Eventful
+from aioverbs.ports import gid_index
 from aioverbs.qp_states import Changes, Limits
 from aioverbs.resource import Resource
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
@@ -39,7 +40,7 @@ class Connectable(Eventful[engine.QueuePair]):
 
     qp_type: QpType
     _port: int
-    _gid_index: int
+    _gid_index: int | None
 
     def __init__(self, *parents: Resource) -> None:
         super().__init__(*parents)
@@ -73,18 +74,28 @@ class Connectable(Eventful[engine.QueuePair]):
         self._qp_state = found.qp_state
         return found
 
+    @property
+    def gid_index(self) -> int:
+        """Which of its port's GIDs it sends from.
+
+        :raises ValueError: it was made without a choice, and the port has none.
+        """
+        if self._gid_index is None:
+            self._gid_index = gid_index(self.handle.context, self._port)
+        return self._gid_index
+
     def local_endpoint(self) -> Endpoint:
         """What a peer needs to know of it. `to_reset` makes that another one.
 
-        :raises ValueError: the port has no GID at the index that it was made with.
+        :raises ValueError: the port has no GID, or none at the index that it was made with.
         """
         context = self.handle.context
         port = context.query_port(self._port)
-        gid = context.query_gid(self._port, self._gid_index)
+        gid = context.query_gid(self._port, self.gid_index)
         if port.link_layer is not LinkLayer.INFINIBAND and not any(gid):
             raise ValueError(
-                f"port {self._port} of {context.name} has no GID at index {self._gid_index}: give its queue pairs the"
-                " gid_index of one that it has"
+                f"port {self._port} of {context.name} has no GID at index {self.gid_index}: give its queue pairs the"
+                " gid_index of one that it has, or none, to have it chosen"
             )
         limits = self._limits()
         requests = "max_rd_atomic" in qp_states.needs(self.qp_type, _RTR, _RTS).required
@@ -106,7 +117,7 @@ class Connectable(Eventful[engine.QueuePair]):
 
         :raises ValueError: there is none: see `Endpoint.path_to`.
         """
-        return self.local_endpoint().path_to(remote, port_num=self._port, sgid_index=self._gid_index)
+        return self.local_endpoint().path_to(remote, port_num=self._port, sgid_index=self.gid_index)
 
     # ---- All the way
 

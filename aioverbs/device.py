@@ -17,7 +17,9 @@ from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
 from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
+from aioverbs.gids import preferred
 from aioverbs.life import ResourceInfo, State, reap
+from aioverbs.ports import gid_table
 from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
 from aioverbs.resource import Handled, Resource, ResourceStatistics
@@ -36,18 +38,20 @@ __all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "o
 
 logger = logging.getLogger("aioverbs")
 
-_NO_GID = bytes(16)
-
 
 @dataclass(frozen=True)
 class PortInfo:
-    """A port: its number, state, link layer and MTU, and its GIDs by their index, where there is one."""
+    """A port: its number, state, link layer and MTU, and its GIDs by their index, where there is one.
+
+    :param gid_index: which of them queue pairs send from that are not told another one; None where there is none.
+    """
 
     number: int
     state: PortState
     link_layer: LinkLayer
     active_mtu: Mtu
     gids: tuple[tuple[int, str], ...]
+    gid_index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ def _look_at(name: str) -> DeviceInfo:
 
 def _port(context: engine.Context, number: int) -> PortInfo:
     port = context.query_port(number)
-    gids = ((index, context.query_gid(number, index)) for index in range(port.gid_tbl_len))
-    readable = tuple((index, str(ipaddress.IPv6Address(gid))) for index, gid in gids if gid != _NO_GID)
-    return PortInfo(number, port.state, port.link_layer, port.active_mtu, readable)
+    gids = gid_table(context, number)
+    readable = tuple((each.index, str(ipaddress.IPv6Address(each.gid))) for each in gids)
+    return PortInfo(number, port.state, port.link_layer, port.active_mtu, readable, preferred(gids))
 
 
 def _native(context: engine.Context) -> list[str]:

@@ -65,14 +65,14 @@ class Domain(Handled[engine.ProtectionDomain]):
         qp_type: QpType = QpType.RC,
         srq: SharedReceiveQueue | None = None,
         port: int = 1,
-        gid_index: int = 1,
+        gid_index: int | None = None,
         receive_depth: int = 0,
         receive_size: int = 0,
     ) -> QueuePair:
         """A queue pair, to be opened: see `QueuePair`.
 
         :param port: the device's port that it sends from.
-        :param gid_index: which of the port's GIDs it sends from.
+        :param gid_index: which of the port's GIDs it sends from; None: see `QueuePair`.
         """
         if qp_type is QpType.XRC_RECV:
             raise ValueError(
@@ -122,12 +122,14 @@ class Domain(Handled[engine.ProtectionDomain]):
         """A memory window, to be opened: see `MemoryWindow`."""
         return MemoryWindow(self.base, self.base.handle, mw_type)
 
-    def address_handle(self, to: Endpoint | AddressVector, *, port: int = 1, gid_index: int = 1) -> AddressHandle:
+    def address_handle(
+        self, to: Endpoint | AddressVector, *, port: int = 1, gid_index: int | None = None
+    ) -> AddressHandle:
         """The way that datagrams take to a port, to be opened: see `AddressHandle`.
 
         :param to: a queue pair's endpoint, or just a path.
         :param port: the device's port that they are sent from, to an endpoint.
-        :param gid_index: which of the port's GIDs they are sent from, to an endpoint.
+        :param gid_index: which of the port's GIDs they are sent from, to an endpoint; None: see `QueuePair`.
         """
         return AddressHandle(self.base, self.base.handle, to, port, gid_index)
 

@@ -19,12 +19,15 @@ __all__ = [
     "BusyResourceError",
     "ClosedResourceError",
     "ConcurrentAccessError",
+    "ConnectionRejectedError",
     "DeviceNotFoundError",
+    "DeviceRemovedError",
     "ForkedProcessError",
     "LenderClosedError",
     "LibraryNotFoundError",
     "StateError",
     "TransitionError",
+    "UnreachableError",
     "VerbsError",
     "WorkCompletionError",
 ]
@@ -58,6 +61,24 @@ _STATUS_ADVICE = {
     WcStatus.RNR_RETRY_EXC_ERR: "the peer had no receive posted for as long as it was asked to wait",
 }
 
+_UNREACHABLE_ADVICE = {
+    _errno.EADDRNOTAVAIL: "no port of an RDMA device has the address that it is to come from",
+    _errno.EHOSTUNREACH: "no host answers at that address in the network of an RDMA device",
+    _errno.ENETUNREACH: "there is no route to that address",
+    _errno.ENODEV: "no RDMA device leads to that address, as none does to a loopback address: see `rdma link`",
+    _errno.ETIMEDOUT: "the peer's connection manager did not answer",
+}
+
+# Reasons of the InfiniBand architecture, volume 1, chapter 12.6.7.2, that a program meets.
+_REJECT_REASONS = {
+    1: "no queue pair",
+    3: "no resources",
+    4: "it gave up, or took too long",
+    8: "nobody listens at that port",
+    10: "it takes the queue pair for one of an old connection",
+    28: "the program there refused it",
+}
+
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}
 
 
@@ -84,6 +105,33 @@ class VerbsError(OSError):
 
     def __reduce__(self) -> tuple[type["VerbsError"], tuple[str, int, str | None]]:
         return type(self), (self.verb, self.errno, self.advice)
+
+
+class UnreachableError(VerbsError):
+    """There is no way to a peer, or nobody there answers."""
+
+    def __init__(self, verb: str, errno: int, advice: str | None = None) -> None:
+        super().__init__(verb, errno, advice if advice is not None else _UNREACHABLE_ADVICE.get(errno))
+
+
+class ConnectionRejectedError(ConnectionRefusedError):
+    """The peer refused a connection.
+
+    :param reason: why, as a number of the InfiniBand architecture: 8 where nobody listens, 28 where a program said so.
+    :param private_data: what that program said with it; over InfiniBand and RoCE 148 bytes, filled up with zeros.
+    """
+
+    def __init__(self, reason: int, private_data: bytes = b"") -> None:
+        self.reason = reason
+        self.private_data = private_data
+        super().__init__(_errno.ECONNREFUSED, str(self))
+
+    def __str__(self) -> str:
+        why = _REJECT_REASONS.get(self.reason, "for a reason that has no name here")
+        return f"the peer refused the connection: {why} (reason {self.reason})"
+
+    def __reduce__(self) -> tuple[type["ConnectionRejectedError"], tuple[int, bytes]]:
+        return type(self), (self.reason, self.private_data)
 
 
 class WorkCompletionError(Exception):
@@ -167,6 +215,10 @@ class LenderClosedError(ClosedResourceError, VerbsError):
 
 class BrokenResourceError(anyio.BrokenResourceError):
     """The object still exists, but what it stands for is lost: the device, the peer or the queue pair's state."""
+
+
+class DeviceRemovedError(BrokenResourceError):
+    """The device of a connection was taken away: close what was made from it."""
 
 
 class BusyResourceError(anyio.BusyResourceError):

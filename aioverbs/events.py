@@ -77,14 +77,14 @@ class _Listener:
 class _Watcher:
     """Who is to be told in one loop that something is broken: the device, or a completion queue."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, broken: Callable[[bool], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, broken: Callable[[engine.Handle | None], None]) -> None:
         self.loop = loop
         self._broken = broken
 
-    def tell(self, lost: bool) -> None:
+    def tell(self, element: engine.Handle | None) -> None:
         """From any thread."""
         with contextlib.suppress(RuntimeError):  # its loop is closed
-            self.loop.call_soon_threadsafe(self._broken, lost)
+            self.loop.call_soon_threadsafe(self._broken, element)
 
 
 class _Waker:
@@ -167,11 +167,11 @@ class EventPump:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
             self._let_sleep_unheeded(listener.loop)
 
-    def watch(self, broken: Callable[[bool], None]) -> "_Watcher":
+    def watch(self, broken: Callable[[engine.Handle | None], None]) -> "_Watcher":
         """Have a function called on the running loop when the device is lost, or a completion queue of it broke, which
         raises no event for those who wait there; until `unwatch` there.
 
-        :param broken: is told whether the device is lost.
+        :param broken: is told which completion queue, or None where it is the device.
         :raises OSError: there are no more descriptors.
         """
         watcher = _Watcher(running_loop(), broken)
@@ -224,21 +224,24 @@ class EventPump:
                 found = self.find(taken.element) if taken.element is not None else None
                 resource = found if isinstance(found, Resource) else None
                 event = DeviceEvent(taken.event_type, resource, taken.port_num)
+                element = taken.element
                 taken.ack()
-                self._tell(event)
+                self._tell(event, element)
         except VerbsError:  # as of a device that was unplugged: nobody will hear of anything any more
-            self._tell_watchers(True)
+            self._tell_watchers(None)
             self.stop()
         except ClosedResourceError:  # by another loop, meanwhile
             self.stop()
 
-    def _tell_watchers(self, lost: bool) -> None:
+    def _tell_watchers(self, element: engine.Handle | None) -> None:
         for watcher in self._watchers:
-            watcher.tell(lost)
+            watcher.tell(element)
 
-    def _tell(self, event: DeviceEvent) -> None:
-        if event.event_type in (EventType.DEVICE_FATAL, EventType.CQ_ERR):
-            self._tell_watchers(event.event_type is EventType.DEVICE_FATAL)
+    def _tell(self, event: DeviceEvent, element: engine.Handle | None) -> None:
+        if event.event_type is EventType.DEVICE_FATAL:
+            self._tell_watchers(None)
+        elif event.event_type is EventType.CQ_ERR and element is not None:  # else it is of somebody beside us
+            self._tell_watchers(element)
         with self._lock:
             listeners = [listener for listener in self._listeners if listener.concerns(event)]
             if not listeners:

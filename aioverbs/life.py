@@ -160,6 +160,10 @@ class Life:
         """The line of the user's that made it."""
         return line_of(self._site)
 
+    def came_from(self, other: "Life") -> None:
+        """Nobody's line made it, but that of another one did."""
+        self._site = other._site
+
     @property
     def inherited(self) -> bool:
         """Whether it was opened in the process that this one was forked from."""

@@ -197,7 +197,7 @@ class ParentDomain(Domain):
             if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:
                 raise
             message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
-            self._budget.say_once("parent domain", message, self._context.name, error)
+            self._budget.say_once("parent domain", message, self._context.name, str(error))  # no frames in logs
             self._handle = self._pd.handle
             return
         self._life.hold(handle)

@@ -1,5 +1,6 @@
 """Queue pairs: what is awaited on them, what they have under way, and how that ends."""
 
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from aioverbs.completion import CompletionQueue, MessageModel, Placement, Room, 
 from aioverbs.connecting import Connectable
 from aioverbs.errors import BrokenResourceError, VerbsError
 from aioverbs.life import Life
+from aioverbs.limits import check_queue_pair
 from aioverbs.memory import MemoryRegion, MemoryWindow, own_memory
 from aioverbs.messages import Refiller
 from aioverbs.resource import Handled, Resource, ResourceStatistics
@@ -119,6 +121,10 @@ class QueuePair(Connectable, Requester):
     :param receive_depth: how many receives it is to keep posted, for `messages`; 0: none.
     :param receive_size: the bytes of each, which no message may exceed.
     :param qp_type: RC, UC, UD or XRC_SEND; those of type XRC_RECV are made by `XrcDomain.queue_pair`.
+    :param port: the device's port that it sends from.
+    :param gid_index: which of the port's GIDs it sends from. None: over Ethernet the first that is of RoCE v2 and made
+        of an IPv4 address, before others of RoCE v2, before those of RoCE v1; on InfiniBand the first. It is chosen
+        when it is first needed.
     """
 
     def __init__(
@@ -133,7 +139,7 @@ class QueuePair(Connectable, Requester):
         srq: SharedReceiveQueue | None = None,
         xrc_domain: Handled[engine.XrcDomain] | None = None,
         port: int = 1,
-        gid_index: int = 1,
+        gid_index: int | None = None,
         receive_depth: int = 0,
         receive_size: int = 0,
     ) -> None:
@@ -143,7 +149,7 @@ class QueuePair(Connectable, Requester):
             raise ValueError("receive_depth receives of receive_size bytes: give both, or neither")
         if receive_depth and (srq is not None or self.qp_type in (QpType.XRC_SEND, QpType.XRC_RECV)):
             raise ValueError("receive_depth is for a receive queue of its own, which this queue pair has not")
-        if receive_depth > wanted.max_recv_wr:
+        if receive_depth > max(wanted.max_recv_wr, 0):
             wanted = replace(wanted, max_recv_wr=receive_depth)
         if recv_cq is None and self.qp_type not in (QpType.XRC_SEND, QpType.XRC_RECV):
             recv_cq = send_cq
@@ -167,8 +173,7 @@ class QueuePair(Connectable, Requester):
 
     def _open(self) -> None:
         wanted = self._wanted
-        if self.qp_type is QpType.UD:
-            wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # for the route
+        self._check(wanted)
         room = Room()
         self._life.hold(room)
         room.reserve(self._send_cq, wanted.max_send_wr)
@@ -176,7 +181,35 @@ class QueuePair(Connectable, Requester):
             room.reserve(self._recv_cq, wanted.max_recv_wr)
         end = _End()
         self._life.hold(end)
-        handle = engine.QueuePair(
+        if self.qp_type is QpType.UD:
+            wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # for the route
+        handle = self._make(wanted)
+        self._handle = handle
+        self._life.hold(handle)
+        if self._srq is not None and self._recv_cq is not None:
+            end.share(self._srq.serve(self._recv_cq, handle.qp_num), self._recv_cq.completer.drain)
+        self._life.label = str(handle.qp_num)
+        self._begin(handle, wanted, end)
+
+    def _check(self, wanted: QpCapabilities) -> None:
+        if self._placement is None:  # of type XRC_RECV, which has no queues
+            return
+        context = self._placement.pd.context
+        receives = self._recv_cq is not None and self._srq is None
+        check_queue_pair(context.name, context.query_device(), wanted, self.qp_type, receives=receives)
+
+    def _make(self, wanted: QpCapabilities) -> engine.QueuePair:
+        try:
+            return self._make_handle(wanted)
+        except VerbsError as error:
+            if error.errno != errno.EINVAL or not wanted.max_inline_data:
+                raise
+            # Of all that is asked for, this is what a device does not tell the most of.
+            advice = f"max_inline_data of {wanted.max_inline_data:,} bytes may be more than it has: ask for less"
+            raise VerbsError(error.verb, error.errno, advice) from error
+
+    def _make_handle(self, wanted: QpCapabilities) -> engine.QueuePair:
+        return engine.QueuePair(
             self._placement.pd if self._placement is not None else None,
             self._send_cq.handle if self._send_cq is not None else None,
             self._recv_cq.handle if self._recv_cq is not None else None,
@@ -186,12 +219,6 @@ class QueuePair(Connectable, Requester):
             xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
             affinity=self._life.owner,
         )
-        self._handle = handle
-        self._life.hold(handle)
-        if self._srq is not None and self._recv_cq is not None:
-            end.share(self._srq.serve(self._recv_cq, handle.qp_num), self._recv_cq.completer.drain)
-        self._life.label = str(handle.qp_num)
-        self._begin(handle, wanted, end)
 
     def _begin(self, handle: engine.QueuePair, wanted: QpCapabilities, end: "_End") -> None:
         life, placement = self._life, self._placement

@@ -15,6 +15,7 @@ from aioverbs.attributes import SrqAttributes
 from aioverbs.buffers import BufferPool, LeasedBuffer
 from aioverbs.completion import CompletionQueue, Placement, Room
 from aioverbs.events import DeviceEvent, Eventful
+from aioverbs.limits import check_shared_receive_queue
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.types import EventType, WcStatus
 
@@ -79,6 +80,8 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
 
     def _open(self) -> None:
         max_wr, max_sge, _ = self._sizes
+        context = self._placement.pd.context
+        check_shared_receive_queue(context.name, context.query_device(), max_wr, max_sge)
         room = Room()
         self._life.hold(room)
         room.reserve(self._cq, max_wr)

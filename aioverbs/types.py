@@ -10,6 +10,7 @@ __all__ = [
     "AccessFlags",
     "AtomicCap",
     "EventType",
+    "GidType",
     "LinkLayer",
     "Mtu",
     "MwType",
@@ -225,6 +226,14 @@ class LinkLayer(IntEnum):
     UNSPECIFIED = 0
     INFINIBAND = 1
     ETHERNET = 2
+
+
+class GidType(IntEnum):
+    """What packets from a GID look like: ``enum ibv_gid_type``."""
+
+    IB = 0
+    ROCE_V1 = 1
+    ROCE_V2 = 2
 
 
 class NodeType(IntEnum):

@@ -31,12 +31,12 @@ class XrcDomain(Handled[engine.XrcDomain]):
         self._handle = engine.XrcDomain(self._context, self._fd, self._oflag)
         self._life.hold(self._handle)
 
-    def queue_pair(self, *, port: int = 1, gid_index: int = 1) -> QueuePair:
+    def queue_pair(self, *, port: int = 1, gid_index: int | None = None) -> QueuePair:
         """A queue pair of type XRC_RECV, to be opened. It has nothing but the domain: what arrives goes to the shared
         receive queues that its peers name.
 
         :param port: the device's port that it answers from.
-        :param gid_index: which of the port's GIDs it answers from.
+        :param gid_index: which of the port's GIDs it answers from; None: see `QueuePair`.
         """
         return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
 

@@ -16,8 +16,12 @@ if str(ROOT) not in sys.path:
 
 pytest_plugins = ["tests.ledger"]
 
-hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=50)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=200, print_blob=True)
+from tests.pace import fewer  # noqa: E402  (found by what stands above)
+
+hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=fewer(50, least=10))
+hypothesis.settings.register_profile(
+    "ci", deadline=None, derandomize=True, max_examples=fewer(200, least=20), print_blob=True
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]

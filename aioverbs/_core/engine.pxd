@@ -5,6 +5,7 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from aioverbs._core.verbs cimport (
     ibv_ah,
+    ibv_ah_attr,
     ibv_async_event,
     ibv_comp_channel,
     ibv_context,
@@ -128,6 +129,9 @@ cdef class XrcDomain(Handle):
 cdef class AddressHandle(Handle):
     cdef ibv_ah *pointer
     cdef readonly ProtectionDomain pd
+
+    @staticmethod
+    cdef object read(ibv_ah_attr *av)
 
 
 cdef class CompletionChannel(Handle):

@@ -182,14 +182,17 @@ cdef class Handle:
     # Verbs on the object pass here instead, by their names; each success is followed by one _unuse. Who is not let in
     # leaves no trace: its owner may destroy the object meanwhile.
     cdef int _use(self, str verb) except -1:
-        # The way of nearly every call first: its owner's, in the run of the loop that was seen last.
-        cdef bint known = self._forks == v.soft_fork_count()
-        known = known and self.affinity is not None and _pass_again(self.affinity) and v.gate_enter(&self._gate)
-        if not known:
-            self._use_memory(verb)
-        else:
+        # The way of nearly every call first: its owner's, in the run of the loop that was seen last, with what is ours.
+        if (
+            self._forks == v.soft_fork_count() and self.affinity is not None
+            and _pass_again(self.affinity._thread, self.affinity._inside, self.affinity._version)
+            and self._slot == NULL and self.context is not None and self.context._slot == NULL
+            and v.gate_enter(&self._gate)
+        ):
             self.affinity._inside = 1
             self.affinity._verb = <PyObject *>verb
+            return 0
+        self._use_memory(verb)
         if not _is_there(self):
             self._unuse()
             raise LenderClosedError(repr(self))
@@ -240,7 +243,7 @@ cdef class Handle:
             return 0
         if error < 0:
             error = -error                      # some providers have it so
-        if error == EBUSY and self.context.software:
+        if error == EBUSY and self.context is not None and self.context.software:
             # The software device answers so only to calls that overlap: children were counted before the verb.
             raise ConcurrentAccessError(
                 f"{verb} on <{self._name()}>: another call is inside of it or its thread domain; this one was refused"
@@ -327,7 +330,7 @@ cdef inline bint _is_there(Handle handle) noexcept:
     # Neither it nor its context was closed by who lent it.
     cdef Context context = handle.context
     return (handle._slot == NULL or handle._slot[0] == handle._lent) and (
-        context._slot == NULL or context._slot[0] == context._lent
+        context is None or context._slot == NULL or context._slot[0] == context._lent
     )
 
 

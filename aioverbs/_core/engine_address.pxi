@@ -42,6 +42,22 @@ cdef class AddressHandle(Handle):
     cdef void _leave_parents(self) noexcept:
         self.pd._leave()
 
+    @staticmethod
+    cdef object read(v.ibv_ah_attr *av):
+        # The `AddressVector` of a path.
+        return AddressVector(
+            dgid=(<char *>av.grh.dgid.raw)[:16] if av.is_global else b"",
+            sgid_index=av.grh.sgid_index,
+            port_num=av.port_num,
+            hop_limit=av.grh.hop_limit,
+            flow_label=av.grh.flow_label,
+            traffic_class=av.grh.traffic_class,
+            dlid=av.dlid,
+            sl=av.sl,
+            src_path_bits=av.src_path_bits,
+            static_rate=av.static_rate,
+        )
+
 
 cdef int _fill_av(v.ibv_ah_attr *to, av) except -1:
     cdef const unsigned char[:] dgid
@@ -61,18 +77,3 @@ cdef int _fill_av(v.ibv_ah_attr *to, av) except -1:
         to.grh.hop_limit = av.hop_limit
         to.grh.traffic_class = av.traffic_class
     return 0
-
-
-cdef object _read_av(v.ibv_ah_attr *av):
-    return AddressVector(
-        dgid=(<char *>av.grh.dgid.raw)[:16] if av.is_global else b"",
-        sgid_index=av.grh.sgid_index,
-        port_num=av.port_num,
-        hop_limit=av.grh.hop_limit,
-        flow_label=av.grh.flow_label,
-        traffic_class=av.grh.traffic_class,
-        dlid=av.dlid,
-        sl=av.sl,
-        src_path_bits=av.src_path_bits,
-        static_rate=av.static_rate,
-    )

@@ -122,7 +122,9 @@ cdef class Affinity:
     cdef int _enter(self, object what, str verb) except -1:
         if self._forks != v.soft_fork_count():
             raise ForkedProcessError(repr(what))
-        if self._thread:
+        if _pass_again(self._thread, self._inside, self._version):
+            self._inside = 1
+        elif self._thread:
             if not self._is_owner():
                 raise AffinityError(self._refusal(what, verb))
             if self._inside:
@@ -182,12 +184,9 @@ cdef class Affinity:
         return f"<Affinity of {self._owner()}>" if self._thread else "<Affinity of no thread>"
 
 
-cdef inline bint _pass_again(Affinity affinity) noexcept:
+cdef inline bint _pass_again(void *thread, int inside, uint64_t version) noexcept:
     # What `_enter` finds where nothing has changed since it last let somebody in, and nobody is inside.
-    return (
-        affinity._thread != NULL and affinity_thread_self() == affinity._thread and not affinity._inside
-        and affinity._version and running_loop_version() == affinity._version
-    )
+    return version and not inside and affinity_thread_self() == thread and running_loop_version() == version
 
 
 if affinity_thread_prepare() or running_loop_prepare():

@@ -128,6 +128,15 @@ cdef class QueuePair(Handle):
                 (<Handle>part)._leave()
 
     @property
+    def handle(self):
+        """The number by which the kernel knows it, in commands of this context."""
+        self._enter()
+        try:
+            return self.pointer.handle
+        finally:
+            self._leave()
+
+    @property
     def qp_num(self):
         """Its number, which the peer needs."""
         self._enter()
@@ -291,7 +300,7 @@ cdef class QueuePair(Handle):
                 max_recv_sge=attr.cap.max_recv_sge,
                 max_inline_data=attr.cap.max_inline_data,
             ),
-            av=_read_av(&attr.ah_attr),
+            av=AddressHandle.read(&attr.ah_attr),
             pkey_index=attr.pkey_index,
             port_num=attr.port_num,
             max_rd_atomic=attr.max_rd_atomic,

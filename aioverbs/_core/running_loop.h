@@ -33,7 +33,7 @@ static inline PyObject *running_loop_run(void)
 /* Of the calling thread's dictionary; 0 where it has none. */
 static inline uint64_t running_loop_version(void)
 {
-    PyObject *state = PyThreadState_Get()->dict;
+    PyObject *state = _PyThreadState_UncheckedGet()->dict;
 
     return state ? ((PyDictObject *)state)->ma_version_tag : 0;
 }

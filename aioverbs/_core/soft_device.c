@@ -31,11 +31,6 @@ int soft_watch_forks(void)
     return fork_error;
 }
 
-uint32_t soft_fork_count(void)
-{
-    return soft_generation;
-}
-
 static struct soft_device *device_get(void)
 {
     struct soft_device *device;

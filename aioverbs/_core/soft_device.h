@@ -31,7 +31,12 @@ struct ibv_context *soft_open(const struct soft_options *options);
 /* Counts forks from here on (soft_open does it by itself): how many lie between the first process that asked and
  * this one. 0 or an errno. */
 int soft_watch_forks(void);
-uint32_t soft_fork_count(void);
+extern uint32_t soft_generation;
+
+static inline uint32_t soft_fork_count(void)
+{
+    return soft_generation;
+}
 
 /* True where the context was opened before a fork that made this process: each verb on it answers ENODEV. */
 bool soft_is_stale(const struct ibv_context *context);

@@ -33,7 +33,7 @@ void soft_lock_wait(struct soft_lock *lock)
 
 /* ---- Threads --------------------------------------------------------------------------------------------- */
 
-_Thread_local uint32_t soft_thread_cached;
+SOFT_THREAD_LOCAL uint32_t soft_thread_cached;
 
 uint32_t soft_thread_ask(void)
 {
@@ -43,7 +43,7 @@ uint32_t soft_thread_ask(void)
 
 /* ---- Grace periods --------------------------------------------------------------------------------------- */
 
-_Thread_local struct grace_reader *grace_self;
+SOFT_THREAD_LOCAL struct grace_reader *grace_self;
 
 /* Records are pushed and never removed; a thread that ends gives its record to the next one that comes. */
 static _Atomic(struct grace_reader *) grace_readers;

@@ -34,6 +34,10 @@ uint64_t soft_now_ns(void); /* CLOCK_MONOTONIC */
 
 /* ---- Threads and forks ----------------------------------------------------------------------------------- */
 
+/* Reached without a call, at a fixed place in each thread's memory: a library that is loaded late gets some of the
+ * little that is kept free there, so this is for a few words. */
+#define SOFT_THREAD_LOCAL __attribute__((tls_model("initial-exec"))) _Thread_local
+
 /* Counts the forks between the first process and this one. A context remembers the count it was opened under;
  * where they differ, the caller is a child that inherited a context whose threads and file descriptors belong
  * to its parent. Written only in the atfork handler of a child, when it has one thread. */
@@ -41,7 +45,7 @@ extern uint32_t soft_generation;
 
 /* The kernel's number of the calling thread: unique among the threads that live, which is all that telling an
  * overlap takes, and what a debugger shows. Kept in thread-local memory, since asking costs a system call. */
-extern _Thread_local uint32_t soft_thread_cached;
+extern SOFT_THREAD_LOCAL uint32_t soft_thread_cached;
 uint32_t soft_thread_ask(void);
 
 static inline uint32_t soft_thread(void)
@@ -89,7 +93,7 @@ struct grace_reader {
     struct grace_reader *next;         /* set before the record is published, then constant */
 };
 
-extern _Thread_local struct grace_reader *grace_self;
+extern SOFT_THREAD_LOCAL struct grace_reader *grace_self;
 struct grace_reader *grace_register(void);
 
 /* Whether this thread can enter sections; false means that memory ran out. Who may fail asks before he begins. */

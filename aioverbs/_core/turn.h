@@ -16,6 +16,7 @@
 #define TURN_UNITS 512
 #define TURN_LARGEST_SHARE 64 /* of one queue alone: going round the loop costs as much as a few awaits */
 #define TURN_SMALLEST_SHARE 16
+#define TURN_LUCKY_SHARE 2 /* where others sleep */
 #define TURN_UNIT_BYTES 8192
 
 /* What a queue did in a turn. */
@@ -29,6 +30,7 @@ static __attribute__((tls_model("initial-exec"))) _Thread_local struct {
     uint64_t spun; /* nanoseconds */
     uint32_t share;
     uint32_t queues; /* that had a part in it */
+    bool slept;      /* an await had to */
 } turn_now = {.number = 1, .share = TURN_LARGEST_SHARE};
 
 static inline uint64_t turn_clock(void)
@@ -42,26 +44,39 @@ static inline uint64_t turn_clock(void)
 /* The loop went round since the turn of that number. */
 static inline void turn_went_round(uint64_t number)
 {
-    uint32_t share;
+    uint32_t share, least = turn_now.slept ? TURN_LUCKY_SHARE : TURN_SMALLEST_SHARE;
 
     if (number != turn_now.number)
         return;
     share = TURN_UNITS / (turn_now.queues ? turn_now.queues : 1);
     share = share < TURN_LARGEST_SHARE ? share : TURN_LARGEST_SHARE;
-    turn_now.share = share > TURN_SMALLEST_SHARE ? share : TURN_SMALLEST_SHARE;
+    turn_now.share = share > least ? share : least;
+    turn_now.slept = false;
     turn_now.number++;
     turn_now.queues = 0;
     turn_now.spun = 0;
 }
 
-/* Whether others are to run before an await of a queue is done that could be done at once. */
+/* An await of a queue begins. Those that will sleep count, too: a device that works beside this thread is done at once
+ * for some, and who has such luck is not to have much more of the turn than the others. */
+static inline void turn_take_part(struct turn_share *share)
+{
+    if (share->number == turn_now.number)
+        return;
+    share->number = turn_now.number;
+    share->units = 0;
+    turn_now.queues++;
+}
+
+/* An await sleeps. */
+static inline void turn_sleep(void)
+{
+    turn_now.slept = true;
+}
+
+/* Whether others are to run before an await of a queue is done that could be done at once. It took part. */
 static inline bool turn_is_over(struct turn_share *share, uint64_t bytes)
 {
-    if (share->number != turn_now.number) {
-        share->number = turn_now.number;
-        share->units = 0;
-        turn_now.queues++;
-    }
     share->units += 1 + bytes / TURN_UNIT_BYTES;
     return share->units > turn_now.share;
 }

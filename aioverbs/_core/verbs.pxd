@@ -292,6 +292,7 @@ cdef extern from "verbs_abi.h" nogil:
     struct ibv_qp:
         ibv_context *context
         void *qp_context
+        uint32_t handle
         uint32_t qp_num
 
     struct ibv_qp_cap:

@@ -17,7 +17,7 @@ from aioverbs._core.engine import (
     SharedReceiveQueue,
 )
 from aioverbs.affinity import Bell
-from aioverbs.errors import BrokenResourceError, WorkCompletionError
+from aioverbs.errors import BrokenResourceError
 from aioverbs.memory import MemoryRegion as _Region
 from aioverbs.types import AccessFlags, WcStatus
 
@@ -420,7 +420,7 @@ class Requests:
     @property
     def receive_queue(self) -> WorkQueue | None: ...
     @property
-    def broken(self) -> WorkCompletionError | None: ...
+    def broken(self) -> Exception | None: ...
     @property
     def under_way(self) -> int: ...
     @property

@@ -12,6 +12,7 @@ is whole whenever the GIL is given up, and whenever Python code may run.
 
 import asyncio
 import collections
+import logging
 import struct
 import sys
 import types
@@ -84,11 +85,26 @@ cdef extern from "turn.h" nogil:
     void turn_went_round(uint64_t number)
     struct turn_share:
         pass
+    void turn_take_part(turn_share *)
+    void turn_sleep()
     bint turn_is_over(turn_share *, uint64_t bytes)
 
 cdef extern from "taking.h" nogil:
     int poll_take(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *)
     int poll_spin(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *, uint64_t until)
+
+cdef extern from "request.h" nogil:
+    enum:
+        REQUEST_SGES
+
+    struct request:
+        v.ibv_send_wr send
+        v.ibv_recv_wr receive           # which is how the other one begins
+        v.ibv_sge sge[2]
+
+    void request_begin(request *)
+    void request_move(request *to, const request *from_)
+    request *request_grow(request *, size_t count, size_t size)
 
 cdef extern from "awaiting.h":
     ctypedef int (*send_function)(PyObject *, PyObject *, PyObject **) except -1
@@ -100,6 +116,8 @@ cdef extern from "awaiting.h":
 # The software device executes a request in the call that posts it. From this size on that takes longer than giving the
 # GIL away and back, and other threads may want to run meanwhile.
 cdef uint64_t RELEASE_GIL_BYTES = 1 << 20
+
+_log = logging.getLogger("aioverbs")
 
 cdef enum:
     TAKE = 16                       # completions are taken in rounds of so many
@@ -118,6 +136,11 @@ cdef enum phase:
     SUSPENDED
     OVER
     PART                            # of a batch, which is awaited instead
+
+cdef enum:                          # instead of a place in scratch memory
+    UNUSED = -1
+    WANTED = -2
+    BY_ELEMENTS = -3                # of a batch: some of them want one
 
 cdef enum:
     SUCCESS = 0                     # enum ibv_wc_status

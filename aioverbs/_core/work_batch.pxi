@@ -1,5 +1,9 @@
 # Part of work.pyx: many requests with one doorbell and one completion.
 
+cdef enum:
+    ROOM = 64                           # for requests at first: few batches need more
+
+
 @cython.final
 cdef class Batch(Sending):
     """Requests that are posted together: one doorbell, one completion, one await. `QueuePair.batch` makes it.
@@ -9,6 +13,12 @@ cdef class Batch(Sending):
     """
 
     cdef list elements
+    cdef request *requests              # of these, until they are posted
+    cdef Py_ssize_t room
+    cdef list runs                      # what memory they have
+    cdef _Run last_run
+    cdef uint64_t bytes
+    cdef int scratch
     cdef Operation operation            # since it was posted
 
     def __init__(self, Requester queue_pair not None):
@@ -17,6 +27,11 @@ cdef class Batch(Sending):
         self._requests = queue_pair._requests
         self._loose = True
         self.elements = []
+        self.runs = []
+        self.scratch = UNUSED
+
+    def __dealloc__(self):
+        free(self.requests)
 
     def __len__(self):
         return len(self.elements)
@@ -24,13 +39,41 @@ cdef class Batch(Sending):
     def __repr__(self):
         return f"<Batch of {len(self.elements)} for {self._requests.handle!r}>"
 
-    cdef int _go(self, Operation operation, bint nowait) except -1:
+    cdef request *_place_for(self, request *made) except NULL:
+        cdef request *larger
         if self.operation is not None:
             raise RuntimeError(f"{self!r} was posted: make a new one")
         if len(self.elements) == SLOTS_ELEMENTS:
             raise ValueError(f"a batch has {SLOTS_ELEMENTS} requests at most: post it, and begin another")
+        if len(self.elements) == self.room:
+            larger = request_grow(self.requests, self.room, 2 * self.room + ROOM)
+            if larger == NULL:
+                raise MemoryError
+            self.requests = larger
+            self.room = 2 * self.room + ROOM
+        return &self.requests[len(self.elements)]
+
+    cdef int _go(self, Operation operation, request *made, bint nowait) except -1:
+        self._count(operation.pins)
+        if operation.extra is not None and operation.extra.pins is not None:
+            for each in operation.extra.pins:
+                self._count((<_Run>each).pins)
+        self.bytes += operation.bytes
+        if operation.scratch != UNUSED:
+            self.scratch = BY_ELEMENTS
         operation.phase = PART
         self.elements.append(operation)
+        return 0
+
+    cdef int _count(self, Pins pins) except -1:
+        # To be pinned. Most requests have the memory of those before them.
+        if pins is None:
+            return 0
+        if self.last_run is not None and self.last_run.pins is pins:
+            self.last_run.count += 1
+            return 0
+        self.last_run = _run(pins)
+        self.runs.append(self.last_run)
         return 0
 
     def post(self):
@@ -54,32 +97,36 @@ cdef class Batch(Sending):
                 raise RuntimeError(f"{self!r} was posted: make a new one")
             if not self.elements:
                 raise ValueError("there is nothing in the batch")
-            operation = _new(requests.send_queue)
-            operation.elements = self.elements
+            operation = _new(requests.send_queue, 0)
             operation.requests = len(self.elements)
-            self._fasten()
+            operation.bytes = self.bytes
+            operation.scratch = self.scratch
+            _extra(operation).elements = self.elements
+            operation.extra.pins = self.runs
+            self._pin()
+            operation.extra.requests, self.requests = self.requests, NULL
             try:
-                for each in self.elements:
-                    operation.bytes += (<Operation>each).bytes
-                Sending._go(self, operation, nowait)
+                Sending._go(self, operation, operation.extra.requests, nowait)
             except BaseException:
-                for each in self.elements:
-                    (<Operation>each)._loosen()
+                self.requests, operation.extra.requests = operation.extra.requests, NULL
+                _discard_runs(self.runs, False)
                 raise
             self.operation = operation
         finally:
             requests.handle._unuse()
         return operation
 
-    cdef int _fasten(self) except -1:
-        cdef int done = 0
+    cdef int _pin(self) except -1:
+        # All of it, or nothing.
+        cdef _Run run
+        cdef Py_ssize_t pinned = 0
         try:
-            for each in self.elements:
-                (<Operation>each)._fasten()
-                done += 1
+            for each in self.runs:
+                run = <_Run>each
+                run.pins._add(run.count, 0)
+                pinned += 1
         except BaseException:
-            for each in self.elements[:done]:
-                (<Operation>each)._loosen()
+            _discard_runs(self.runs[:pinned], False)
             raise
         return 0
 
@@ -91,61 +138,48 @@ cdef class Batch(Sending):
             await self.post()
 
 
-cdef v.ibv_send_wr *_linked(Operation batch) noexcept:
-    # The chain of its requests; only the last one completes, unless one fails.
-    cdef Operation element, before = None
-    cdef uint32_t index = 0
-    for each in batch.elements:
-        element = <Operation>each
-        element.send_wr.wr_id = slots_with_element(batch.number, index)
-        element.send_wr.next = NULL
-        if before is not None:
-            before.send_wr.next = &element.send_wr
-        before = element
-        index += 1
-    before.send_wr.send_flags |= SIGNALED
-    return &(<Operation>batch.elements[0]).send_wr
+cdef int _number_elements(Operation batch) noexcept:
+    cdef uint32_t at
+    for at in range(batch.requests):
+        batch.extra.requests[at].send.wr_id = slots_with_element(batch.number, at)
+    return 0
 
 
-cdef int _partly(Operation batch, v.ibv_send_wr *bad, int error) noexcept:
-    # The verb refused one in the middle. What it took has no completion of its own until the queue pair is flushed.
-    cdef v.ibv_qp_attr attr
-    cdef QueuePair handle = <QueuePair>batch.queue.handle
-    cdef Operation element
-    cdef bint refused = False
-    for each in batch.elements:
-        element = <Operation>each
-        refused = refused or &element.send_wr == bad
-        if refused:
-            element.error = VerbsError("ibv_post_send", abs(error))
-        else:
-            batch.posted += 1
-    memset(&attr, 0, sizeof(attr))
-    attr.qp_state = <v.ibv_qp_state><int>ERR
-    return handle.context.table.modify_qp(handle.pointer, &attr, v.IBV_QP_STATE)
+cdef int _torn(Operation batch, request *made, v.ibv_send_wr *bad, int error) noexcept:
+    # The verb refused one in the middle: the last one, which would have told of those before it, is not posted.
+    cdef Py_ssize_t taken = _refused(made, batch.requests, bad)
+    failure = VerbsError("ibv_post_send", abs(error))
+    batch.queue.requests._lose(failure)
+    unknown = batch.queue.requests._unknown()
+    for each in batch.extra.elements:
+        (<Operation>each)._fail(failure if taken <= 0 else unknown)
+        taken -= 1
+    batch._fail(BatchError([(<Operation>each).value for each in batch.extra.elements]))
+    return 0
 
 
 cdef bint _element_completed(Operation batch, v.ibv_wc *wc) except -1:
     # Whether that was the last of it.
-    cdef uint32_t index = slots_element(wc.wr_id), last = (batch.posted or <uint32_t>len(batch.elements)) - 1
-    cdef Operation element = <Operation>batch.elements[index]
-    if <int>wc.status != SUCCESS:
+    cdef _Extra extra = batch.extra
+    cdef uint32_t index = slots_element(wc.wr_id)
+    cdef Operation element = <Operation>extra.elements[index]
+    if <int>wc.status != SUCCESS and not element.raises:
         element.status = wc.status
         element.vendor_err = wc.vendor_err
         if batch.status == SUCCESS:
             batch.status = wc.status
             batch.vendor_err = wc.vendor_err
-    return index == last
+    return index == <uint32_t>len(extra.elements) - 1
 
 
 cdef int _end_elements(Operation batch) except -1:
+    # They are done. What atomics give is in memory that is another one's soon.
     cdef Operation element
-    for each in batch.elements:
+    for each in batch.extra.elements:
         element = <Operation>each
         element.state = DONE
-        if batch.error is not None and element.error is None:
-            element.error = batch.error
-        elif element.status == SUCCESS and element.error is None:
+        if batch.raises and not element.raises:
+            element._fail(batch.value)
+        elif element.atomic and element.status == SUCCESS and not element.raises:
             element._take_old_value()
-        element.keep = None
     return 0

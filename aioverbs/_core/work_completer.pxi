@@ -42,6 +42,7 @@ cdef class Completer:
     cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
     cdef list chained                   # queues with something to be posted at the end of the turn
     cdef list refused                   # operations that the verb then refused
+    cdef list lost                      # Requests of which some will never complete
     cdef list stalled                   # queues whose waiting operations found another thread inside
     cdef dict shared                    # queue pair number -> its shared receive queue
     cdef object turn                    # the bound method
@@ -60,6 +61,7 @@ cdef class Completer:
         self.spin_ns = spin_ns
         self.chained = []
         self.refused = []
+        self.lost = []
         self.stalled = []
         self.shared = {}
         self.turn = self._turn
@@ -80,7 +82,7 @@ cdef class Completer:
             self.loop.call_soon(self.turn)
             self.turn_comes = True
             self.turn_number = turn_now.number
-        elif not self.armed or self.chained or self.refused or self.stalled:
+        elif not self.armed or self.chained or self.refused or self.lost or self.stalled:
             self.turn_comes = True      # before it does: home may run at once
             try:
                 self.loop.call_soon_threadsafe(self.turn)
@@ -161,7 +163,7 @@ cdef class Completer:
         cdef Operation operation
         while self.chained:
             queue = self.chained[-1]
-            if queue.chain_first is None:       # it was posted before, or will never be: its queue may be destroyed
+            if queue.chain is None:       # it was posted before, or will never be: its queue may be destroyed
                 self.chained.pop()
                 continue
             queue._enter()
@@ -177,6 +179,13 @@ cdef class Completer:
             operation = self.refused.pop()
             if operation.state != DONE:         # as where its queue pair was destroyed meanwhile
                 operation.queue._retire(operation)
+        while self.lost:
+            requests = self.lost.pop()
+            try:
+                (<Requests>requests)._reset()
+            except ConcurrentAccessError:
+                self.lost.append(requests)
+                raise
         return 0
 
     cdef int _check(self) except -1:
@@ -282,6 +291,8 @@ cdef class Completer:
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
         # They were taken and come no more: what is raised meanwhile, as by a signal's handler, keeps none of them back.
         cdef int i = 0
+        if found == 1:
+            return self._dispatch(wcs)
         raised = None
         while i < found:
             try:
@@ -329,9 +340,7 @@ cdef class Completer:
                 operation = <Operation>self.slots.at[index].work
                 operation.queue._refuse_waiting(SUCCESS, self.broken_by())
                 operation.queue._unchain()
-                operation.covered = None
-                operation.error = self.broken_by()
-                operation.queue._retire(operation)
+                operation.queue._give_up(operation, SUCCESS, self.broken_by())
         for queue in list(self.shared.values()):
             if (<WorkQueue>queue)._is_deaf():
                 (<WorkQueue>queue)._abandon(SUCCESS, self.broken_by())

@@ -40,9 +40,9 @@ cdef class Inbox:
         if self.end is None:            # what came before the end is still given
             self.queue._enter()
             self.queue.handle._unuse()
-        operation = _new(self.queue)
-        operation.inbox = self
-        operation.asks = True
+        operation = _new(self.queue, 0)
+        _extra(operation).inbox = self
+        operation.extra.asks = True
         operation.state = POSTED
         self.asked = operation
         self._hand_over()
@@ -62,33 +62,34 @@ cdef class Inbox:
             return 0
         self.asked = None
         if self.ready:
-            operation.value = self.ready.popleft()
+            operation.value = operation.extra.message = self.ready.popleft()
         else:
-            operation.error = self.end
+            operation._fail(self.end)
         operation.state = DONE
         waiter = operation.waiter
         if waiter is not None:
             self.queue._count_awaited(-1)
-            _wake(waiter, operation.loop, self.queue.handle.affinity)
+            _wake(waiter, self.queue.handle.affinity)
         return 0
 
     cdef int _arrived(self, Operation operation, object local) except -1:
         # A receive is done.
-        if operation.error is None and operation.status == SUCCESS:
+        if not operation.raises and operation.status == SUCCESS:
             self.ready.append(self.wrap(operation.value))
             return self._hand_over()
         self.unused(local)
         if self.end is None:
-            closed = self.queue.closing and (operation.status == FLUSHED or operation.error is not None)
-            self.end = StopAsyncIteration() if closed else operation.error or operation._failure()
+            closed = self.queue.closing and (operation.status == FLUSHED or operation.raises)
+            self.end = StopAsyncIteration() if closed else operation._failure()
         return self._hand_over()
 
     cdef int _withdraw(self, Operation operation) except -1:
         # Who asked is cancelled.
         if self.asked is operation:
             self.asked = None
-        elif operation.error is None:
-            self.ready.appendleft(operation.value)
+        elif operation.extra.message is not None:
+            self.ready.appendleft(operation.extra.message)
+            operation.extra.message = None
             return self._hand_over()    # somebody else may have asked meanwhile
         return 0
 

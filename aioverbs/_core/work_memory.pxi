@@ -46,13 +46,7 @@ cdef class Pins:
 
         :raises ClosedResourceError: it is not registered any more, or was given back.
         """
-        cdef Pins each = self
-        while each is not None:
-            if each._closed and each.parent is not None:
-                raise ClosedResourceError("this buffer was released to its pool: lease another one")
-            if each._closed:
-                raise ClosedResourceError("the memory is not registered any more, or about to be closed")
-            each = each.parent
+        self._check()
 
     def reopen(self):
         """Take `close` back."""
@@ -63,36 +57,55 @@ cdef class Pins:
 
         :raises ClosedResourceError: it is closed.
         """
-        self._add(False)
+        self._add(1, 0)
 
     def discard(self):
         """It is over; once for each `add`."""
-        self._discard(False)
+        self._discard(1, 0)
 
-    cdef int _add(self, bint receive) except -1:
+    @cython.final
+    cdef int _check(self) except -1:
+        if self._closed and self.parent is not None:
+            raise ClosedResourceError("this buffer was released to its pool: lease another one")
         if self._closed:
-            self.check()
+            raise ClosedResourceError("the memory is not registered any more, or about to be closed")
+        return 0 if self.parent is None else self.parent._check()
+
+    @cython.final
+    cdef inline int _add(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        if self._closed:
+            self._check()
         if self.parent is not None:
-            self.parent._add(receive)
-        self._count += 1
-        self._receives += receive
+            self.parent._add(count, receives)
+        self._count += count
+        self._receives += receives
         return 0
 
-    cdef int _discard(self, bint receive) except -1:
-        self._count -= 1
-        self._receives -= receive
+    @cython.final
+    cdef int _discard(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        self._count -= count
+        self._receives -= receives
         if self.parent is not None:
-            self.parent._discard(receive)
+            self.parent._discard(count, receives)
         if not self._count and (self.bell is not None or self._idle is not None):
             self._is_idle()
         return 0
 
+    @cython.final
     cdef int _is_idle(self) except -1:
         if self.bell is not None:
             self.bell.ring()
         if self._idle is not None:
             self._idle()
         return 0
+
+
+@cython.final
+cdef class _Run:
+    """So many requests, one after the other, with the use of one piece of memory."""
+
+    cdef Pins pins
+    cdef Py_ssize_t count
 
 
 cdef class Registered:

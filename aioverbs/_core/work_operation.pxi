@@ -1,6 +1,40 @@
 # Part of work.pyx: what is awaited.
 
 @cython.final
+@cython.freelist(64)
+@cython.no_gc_clear                 # what waits with it is there until it is freed
+cdef class _Extra:
+    """What few operations have beside the rest. It comes and goes with its operation."""
+
+    cdef v.ibv_sge *sges                # where those of the request are too few
+    cdef request *requests              # of a batch, or of one that waits for a place
+    cdef v.ibv_mw_bind_info bind_info
+    cdef MemoryWindow window            # to be bound
+    cdef list pins                      # of its memory, beyond the first: _Run
+    cdef list covers                    # operations that were posted before it without a completion of their own
+    cdef list elements                  # of a batch
+    cdef Inbox inbox                    # where it goes when it is done, of a receive; that it asks, of a message
+    cdef bint asks
+    cdef object message                 # that it was given, and nobody took yet
+    cdef WorkQueue queue                # that it waits in for a place; None: it does not
+    cdef PyObject *operation            # borrowed
+    cdef PyObject *earlier              # of those that wait, borrowed: who is dropped takes itself out
+    cdef PyObject *later
+    cdef list pinned                    # to be given back if it is dropped there
+
+    def __dealloc__(self):
+        cdef WorkQueue queue = self.queue
+        cdef list pinned = self.pinned
+        if queue is not None:
+            queue._unlink(self)
+            _discard_runs(pinned, queue.receives)
+        if self.message is not None:
+            self.inbox.ready.appendleft(self.message)
+        free(self.sges)
+        free(self.requests)
+
+
+@cython.final
 @cython.freelist(256)
 @cython.no_gc_clear                 # what pins its memory is there until it is freed
 cdef class Operation:
@@ -13,40 +47,28 @@ cdef class Operation:
     It is a `collections.abc.Coroutine`: tasks and cancel scopes take it. Made by the methods of a queue pair.
     """
 
+    # Few Python objects, since each field for one takes its time in every operation's life.
     cdef WorkQueue queue
-    cdef v.ibv_send_wr send_wr          # one of both
-    cdef v.ibv_recv_wr recv_wr
-    cdef v.ibv_sge sge[2]
-    cdef v.ibv_sge *more_sges           # where two are too few
-    cdef v.ibv_mw_bind_info bind_info
-    cdef MemoryWindow window            # to be bound
+    cdef _Extra extra                    # None: it has nothing of that
+    cdef Pins pins                      # of its memory
+    cdef object keep                    # alive as long as it is under way: what it was given
+    cdef object value                   # what it gives, or raises
+    cdef object waiter                  # the future that who awaits waits for
     cdef uint64_t number                # `wr_id` since it has a place
     cdef uint64_t bytes
+    cdef uint64_t turn                  # in which whoever awaits let the loop go round
     cdef uint32_t requests              # 1, of a batch more
-    cdef uint32_t posted                # of a batch, where the verb refused the others; 0: all
     cdef uint32_t vendor_err
     cdef uint32_t qp_num                # where it failed, of a shared receive
     cdef int status                     # enum ibv_wc_status
-    cdef int scratch                    # its part of the queue's scratch memory; -1: none
-    cdef uint64_t turn                  # in which whoever awaits let the loop go round
+    cdef int scratch                    # its place in the queue's scratch memory; below 0: none
+    cdef uint8_t opcode                 # enum ibv_wr_opcode, of a send
     cdef uint8_t state
     cdef uint8_t phase
+    cdef bint raises                    # `value`, which it ended by
     cdef bint atomic                    # gives what was there before, which the device writes to its scratch memory
     cdef bint held                      # its queue keeps it while it waits for a place: somebody awaits it
-    cdef Pins pins                      # of its memory
-    cdef list more_pins
-    cdef bint loose                     # not pinned now: a part of a batch that is not posted
-    cdef object keep                    # alive as long as it is: what it was given
-    cdef object waiter                  # the future of `loop` that who awaits waits for
-    cdef object loop
-    cdef object value                   # what it gives
-    cdef object error                   # what it ended by, where that was no completion
-    cdef Operation covered              # posted before it without a completion of its own: done when this is
-    cdef list elements                  # of a batch
-    cdef Inbox inbox                    # where it goes when it is done, of a receive; that it asks, of a message
-    cdef bint asks
-    cdef PyObject *earlier              # among those that wait for a place
-    cdef PyObject *later
+    cdef bint loose                     # a part of a batch, which pins its memory
 
     def __init__(self):
         raise TypeError("operations come from the methods of a queue pair")
@@ -55,26 +77,17 @@ cdef class Operation:
     def __class_getitem__(cls, item):
         return types.GenericAlias(cls, item)
 
-    def __dealloc__(self):
-        if self.state == WAITING:
-            self.queue._unlink(self)
-        if self.state != DONE:
-            self._unpin()
-        elif self.asks and self.phase == FRESH and self.error is None:
-            self.inbox.ready.appendleft(self.value)     # nobody took it
-        free(self.more_sges)
-
     # ---- Looking
 
     def __repr__(self):
         names = {NEW: "new", WAITING: "waits for a place", CHAINED: "to be posted", POSTED: "posted", DONE: "done"}
-        what = "BATCH" if self.elements is not None else self._opcode_name()
+        what = "BATCH" if _is_batch(self) else self._opcode_name()
         return f"<Operation {what} on {self.queue.handle!r} ({names[self.state]})>"
 
     cdef str _opcode_name(self):
         if self.queue.receives:
             return "RECV"
-        return "BIND_MW" if self.window is not None else SendOpcode(<int>self.send_wr.opcode).name
+        return SendOpcode(self.opcode).name
 
     def done(self):
         """Whether it has ended, well or not. This looks for completions, and never waits.
@@ -94,111 +107,64 @@ cdef class Operation:
         return self._outcome()
 
     cdef object _outcome(self):
-        if self.error is not None:
-            raise self.error
-        if self.status != SUCCESS:
-            self.error = self._failure()
-            raise self.error
+        if self.status != SUCCESS and not self.raises:
+            self._fail(self._failure())
+        if self.raises:
+            raise self.value
         return self.value
 
-    cdef object _failure(self):
-        # What it ended by, as an error.
-        if self.elements is not None:
-            errors = [(<Operation>each).error or (<Operation>each)._error_of_status() for each in self.elements]
-            return BatchError(errors)
-        return self._error_of_status()
+    cdef int _fail(self, object error) except -1:
+        self.value = error
+        self.raises = True
+        return 0
 
-    cdef object _error_of_status(self):
+    cdef object _failure(self):
+        # What it ended by, as an error; None: well.
+        if self.raises:
+            return self.value
         if self.status == SUCCESS:
             return None
-        opcode = WcOpcode.RECV if self.queue.receives else _wc_opcodes.get(<int>self.send_wr.opcode)
-        if self.window is not None:
-            opcode = WcOpcode.BIND_MW
+        if _is_batch(self):
+            return BatchError([(<Operation>each)._failure() for each in self.extra.elements])
+        opcode = WcOpcode.RECV if self.queue.receives else _wc_opcodes.get(self.opcode)
         return WorkCompletionError(_status(self.status), opcode, self.vendor_err, self.queue.qp_num or self.qp_num)
 
     cdef int _take_old_value(self) except -1:
         # It succeeded: what an atomic gives lies in its scratch memory, which is another one's soon.
         if self.atomic:
-            self.value = (<uint64_t *>_sges(self)[0].addr)[0]
+            self.value = (<uint64_t *>self.queue._scratch_of(self))[0]
         return 0
 
     # ---- Memory
 
-    cdef int _pin(self, Pins pins) except -1:
+    cdef inline int _pin(self, Pins pins) except -1:
         if self.loose:
-            pins.check()
+            pins._check()
         else:
-            pins._add(self.queue.receives)
+            pins._add(1, self.queue.receives)
         if self.pins is None:
             self.pins = pins
-        elif self.more_pins is None:
-            self.more_pins = [pins]
-        else:
-            self.more_pins.append(pins)
-        return 0
-
-    cdef int _unpin_all(self) except -1:
-        # This may run Python code: all else is done before.
-        if self.elements is None:
-            return self._unpin()
-        raised = None
-        for each in self.elements:
-            try:
-                (<Operation>each)._unpin()
-            except BaseException as error:
-                raised = error
-        if raised is not None:
-            raise raised
-        return 0
-
-    cdef int _unpin(self) except -1:
-        cdef Pins pins = self.pins
-        cdef list more
-        cdef bint receives
-        if pins is None:
             return 0
-        more = self.more_pins
-        receives = self.queue.receives
-        self.pins = self.more_pins = None
-        if self.loose:
-            return 0
-        if more is None:
-            pins._discard(receives)
-            return 0
-        try:
-            pins._discard(receives)
-        finally:
-            while more:
-                pins = more.pop()
-                pins._discard(receives)
+        return self._pin_more(pins)
+
+    cdef int _pin_more(self, Pins pins) except -1:
+        cdef _Extra extra = _extra(self)
+        if extra.pins is None:
+            extra.pins = []
+        extra.pins.append(_run(pins))
         return 0
 
-    cdef int _loosen(self) except -1:
-        # Its memory is not pinned until it is posted.
-        self.loose = True
-        if self.pins is not None:
-            self.pins._discard(False)
-        if self.more_pins is not None:
-            for each in self.more_pins:
-                (<Pins>each)._discard(False)
-        return 0
+    cdef inline int _unpin(self) except -1:
+        # Once; it may run Python code, and is among the last steps therefore.
+        if self.extra is not None and self.extra.pins is not None:
+            return _discard_runs(self._all_pins(), self.queue.receives)
+        return 0 if self.pins is None else self.pins._discard(1, self.queue.receives)
 
-    cdef int _fasten(self) except -1:
-        cdef Py_ssize_t held = 0
-        if self.pins is not None:
-            self.pins._add(False)
-        if self.more_pins is not None:
-            try:
-                for each in self.more_pins:
-                    (<Pins>each)._add(False)
-                    held += 1
-            except BaseException:
-                self.pins._discard(False)
-                for each in self.more_pins[:held]:
-                    (<Pins>each)._discard(False)
-                raise
-        self.loose = False
-        return 0
+    cdef list _all_pins(self):
+        cdef list pins = [] if self.pins is None else [_run(self.pins)]
+        if self.extra is not None and self.extra.pins is not None:
+            pins += self.extra.pins
+        return pins
 
     # ---- Awaiting
 
@@ -231,17 +197,18 @@ cdef class Operation:
 
     cdef int _leave(self) except -1:
         if self.phase == SUSPENDED:
-            self.waiter = self.loop = None
+            self.waiter = None
             if self.state != DONE:
                 self.queue._unawaited(self)
-        if self.asks and self.phase != OVER:
-            self.inbox._withdraw(self)
+        if self.extra is not None and self.extra.asks and self.phase != OVER:
+            self.extra.inbox._withdraw(self)
         self.phase = OVER
         return 0
 
     cdef int _begin(self, PyObject **result) except -1:
         if self.queue is None:
             raise TypeError("operations come from the methods of a queue pair")
+        turn_take_part(&self.queue.share)
         self.queue._look(self, True)
         if self.state != DONE:
             return self._suspend(result)
@@ -262,9 +229,9 @@ cdef class Operation:
         if self.state == DONE:          # meanwhile, by another thread or a finalizer: nobody knew of this waiter
             return self._deliver(result)
         self.waiter = waiter
-        self.loop = loop
         self.phase = SUSPENDED
         self.turn = turn_now.number
+        turn_sleep()
         self.queue._awaited(self)
         Py_INCREF(waiter)
         result[0] = <PyObject *>waiter
@@ -272,10 +239,14 @@ cdef class Operation:
 
     cdef int _deliver(self, PyObject **result) except -1:
         self.phase = OVER
-        self.waiter = self.loop = None
-        value = self._outcome()
-        Py_INCREF(value)
-        result[0] = <PyObject *>value
+        if self.waiter is not None:
+            self.waiter = None
+        if self.extra is not None:
+            self.extra.message = None   # it is taken
+        if self.status != SUCCESS or self.raises:
+            self._outcome()
+        Py_INCREF(self.value)
+        result[0] = <PyObject *>self.value
         return PYGEN_RETURN
 
 
@@ -287,7 +258,7 @@ cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result)
         try:
             return self._begin(result)
         except BaseException:
-            if self.asks:
+            if self.extra is not None and self.extra.asks:
                 self._leave()           # another one may ask
             raise
     if self.phase == PART:
@@ -299,6 +270,45 @@ cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result)
         self.queue._unawaited(self)
         return self._suspend(result)
     return self._deliver(result)
+
+
+cdef inline bint _is_batch(Operation operation) noexcept:
+    return operation.extra is not None and operation.extra.elements is not None
+
+
+cdef inline bint _binds(Operation operation) noexcept:
+    return operation.extra is not None and operation.extra.window is not None
+
+
+cdef _Extra _extra(Operation operation):
+    cdef _Extra extra = operation.extra
+    if extra is None:
+        extra = _Extra.__new__(_Extra)
+        extra.operation = <PyObject *>operation
+        operation.extra = extra
+    return extra
+
+
+cdef _Run _run(Pins pins):
+    cdef _Run run = _Run.__new__(_Run)
+    run.pins = pins
+    run.count = 1
+    return run
+
+
+cdef int _discard_runs(list runs, bint receives) except -1:
+    # Each of them, whatever one of them raises.
+    cdef _Run run
+    raised = None
+    for each in runs:
+        run = <_Run>each
+        try:
+            run.pins._discard(run.count, run.count if receives else 0)
+        except BaseException as error:
+            raised = error
+    if raised is not None:
+        raise raised
+    return 0
 
 
 awaiting_by(<PyTypeObject *>Operation, <send_function>operation_send)

@@ -26,12 +26,10 @@ cdef class WorkQueue:
     cdef uint32_t used                  # places
     cdef uint32_t waiting               # requests that wait for one
     cdef Py_ssize_t awaited             # operations that somebody sleeps for
-    cdef PyObject *first                # of the operations that wait, borrowed: who is dropped takes itself out
+    cdef PyObject *first                # _Extra of the operations that wait, borrowed: who is dropped takes itself out
     cdef PyObject *last
-    cdef Operation chain_first
-    cdef Operation chain_last
-    cdef uint32_t chained
-    cdef Operation uncovered            # the last one that was posted without a completion of its own
+    cdef list chain                     # operations to be posted together; None: there are none
+    cdef request *chained               # their requests: room for CHAIN, or NULL
     cdef object idle                    # called when nothing is under way any more; None: nobody waits for that
     cdef object make_scratch            # gives a RegionSlice for `scratch_bytes` a place
     cdef RegionSlice scratch
@@ -46,6 +44,7 @@ cdef class WorkQueue:
 
     def __dealloc__(self):
         slots_end(&self.own_slots)
+        free(self.chained)
 
     # ---- Looking
 
@@ -143,7 +142,7 @@ cdef class WorkQueue:
 
     # ---- Beginning
 
-    cdef int _submit(self, Operation operation, bint nowait) except -1:
+    cdef int _submit(self, Operation operation, request *made, bint nowait) except -1:
         # Whoever calls has passed the check for `ibv_post_send` or the like, and leaves it afterwards.
         if self.closing:
             raise ClosedResourceError(f"{self.handle!r} is closed, or about to be")
@@ -156,13 +155,13 @@ cdef class WorkQueue:
                 f"{operation.requests} requests do not fit into the {self.limit} places of {self.handle!r}: "
                 "post fewer at once, or make it with more"
             )
-        if self.scratch is None and (operation.scratch == -2 or operation.elements is not None):
-            self._make_scratch(operation)   # which may let another thread run: places are looked for afterwards
+        if operation.scratch != UNUSED and self.scratch is None:
+            self._make_scratch()            # which may let another thread run: places are looked for afterwards
         if self.first != NULL or self.used + operation.requests > self.limit:
             if nowait:
                 raise WouldBlock
-            return self._wait(operation)
-        return self._begin(operation)
+            return self._wait(operation, made)
+        return self._begin(operation, made)
 
     cdef bint _is_deaf(self) except -1:
         # Of a shared receive queue: whether all that it completes at are broken.
@@ -171,74 +170,91 @@ cdef class WorkQueue:
                 return False
         return len(self.completers) > 0
 
-    cdef int _wait(self, Operation operation) except -1:
-        operation.earlier = self.last
-        operation.later = NULL
+    cdef int _wait(self, Operation operation, request *made) except -1:
+        cdef _Extra extra = _extra(operation)
+        if extra.requests == NULL:
+            extra.requests = request_grow(NULL, 0, 1)
+            if extra.requests == NULL:
+                raise MemoryError
+            request_move(extra.requests, made)
+        extra.pinned = operation._all_pins()
+        extra.queue = self
+        extra.earlier = self.last
+        extra.later = NULL
         if self.last != NULL:
-            (<Operation>self.last).later = <PyObject *>operation
+            (<_Extra>self.last).later = <PyObject *>extra
         else:
-            self.first = <PyObject *>operation
-        self.last = <PyObject *>operation
+            self.first = <PyObject *>extra
+        self.last = <PyObject *>extra
         operation.state = WAITING
         self.waiting += operation.requests
         return self._need_turns()
 
-    cdef int _unlink(self, Operation operation) except -1:
-        if operation.earlier != NULL:
-            (<Operation>operation.earlier).later = operation.later
+    cdef int _unlink(self, _Extra extra) except -1:
+        if extra.earlier != NULL:
+            (<_Extra>extra.earlier).later = extra.later
         else:
-            self.first = operation.later
-        if operation.later != NULL:
-            (<Operation>operation.later).earlier = operation.earlier
+            self.first = extra.later
+        if extra.later != NULL:
+            (<_Extra>extra.later).earlier = extra.earlier
         else:
-            self.last = operation.earlier
-        operation.earlier = operation.later = NULL
-        operation.state = NEW
-        self.waiting -= operation.requests
+            self.last = extra.earlier
+        extra.earlier = extra.later = NULL
+        extra.queue = extra.pinned = None
+        self.waiting -= len(extra.elements) if extra.elements is not None else 1
         return 0
 
-    cdef int _begin(self, Operation operation) except -1:
+    cdef Operation _take_first(self):
+        # It waits no more.
+        cdef Operation operation = <Operation>(<_Extra>self.first).operation
+        self._unlink(operation.extra)
+        operation.state = NEW
+        return operation
+
+    cdef int _begin(self, Operation operation, request *made) except -1:
         # There is a place.
         cdef int error
-        if operation.scratch == -2 or operation.elements is not None:
-            self._take_all_scratch(operation)
+        if operation.scratch != UNUSED:
+            self._take_all_scratch(operation, made)
         self._place(operation)
-        if self.chains and operation.window is None and operation.elements is None:
-            return self._chain(operation)
-        if self.chain_first is not None:
+        made.send.wr_id = operation.number
+        if self.chains and not _is_batch(operation) and not _binds(operation):
+            return self._chain(operation, made)
+        if self.chain is not None:
             self._flush()               # in the order of the calls
         operation.state = POSTED        # before the verb: it may be done when that returns
-        operation.send_wr.send_flags |= SIGNALED
-        if self.uncovered is not None:
-            operation.covered, self.uncovered = self.uncovered, None
-        error = self._call(operation)
+        error = self._call(operation, made)
         if error:
-            operation.state = NEW
-            operation.covered, self.uncovered = None, operation.covered
-            self._displace(operation)
-            if operation.error is not None:
-                raise operation.error
-            self.handle._check("ibv_post_recv" if self.receives else "ibv_post_send", error)
+            return self._take_back(operation, error)
         self.posted += operation.requests
         self.bytes += operation.bytes
         self.doorbells += 1
         return 0
 
-    cdef int _chain(self, Operation operation) except -1:
-        operation.state = CHAINED
-        operation.send_wr.next = NULL
-        if self.chain_last is None:
-            self.chain_first = operation
+    cdef int _take_back(self, Operation operation, int error) except -1:
+        # The verb refused it.
+        operation.state = NEW
+        self._displace(operation)
+        if operation.raises:
+            raise operation.value
+        self.handle._check("ibv_post_recv" if self.receives else "ibv_post_send", error)
+        return 0
+
+    cdef int _chain(self, Operation operation, request *made) except -1:
+        if self.chained == NULL:
+            self.chained = request_grow(NULL, 0, CHAIN)
+            if self.chained == NULL:
+                self._displace(operation)
+                raise MemoryError
+        if self.chain is None:
+            self.chain = []
             self.completer.chained.append(self)
-        else:
-            self.chain_last.send_wr.next = &operation.send_wr
-        operation.covered = self.uncovered
-        self.uncovered = operation
-        self.chain_last = operation
-        self.chained += 1
+        request_move(&self.chained[len(self.chain)], made)
+        self.chain.append(operation)
+        operation.state = CHAINED
         self.posted += 1
         self.bytes += operation.bytes
-        if self.chained >= CHAIN:
+        if len(self.chain) >= CHAIN:
             self._flush()
         else:
             self.completer._need_turn()
@@ -246,52 +262,74 @@ cdef class WorkQueue:
 
     cdef int _flush(self) except -1:
         # Post what was chained, with one doorbell; the last one completes for all of them. Whoever calls has passed the
-        # check.
-        cdef Operation first = self.chain_first, last = self.chain_last, each, refused
+        # check. Of one that is refused the others know nothing: those after it are posted again, and tell of those
+        # before it.
+        cdef list chain = self.chain
+        cdef request *requests = self.chained
+        if chain is None:
+            return 0
+        self.chain, self.chained = None, NULL   # others may begin another one meanwhile
+        try:
+            self._post_chains(chain, requests)
+        finally:
+            if self.chained == NULL:
+                self.chained = requests
+            else:
+                free(requests)
+        return 0
+
+    cdef int _post_chains(self, list chain, request *requests) except -1:
+        cdef list before = []           # posted without a completion
+        cdef Operation refused
+        cdef Py_ssize_t taken
+        cdef int error
+        while chain:
+            error = self._post_chain(before, chain, requests, &taken)
+            if not error:
+                break
+            before += chain[:taken]
+            refused = chain[taken]
+            refused._fail(VerbsError("ibv_post_send", abs(error)))
+            self.completer.refused.append(refused)
+            self.completer._need_turn()
+            chain = chain[taken + 1:]
+            requests += taken + 1
+            if before and not chain:
+                self.requests._lose(refused.value)  # nothing tells of those that were taken
+        return 0
+
+    cdef int _post_chain(self, list before, list chain, request *requests, Py_ssize_t *taken) except? -1:
+        # 0, or what the verb answered, and how many it took.
+        cdef Operation last = chain[len(chain) - 1]
         cdef v.ibv_send_wr *bad = NULL
-        cdef v.ibv_qp *qp
+        cdef v.ibv_qp *qp = (<QueuePair>self.handle).pointer
         cdef uint64_t bytes = 0
         cdef int error
-        if first is None:
-            return 0
-        last.send_wr.send_flags |= SIGNALED
-        self.chain_first = self.chain_last = None
-        self.chained = 0
-        self.uncovered = None
+        for each in chain:
+            (<Operation>each).state = POSTED    # before the verb: it may be done when that returns
+            bytes += (<Operation>each).bytes
+        _link(requests, len(chain))
+        if before or len(chain) > 1:
+            _extra(last).covers = before + chain[:len(chain) - 1]
         self.doorbells += 1
-        each = last
-        while each is not None and each.state == CHAINED:
-            each.state = POSTED
-            bytes += each.bytes
-            each = each.covered
-        qp = (<QueuePair>self.handle).pointer
         if bytes >= RELEASE_GIL_BYTES:
             with nogil:
-                error = v.verbs_post_send(qp, &first.send_wr, &bad)
+                error = v.verbs_post_send(qp, &requests.send, &bad)
         else:
-            error = v.verbs_post_send(qp, &first.send_wr, &bad)
-        if not error:
-            return 0
-        # Those from `bad` on are not posted. The one before has no completion, until a later one covers it.
-        each = last
-        while each is not None and each.state == POSTED:
-            refused, each = each, each.covered
-            refused.covered = None
-            refused.error = VerbsError("ibv_post_send", abs(error))
-            self.completer.refused.append(refused)
-            if &refused.send_wr == bad:
-                break
-        self.uncovered = each
-        self.completer._need_turn()
-        return 0
+            error = v.verbs_post_send(qp, &requests.send, &bad)
+        if error:
+            taken[0] = _refused(requests, len(chain), bad)
+            if last.extra is not None:
+                last.extra.covers = None
+        return error
 
     cdef int _place(self, Operation operation) except -1:
         operation.number = slots_take(self.slots, <void *>operation, self.kind)
         if not operation.number:
-            self._give_scratch(operation)
+            if operation.scratch != UNUSED:
+                self._give_scratch(operation)
             raise MemoryError("no slot for one more request")
         Py_INCREF(operation)            # the slot's
-        operation.send_wr.wr_id = operation.number
         self.used += operation.requests
         if self.used > self.high_water:
             self.high_water = self.used
@@ -301,113 +339,115 @@ cdef class WorkQueue:
     cdef int _displace(self, Operation operation) except -1:
         # It has its place no more.
         slots_give(self.slots, operation.number)
-        self._give_scratch(operation)
+        if operation.scratch != UNUSED:
+            self._give_scratch(operation)
         self.used -= operation.requests
         self._count_under_way(-<int>operation.requests)
         Py_DECREF(operation)
         return 0
 
-    cdef int _call(self, Operation operation) noexcept:
+    cdef int _call(self, Operation operation, request *made) noexcept:
         # The verb; 0 or what it answered. Whoever calls has passed the check.
         cdef v.ibv_send_wr *bad = NULL
         cdef v.ibv_recv_wr *bad_receive = NULL
-        cdef v.ibv_recv_wr *receive = &operation.recv_wr
-        cdef v.ibv_send_wr *send = &operation.send_wr
         cdef v.ibv_qp *qp
         cdef int error
         if self.receives:
-            receive.wr_id = operation.number
             if self.requests is not None:
-                error = v.verbs_post_recv((<QueuePair>self.handle).pointer, receive, &bad_receive)
+                error = v.verbs_post_recv((<QueuePair>self.handle).pointer, &made.receive, &bad_receive)
             else:
-                error = v.verbs_post_srq_recv((<SharedReceiveQueue>self.handle).pointer, receive, &bad_receive)
-        elif operation.window is not None:
-            error = self._bind(operation)
+                error = v.verbs_post_srq_recv((<SharedReceiveQueue>self.handle).pointer, &made.receive, &bad_receive)
+        elif _binds(operation):
+            error = self._bind(operation, made)
         else:
-            if operation.elements is not None:
-                send = _linked(operation)
+            if _is_batch(operation):
+                _number_elements(operation)
+            _link(made, operation.requests)
             qp = (<QueuePair>self.handle).pointer
             if operation.bytes >= RELEASE_GIL_BYTES:
                 with nogil:
-                    error = v.verbs_post_send(qp, send, &bad)
+                    error = v.verbs_post_send(qp, &made.send, &bad)
             else:
-                error = v.verbs_post_send(qp, send, &bad)
-            if error and operation.elements is not None and bad != send:
-                return _partly(operation, bad, error)
+                error = v.verbs_post_send(qp, &made.send, &bad)
+            if error and _is_batch(operation) and bad != &made.send:
+                return _torn(operation, made, bad, error)
         return error
 
-    cdef int _bind(self, Operation operation) noexcept:
+    cdef int _bind(self, Operation operation, request *made) noexcept:
+        cdef _Extra extra = operation.extra
         cdef v.ibv_mw_bind bind
         cdef int error
         memset(&bind, 0, sizeof(bind))
         bind.wr_id = operation.number
-        bind.send_flags = operation.send_wr.send_flags
-        bind.bind_info = operation.bind_info
+        bind.send_flags = made.send.send_flags | SIGNALED
+        bind.bind_info = extra.bind_info
         try:
-            error = (<QueuePair>self.handle)._bind(operation.window, operation.keep, &bind, None)
+            error = (<QueuePair>self.handle)._bind(extra.window, operation.keep, &bind, None)
             if not error:
                 operation.value = RemoteRegion(
-                    operation.bind_info.addr, operation.bind_info.length, operation.window.pointer.rkey
+                    extra.bind_info.addr, extra.bind_info.length, extra.window.pointer.rkey
                 )
         except Exception as raised:     # the window is closed, or of another context
-            operation.error = raised
+            operation._fail(raised)
             return EINVAL
         return error
 
-    cdef int _take_all_scratch(self, Operation operation) except -1:
+    cdef int _take_all_scratch(self, Operation operation, request *made) except -1:
+        cdef Py_ssize_t at = 0
         try:
-            if operation.scratch == -2:
-                self._take_scratch(operation)
-            for each in operation.elements or ():
-                if (<Operation>each).scratch == -2:
-                    self._take_scratch(<Operation>each)
+            if operation.scratch == WANTED:
+                self._take_scratch(operation, made)
+            for each in _elements(operation):
+                if (<Operation>each).scratch == WANTED:
+                    self._take_scratch(<Operation>each, &made[at])
+                at += 1
         except BaseException:
             self._give_scratch(operation)
             raise
         return 0
 
-    cdef int _make_scratch(self, Operation operation) except -1:
-        if operation.scratch != -2 and not any((<Operation>each).scratch == -2 for each in operation.elements):
-            return 0
+    cdef int _make_scratch(self) except -1:
         made = self.make_scratch(self.limit * self.scratch_bytes)
         if self.scratch is None:            # no other thread was faster
             self.scratch = made
             self.free_scratch = list(range(self.limit))
         return 0
 
-    cdef int _take_scratch(self, Operation operation) except -1:
+    cdef int _take_scratch(self, Operation operation, request *made) except -1:
         # A piece of memory of its own, for what the device writes beside the caller's memory.
-        cdef v.ibv_sge *sges
-        cdef uint32_t place
-        operation.scratch = place = self.free_scratch.pop()
-        sges = _sges(operation)
-        sges[0].addr = self.scratch._address + place * self.scratch_bytes
-        sges[0].length = self.scratch_bytes
-        sges[0].lkey = self.scratch._lkey
+        cdef uint32_t place = self.free_scratch.pop()
+        operation.scratch = place
+        made.send.sg_list[0].addr = self._scratch_of(operation)
+        made.send.sg_list[0].length = self.scratch_bytes
+        made.send.sg_list[0].lkey = self.scratch._lkey
         return 0
+
+    cdef uint64_t _scratch_of(self, Operation operation) noexcept:
+        return self.scratch._address + <uint64_t>operation.scratch * self.scratch_bytes
 
     cdef int _give_scratch(self, Operation operation) except -1:
         if operation.scratch >= 0:
             self.free_scratch.append(operation.scratch)
-            operation.scratch = -2
-        if operation.elements is not None:
-            for each in operation.elements:
-                self._give_scratch(<Operation>each)
+            operation.scratch = WANTED
+        for each in _elements(operation):
+            self._give_scratch(<Operation>each)
         return 0
 
     # ---- Ending
 
     cdef int _completed(self, Operation operation, v.ibv_wc *wc) except -1:
-        if operation.covered is None:
+        cdef list covers
+        if operation.extra is None or operation.extra.covers is None:
             return self._ended(operation, wc)
+        covers, operation.extra.covers = operation.extra.covers, None
         try:
-            self._cover(operation)
+            self._cover(covers)
         finally:
             self._ended(operation, wc)
         return 0
 
     cdef int _ended(self, Operation operation, v.ibv_wc *wc) except -1:
-        if operation.elements is not None:
+        if _is_batch(operation):
             if not _element_completed(operation, wc):
                 return 0
         elif <int>wc.status != SUCCESS:
@@ -416,27 +456,24 @@ cdef class WorkQueue:
             operation.qp_num = wc.qp_num
         elif self.receives:
             operation.value = _received(operation, wc)
-        else:
+        elif operation.atomic:
             operation._take_old_value()
         if operation.status != SUCCESS:
             self._failed(operation)
         return self._retire(operation)
 
-    cdef int _cover(self, Operation last) except -1:
-        # What was posted before it without completions of its own is done: a queue completes in order.
-        cdef list before = []
-        cdef Operation each = last
+    cdef int _cover(self, list before) except -1:
+        # What was posted without completions of its own is done: a queue completes in order, and what is flushed has a
+        # completion, whatever it asked for.
+        cdef Operation operation
         raised = None
-        while True:
-            earlier, each.covered = each.covered, None
-            if earlier is None or (<Operation>earlier).state != POSTED:
-                break
-            each = earlier
-            before.append(each)
-        for each in reversed(before):
-            each._take_old_value()
+        for each in before:
+            operation = <Operation>each
+            if operation.state != POSTED:
+                continue
+            operation._take_old_value()
             try:
-                self._retire(each)
+                self._retire(operation)
             except BaseException as error:
                 raised = error
         if raised is not None:
@@ -461,9 +498,9 @@ cdef class WorkQueue:
         slots_give(self.slots, operation.number)
         self.used -= requests
         self.completed += requests
-        if operation.elements is not None:
+        if _is_batch(operation):
             _end_elements(operation)
-        if operation.scratch >= 0 or operation.elements is not None:
+        if operation.scratch != UNUSED:
             self._give_scratch(operation)
         self._count_under_way(-<int>requests)
         try:
@@ -480,27 +517,31 @@ cdef class WorkQueue:
 
     cdef int _tell(self, Operation operation) except -1:
         # Who waits is known before Python code runs, which may end the wait; and is told, whatever that raises.
-        waiter, loop = operation.waiter, operation.loop
+        if operation.waiter is None and operation.extra is None:
+            operation.keep = None
+            return operation._unpin()
+        waiter = operation.waiter
         if waiter is not None:
             self._count_awaited(-1)
         local, operation.keep = operation.keep, None
         try:
-            operation._unpin_all()
+            for each in _elements(operation):
+                (<Operation>each).keep = None
+            operation._unpin()
         finally:
             try:
-                if operation.inbox is not None:
-                    operation.inbox._arrived(operation, local)
+                if operation.extra is not None and operation.extra.inbox is not None:
+                    operation.extra.inbox._arrived(operation, local)
             finally:
                 if waiter is not None:
-                    _wake(waiter, loop, self.handle.affinity)
+                    _wake(waiter, self.handle.affinity)
         return 0
 
     cdef int _advance(self) except -1:
         # Places came back: those that wait get them, in their order.
         cdef Operation operation
         while self.first != NULL:
-            operation = <Operation>self.first
-            if self.used + operation.requests > self.limit:
+            if self.used + (<Operation>(<_Extra>self.first).operation).requests > self.limit:
                 return 0
             refused = None
             try:
@@ -508,18 +549,18 @@ cdef class WorkQueue:
             except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
                 return self._stall()
             except Exception as error:
-                self._unlink(operation)
+                operation = self._take_first()
                 refused = error
             else:
-                self._unlink(operation)
+                operation = self._take_first()
                 try:
-                    self._begin(operation)
+                    self._begin(operation, operation.extra.requests)
                 except Exception as error:
                     refused = error
                 finally:
                     self.handle._unuse()
             if refused is not None:
-                operation.error = refused
+                operation._fail(refused)
                 self._end(operation)
             self._unhold(operation)
         return 0
@@ -538,9 +579,9 @@ cdef class WorkQueue:
     cdef int _end(self, Operation operation) except -1:
         # It never had a place.
         operation.state = DONE
-        if operation.elements is not None:
-            for each in operation.elements:
-                (<Operation>each).status = operation.status
+        for each in _elements(operation):
+            (<Operation>each).status = operation.status
+        if _is_batch(operation):
             _end_elements(operation)
         return self._tell(operation)
 
@@ -548,18 +589,17 @@ cdef class WorkQueue:
         # Nothing is posted here any more.
         cdef Operation operation
         while self.first != NULL:
-            operation = <Operation>self.first
-            self._unlink(operation)
+            operation = self._take_first()
             operation.status = status
-            operation.error = error
+            if error is not None:
+                operation._fail(error)
             self._end(operation)
             self._unhold(operation)
         return 0
 
     cdef int _unchain(self) noexcept:
         # What was to be posted together is not.
-        self.chain_first = self.chain_last = self.uncovered = None
-        self.chained = 0
+        self.chain = None
         return 0
 
     cdef int _abandon(self, int status, object error) except -1:
@@ -573,27 +613,39 @@ cdef class WorkQueue:
                 continue
             operation = <Operation>self.slots.at[index].work
             if operation.queue is self:
-                operation.covered = None
-                operation.status = status
-                operation.error = error
-                self._retire(operation)
+                self._give_up(operation, status, error)
         return 0
+
+    cdef int _give_up(self, Operation operation, int status, object error) except -1:
+        # Its completion comes no more.
+        if operation.extra is not None:
+            operation.extra.covers = None
+        if not operation.raises:
+            operation.status = status
+            if error is not None:
+                operation._fail(error)
+        return self._retire(operation)
 
 
 cdef enum:
     CHAIN = 64                          # requests are posted together at most
 
 
-cdef int _wake(object waiter, object loop, Affinity owner) except -1:
+cdef inline list _elements(Operation operation):
+    return operation.extra.elements if _is_batch(operation) else []
+
+
+cdef int _wake(object waiter, Affinity owner) except -1:
     # Whoever awaits goes on, on its own loop.
-    here = owner.loop if _is_bound(owner) else asyncio._get_running_loop()
+    bound = _is_bound(owner)
+    loop = owner.loop if bound else waiter.get_loop()
     try:
-        if loop is here:
+        if bound or loop is asyncio._get_running_loop():
             _set_done(waiter)
         else:
             loop.call_soon_threadsafe(_set_done, waiter)
     except RuntimeError:
-        if not loop.is_closed():        # then nobody waits any more
+        if not waiter.get_loop().is_closed():   # then nobody waits any more
             raise
     return 0
 
@@ -603,8 +655,21 @@ cpdef _set_done(waiter):
         waiter.set_result(None)
 
 
-cdef inline v.ibv_sge *_sges(Operation operation) noexcept:
-    return operation.more_sges if operation.more_sges != NULL else operation.sge
+cdef inline void _link(request *requests, Py_ssize_t count) noexcept:
+    # What is posted together; only the last one completes, unless one fails.
+    cdef Py_ssize_t at
+    for at in range(count - 1):
+        requests[at].send.next = &requests[at + 1].send
+    requests[count - 1].send.next = NULL
+    requests[count - 1].send.send_flags |= SIGNALED
+
+
+cdef Py_ssize_t _refused(request *requests, Py_ssize_t count, v.ibv_send_wr *bad) noexcept:
+    # Which one that is: of a device that does not say, the last one.
+    cdef Py_ssize_t at = 0
+    while at < count - 1 and &requests[at].send != bad:
+        at += 1
+    return at
 
 
 cdef object _received(Operation operation, v.ibv_wc *wc):
@@ -615,7 +680,7 @@ cdef object _received(Operation operation, v.ibv_wc *wc):
     if operation.scratch >= 0:
         length -= GRH
         if wc.wc_flags & v.IBV_WC_GRH:
-            received.route = (<char *>_sges(operation)[0].addr)[:GRH]
+            received.route = (<char *>operation.queue._scratch_of(operation))[:GRH]
         received.src_qp = wc.src_qp
     received.byte_len = length
     if wc.wc_flags & v.IBV_WC_WITH_INV:

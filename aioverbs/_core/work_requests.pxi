@@ -15,7 +15,8 @@ cdef enum:
     UC = 3
     UD = 4
     XRC_SEND = 9
-    INIT = 1                            # enum ibv_qp_state
+    RESET = 0                           # enum ibv_qp_state
+    INIT = 1
     RTS = 3
     SQD = 4
     SQE = 5
@@ -140,6 +141,37 @@ cdef class Requests:
         for queue in self.queues():
             (<WorkQueue>queue)._abandon(SUCCESS, error)
 
+    cdef int _lose(self, object error) except -1:
+        # Requests were posted without a completion, and those refused that would have told of them.
+        self.broken = error
+        self.send_queue.completer.lost.append(self)
+        return self.send_queue.completer._need_turn()
+
+    cdef int _reset(self) except -1:
+        # What is under way never completes: reset the queue pair, so that the device has the use of no memory any more.
+        # Where that fails, its end is theirs.
+        cdef v.ibv_qp_attr attr
+        cdef int error
+        if self.handle.closed:
+            return 0
+        memset(&attr, 0, sizeof(attr))
+        attr.qp_state = <v.ibv_qp_state><int>RESET
+        self.handle._use("ibv_modify_qp")
+        error = self.handle.context.table.modify_qp(self.handle.pointer, &attr, v.IBV_QP_STATE)
+        self.handle._unuse()
+        if error:
+            _log.error("%r cannot be reset (error %d): what is under way ends when it is closed", self.handle, error)
+            return 0
+        self.handle._state = RESET
+        self.abandon(self._unknown())
+        return 0
+
+    cdef object _unknown(self):
+        # What became of requests when it was reset.
+        error = BrokenResourceError(f"{self.handle!r} was reset, by {self.broken}: whether this was done is not known")
+        error.__cause__ = self.broken
+        return error
+
     def recovered(self):
         """It was reset: it is as new."""
         self.broken = None
@@ -164,7 +196,7 @@ cdef class Requests:
         cdef int state = self.handle._state
         if state == RTS or state == SQD or (receives and INIT <= state < ERR):
             return 0
-        if state == ERR or state == SQE:
+        if state == ERR or state == SQE or self.broken is not None:
             raise BrokenResourceError(
                 f"{self.handle!r} is in state {QpState(state).name}, by: {self.broken or 'somebody moved it there'}"
             ) from self.broken
@@ -187,15 +219,16 @@ cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, lim
     return queue
 
 
-cdef inline Operation _new(WorkQueue queue):
+cdef inline Operation _new(WorkQueue queue, int opcode):
     cdef Operation operation = Operation.__new__(Operation)
     operation.queue = queue
+    operation.opcode = opcode
     operation.requests = 1
-    operation.scratch = -1
+    operation.scratch = UNUSED
     return operation
 
 
-cdef int _add_piece(Operation operation, RegionSlice piece, ProtectionDomain pd, int access, int *count) except -1:
+cdef int _add_piece(Operation operation, request *made, RegionSlice piece, ProtectionDomain pd, int access) except -1:
     cdef v.ibv_sge *sge
     if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
         raise ValueError(f"{piece!r} is of another protection domain than {operation.queue.handle!r}")
@@ -203,30 +236,31 @@ cdef int _add_piece(Operation operation, RegionSlice piece, ProtectionDomain pd,
         raise ValueError(
             f"{piece.region!r} is to be written to by the device: register it with AccessFlags.LOCAL_WRITE"
         )
-    _check_lent(piece._handle)
+    if piece._handle._slot != NULL:
+        _check_lent(piece._handle)
     operation._pin(piece.pins)
     if not piece.length:
         return 0                            # an entry of no bytes means 2 GiB to some devices
     if operation.bytes + piece.length > MOST_BYTES:
         raise ValueError(f"a message has {MOST_BYTES} bytes at most: {piece!r} is too long for it")
-    sge = &_sges(operation)[count[0]]
+    sge = &made.send.sg_list[made.send.num_sge]
     sge.addr = piece._address
     sge.length = piece.length
     sge.lkey = piece._lkey
-    count[0] += 1
+    made.send.num_sge += 1
     operation.bytes += piece.length
     return 0
 
 
-cdef int _gather(Operation operation, object local, ProtectionDomain pd, int access, int first) except -1:
-    # Fill the list of entries from `first` on; how many there are then.
-    cdef int count = first
+cdef int _gather(Operation operation, request *made, object local, ProtectionDomain pd, int access) except -1:
+    # Into the list of entries, after those that it has.
+    cdef int count
     if type(local) is RegionSlice:
-        _add_piece(operation, <RegionSlice>local, pd, access, &count)
+        _add_piece(operation, made, <RegionSlice>local, pd, access)
     elif isinstance(local, Registered):
-        _add_piece(operation, _whole_of(<Registered>local), pd, access, &count)
+        _add_piece(operation, made, _whole_of(<Registered>local), pd, access)
     elif isinstance(local, RegionSlice):
-        _add_piece(operation, <RegionSlice>local, pd, access, &count)
+        _add_piece(operation, made, <RegionSlice>local, pd, access)
     elif local is not None:
         if not isinstance(local, (list, tuple)):
             raise TypeError(
@@ -240,26 +274,36 @@ cdef int _gather(Operation operation, object local, ProtectionDomain pd, int acc
                 f"{len(local)} pieces are more than the {operation.queue.max_sge} of {operation.queue.handle!r}: "
                 "make it with more (max_send_sge, max_recv_sge)"
             )
-        if len(local) + first > 2:
-            operation.more_sges = <v.ibv_sge *>calloc(len(local) + first, sizeof(v.ibv_sge))
-            if operation.more_sges == NULL:
+        count = made.send.num_sge + len(local)
+        if count > REQUEST_SGES:
+            _extra(operation).sges = <v.ibv_sge *>calloc(count, sizeof(v.ibv_sge))
+            if operation.extra.sges == NULL:
                 raise MemoryError
+            made.send.sg_list = operation.extra.sges
         for piece in local:
             if isinstance(piece, Registered):
                 piece = _whole_of(<Registered>piece)
             elif not isinstance(piece, RegionSlice):
                 raise TypeError(f"a piece of local memory is a MemoryRegion or a slice of one, not {piece!r}")
-            _add_piece(operation, <RegionSlice>piece, pd, access, &count)
+            _add_piece(operation, made, <RegionSlice>piece, pd, access)
     operation.keep = local
-    return count
+    return 0
 
 
 cdef inline Requests _entered(Sending sending, str verb):
-    # The check; each success is followed by one `handle._unuse`.
+    # The check; each success is followed by one `_posted`.
     if sending._requests is None:
         raise ClosedResourceError(f"{sending!r} is not open")
     sending._requests.handle._use(verb)
     return sending._requests
+
+
+cdef inline int _posted(Sending sending, Requests requests, Operation operation) except -1:
+    # Or not: then what it has is given back.
+    requests.handle._unuse()
+    if operation is not None and operation.state == NEW and not sending._loose:
+        return operation._unpin()
+    return 0
 
 
 cdef inline WorkQueue _sending(Requests requests, int opcode):
@@ -288,43 +332,49 @@ cdef class Sending:
 
     # ---- What each one has in common
 
-    cdef int _go(self, Operation operation, bint nowait) except -1:
-        operation.queue.requests._check_state(operation.queue.receives)
-        return operation.queue._submit(operation, nowait)
+    cdef request *_place_for(self, request *made) except NULL:
+        # Where the request is made: there, or where it is kept.
+        return made
+
+    cdef int _go(self, Operation operation, request *made, bint nowait) except -1:
+        if operation.queue.requests.handle._state != RTS:
+            operation.queue.requests._check_state(operation.queue.receives)
+        return operation.queue._submit(operation, made, nowait)
 
     cdef Operation _rdma(
         self, int opcode, object local, RemoteRegion remote, immediate, unsigned int flags, object srq_number,
         bint nowait,
     ):
         cdef Requests requests = _entered(self, "ibv_post_send")
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         cdef WorkQueue queue
         try:
             queue = _sending(requests, opcode)
-            operation = _new(queue)
+            made = self._place_for(&own)
+            request_begin(made)
+            operation = _new(queue, opcode)
             operation.loose = self._loose
-            operation.send_wr.num_sge = _gather(
-                operation, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0, 0
-            )
-            operation.send_wr.sg_list = _sges(operation)
+            _gather(operation, made, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0)
             if operation.bytes != remote.length:
                 raise ValueError(
                     f"{operation.bytes} local bytes do not fill the {remote.length} of {remote!r}: "
                     "give it slices of one length"
                 )
-            operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
+            made.send.opcode = <v.ibv_wr_opcode>opcode
             if opcode != RDMA_READ and operation.bytes <= queue.max_inline:
                 flags |= INLINE
-            operation.send_wr.send_flags = flags
-            operation.send_wr.wr.rdma.remote_addr = remote.address
-            operation.send_wr.wr.rdma.rkey = remote.rkey
+            made.send.send_flags = flags
+            made.send.wr.rdma.remote_addr = remote.address
+            made.send.wr.rdma.rkey = remote.rkey
             if opcode == RDMA_WRITE_WITH_IMM:
-                operation.send_wr.imm_data = v.htonl(_number(immediate, 32, "immediate"))
+                made.send.imm_data = v.htonl(_number(immediate, 32, "immediate"))
             if srq_number is not None or requests.handle._type == XRC_SEND:
-                _to_srq(requests, operation, srq_number)
-            self._go(operation, nowait)
+                _to_srq(requests, made, srq_number)
+            self._go(operation, made, nowait)
         finally:
-            requests.handle._unuse()
+            _posted(self, requests, operation)
         return operation
 
     cdef Operation _message(
@@ -332,29 +382,32 @@ cdef class Sending:
         object srq_number, bint nowait,
     ):
         cdef Requests requests = _entered(self, "ibv_post_send")
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         cdef WorkQueue queue
         try:
             queue = _sending(requests, opcode)
-            operation = _new(queue)
+            made = self._place_for(&own)
+            request_begin(made)
+            operation = _new(queue, opcode)
             operation.loose = self._loose
-            operation.send_wr.num_sge = _gather(operation, local, requests.pd, 0, 0)
-            operation.send_wr.sg_list = _sges(operation)
-            operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
+            _gather(operation, made, local, requests.pd, 0)
+            made.send.opcode = <v.ibv_wr_opcode>opcode
             if operation.bytes <= queue.max_inline:
                 flags |= INLINE
-            operation.send_wr.send_flags = flags
+            made.send.send_flags = flags
             if opcode == SEND_WITH_IMM:
-                operation.send_wr.imm_data = v.htonl(_number(immediate, 32, "immediate"))
+                made.send.imm_data = v.htonl(_number(immediate, 32, "immediate"))
             elif opcode == SEND_WITH_INV:
-                operation.send_wr.invalidate_rkey = rkey
+                made.send.invalidate_rkey = rkey
             if to is not None or requests.handle._type == UD:
-                _aim(requests, operation, to)
+                _aim(requests, operation, made, to)
             if srq_number is not None or requests.handle._type == XRC_SEND:
-                _to_srq(requests, operation, srq_number)
-            self._go(operation, nowait)
+                _to_srq(requests, made, srq_number)
+            self._go(operation, made, nowait)
         finally:
-            requests.handle._unuse()
+            _posted(self, requests, operation)
         return operation
 
     cdef Operation _atomic(
@@ -362,51 +415,62 @@ cdef class Sending:
         bint nowait,
     ):
         cdef Requests requests = _entered(self, "ibv_post_send")
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         try:
-            operation = _new(_sending(requests, opcode))
+            made = self._place_for(&own)
+            request_begin(made)
+            operation = _new(_sending(requests, opcode), opcode)
             operation.loose = self._loose
             if remote.length != 8:
                 raise ValueError(f"an atomic is of 8 bytes, {remote!r} has {remote.length}: give it a slice of 8")
             if remote.address % 8:
                 raise ValueError(f"an atomic is of 8 bytes at an address that is a multiple of 8: {remote!r} is not")
-            operation.scratch = -2          # the old value goes to memory of the queue's own
+            operation.scratch = WANTED         # the old value goes to memory of the queue's own
             operation.bytes = 8
             operation.atomic = True
-            operation.send_wr.num_sge = 1
-            operation.send_wr.sg_list = operation.sge
-            operation.send_wr.opcode = <v.ibv_wr_opcode>opcode
-            operation.send_wr.send_flags = flags
-            operation.send_wr.wr.atomic.remote_addr = remote.address
-            operation.send_wr.wr.atomic.rkey = remote.rkey
-            operation.send_wr.wr.atomic.compare_add = _number(add, 64, "compare" if opcode == CMP_AND_SWP else "add")
-            operation.send_wr.wr.atomic.swap = _number(swap, 64, "swap")
+            made.send.num_sge = 1
+            made.send.opcode = <v.ibv_wr_opcode>opcode
+            made.send.send_flags = flags
+            made.send.wr.atomic.remote_addr = remote.address
+            made.send.wr.atomic.rkey = remote.rkey
+            made.send.wr.atomic.compare_add = _number(add, 64, "compare" if opcode == CMP_AND_SWP else "add")
+            made.send.wr.atomic.swap = _number(swap, 64, "swap")
             if srq_number is not None or requests.handle._type == XRC_SEND:
-                _to_srq(requests, operation, srq_number)
-            self._go(operation, nowait)
+                _to_srq(requests, made, srq_number)
+            self._go(operation, made, nowait)
         finally:
-            requests.handle._unuse()
+            _posted(self, requests, operation)
         return operation
 
     cdef Operation _invalidate(self, object rkey, unsigned int flags, bint nowait):
         cdef Requests requests = _entered(self, "ibv_post_send")
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         try:
-            operation = _new(_sending(requests, LOCAL_INV))
+            made = self._place_for(&own)
+            request_begin(made)
+            operation = _new(_sending(requests, LOCAL_INV), LOCAL_INV)
             operation.loose = self._loose
-            operation.send_wr.opcode = <v.ibv_wr_opcode><int>LOCAL_INV
-            operation.send_wr.send_flags = flags
-            operation.send_wr.invalidate_rkey = _number(rkey, 32, "rkey")
-            self._go(operation, nowait)
+            made.send.opcode = <v.ibv_wr_opcode><int>LOCAL_INV
+            made.send.send_flags = flags
+            made.send.invalidate_rkey = _number(rkey, 32, "rkey")
+            self._go(operation, made, nowait)
         finally:
-            requests.handle._unuse()
+            _posted(self, requests, operation)
         return operation
 
     cdef Operation _bind(self, MemoryWindow window, RegionSlice piece, object access, unsigned int flags, bint nowait):
         cdef Requests requests = _entered(self, "ibv_bind_mw")
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         try:
-            operation = _new(_sending(requests, BIND_MW))
+            made = self._place_for(&own)
+            request_begin(made)
+            operation = _new(_sending(requests, BIND_MW), BIND_MW)
             operation.loose = self._loose
             if piece._handle.context is not window.context:
                 raise ValueError(f"{piece!r} is of another context than {window!r}")
@@ -414,16 +478,16 @@ cdef class Sending:
                 raise ValueError(f"{piece.region!r} is to be bound to: register it with AccessFlags.MW_BIND")
             _check_lent(piece._handle)
             operation._pin(piece.pins)
-            operation.window = window
+            _extra(operation).window = window
             operation.keep = piece._handle
-            operation.bind_info.addr = piece._address
-            operation.bind_info.length = piece.length
-            operation.bind_info.mw_access_flags = PyNumber_Index(access)
-            operation.send_wr.opcode = <v.ibv_wr_opcode><int>BIND_MW
-            operation.send_wr.send_flags = flags
-            self._go(operation, nowait)
+            operation.extra.bind_info.addr = piece._address
+            operation.extra.bind_info.length = piece.length
+            operation.extra.bind_info.mw_access_flags = PyNumber_Index(access)
+            made.send.opcode = <v.ibv_wr_opcode><int>BIND_MW
+            made.send.send_flags = flags
+            self._go(operation, made, nowait)
         finally:
-            requests.handle._unuse()
+            _posted(self, requests, operation)
         return operation
 
     # ---- Their names
@@ -570,26 +634,30 @@ cdef class Requester(Sending):
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef Requests requests = _entered(self, "ibv_post_recv")
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         try:
             if requests.receive_queue is None:
                 raise ValueError(f"{requests.handle!r} has no receive queue of its own")
-            operation = _new_receive(requests.receive_queue, local, requests.pd, requests.handle._type == UD)
-            operation.inbox = inbox
-            self._go(operation, nowait)
+            made = &own
+            request_begin(made)
+            operation = _new(requests.receive_queue, 0)
+            _scatter(operation, made, local, requests.pd, requests.handle._type == UD)
+            if inbox is not None:
+                _extra(operation).inbox = inbox
+            self._go(operation, made, nowait)
         finally:
-            requests.handle._unuse()
+            _posted(self, requests, operation)
         return operation
 
 
-cdef Operation _new_receive(WorkQueue queue, object local, ProtectionDomain pd, bint datagrams):
+cdef int _scatter(Operation operation, request *made, object local, ProtectionDomain pd, bint datagrams) except -1:
     # The route of a datagram, which comes before it, goes to memory of the queue's own.
-    cdef Operation operation = _new(queue)
     if datagrams:
-        operation.scratch = -2
-    operation.recv_wr.num_sge = _gather(operation, local, pd, LOCAL_WRITE, 1 if datagrams else 0)
-    operation.recv_wr.sg_list = _sges(operation)
-    return operation
+        operation.scratch = WANTED
+        made.receive.num_sge = 1
+    return _gather(operation, made, local, pd, LOCAL_WRITE)
 
 
 cdef class ReceiveRequester:
@@ -623,16 +691,24 @@ cdef class ReceiveRequester:
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef WorkQueue queue = self._queue
-        cdef Operation operation
+        cdef Operation operation = None
+        cdef request *made
+        cdef request own
         if queue is None:
             raise ClosedResourceError(f"{self!r} is not open")
         queue.handle._use("ibv_post_srq_recv")
         try:
-            operation = _new_receive(queue, local, self._queue_pd, False)
-            operation.inbox = inbox
-            queue._submit(operation, nowait)
+            made = &own
+            request_begin(made)
+            operation = _new(queue, 0)
+            _scatter(operation, made, local, self._queue_pd, False)
+            if inbox is not None:
+                _extra(operation).inbox = inbox
+            queue._submit(operation, made, nowait)
         finally:
             queue.handle._unuse()
+            if operation is not None and operation.state == NEW:
+                operation._unpin()
         return operation
 
 
@@ -671,7 +747,7 @@ cdef uint64_t _number(object value, int bits, str name) except? 0xFFFFFFFFFFFFFF
     return number
 
 
-cdef int _aim(Requests requests, Operation operation, Way to) except -1:
+cdef int _aim(Requests requests, Operation operation, request *made, Way to) except -1:
     if requests.handle._type != UD:
         raise ValueError(f"{requests.handle!r} is connected: leave `to` out, which is for the type UD")
     if to is None:
@@ -679,18 +755,18 @@ cdef int _aim(Requests requests, Operation operation, Way to) except -1:
     if to.handle.context is not requests.handle.context:
         raise ValueError(f"{to!r} is of another context than {requests.handle!r}")
     operation._pin(to.pins)
-    operation.send_wr.wr.ud.ah = to.handle.pointer
-    operation.send_wr.wr.ud.remote_qpn = to.remote_qpn
-    operation.send_wr.wr.ud.remote_qkey = to.remote_qkey
+    made.send.wr.ud.ah = to.handle.pointer
+    made.send.wr.ud.remote_qpn = to.remote_qpn
+    made.send.wr.ud.remote_qkey = to.remote_qkey
     return 0
 
 
-cdef int _to_srq(Requests requests, Operation operation, object number) except -1:
+cdef int _to_srq(Requests requests, request *made, object number) except -1:
     if requests.handle._type != XRC_SEND:
         raise ValueError(f"srq_number is for queue pairs of type XRC_SEND, {requests.handle!r} is not")
     if number is None:
         raise ValueError(
             f"{requests.handle!r} is of type XRC_SEND: say which shared receive queue it is for, by srq_number"
         )
-    operation.send_wr.qp_type.xrc.remote_srqn = _number(number, 32, "srq_number")
+    made.send.qp_type.xrc.remote_srqn = _number(number, 32, "srq_number")
     return 0

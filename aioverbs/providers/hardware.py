@@ -2,19 +2,26 @@
 
 import contextlib
 import errno
+import sys
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from aioverbs._core import engine, pyverbs_bridge
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
+from aioverbs.gids import Gid
+from aioverbs.types import GidType
 
 if TYPE_CHECKING:
     from pyverbs.device import Context as PyverbsContext
     from pyverbs.mr import MR
     from pyverbs.pd import PD
 
-__all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "names", "open_context"]
+__all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "gid_table", "names", "open_context"]
+
+# What a context was made from, for the verbs that pyverbs is asked for. Imported ones are made from nothing of its.
+_pyverbs_contexts: "weakref.WeakKeyDictionary[engine.Context, PyverbsContext]" = weakref.WeakKeyDictionary()
 
 
 def _pyverbs_device() -> ModuleType:
@@ -35,8 +42,8 @@ def _as_verbs_error(verb: str) -> Iterator[None]:
     try:
         yield
     except PyverbsError as error:
-        number = getattr(error, "error_code", -1)
-        raise VerbsError(verb, number if number > 0 else errno.EIO) from error
+        number = getattr(error, "error_code", -1)  # pyverbs' own -1 is not EPERM; some verbs return theirs negative
+        raise VerbsError(verb, errno.EIO if number == -1 else abs(number)) from error
 
 
 def names() -> list[str]:
@@ -55,15 +62,56 @@ def open_context(name: str) -> engine.Context:
     """Open an RDMA device.
 
     :raises DeviceNotFoundError: there is no such device.
-    :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
+    :raises LibraryNotFoundError: pyverbs or libibverbs is not installed, or not laid out in a way that is known.
     :raises VerbsError: it cannot be opened, as with EACCES.
     """
     available = names()
     if name not in available:
         raise DeviceNotFoundError(name, available)
+    context = _open(name)
+    try:
+        return _adopt(context, context)
+    except RuntimeError as error:  # its objects are not what the bridge knows
+        context.close()
+        raise LibraryNotFoundError("pyverbs", str(error)) from error
+
+
+def _open(name: str) -> "PyverbsContext":
     with _as_verbs_error("ibv_open_device"):
-        context = _pyverbs_device().Context(name=name)
-    return engine.Context.adopt(pyverbs_bridge.context_capsule(context), context)
+        context: PyverbsContext = _pyverbs_device().Context(name=name)
+    return context
+
+
+def _adopt(context: "PyverbsContext", owner: "PyverbsContext | _Lent") -> engine.Context:
+    adopted = engine.Context.adopt(pyverbs_bridge.context_capsule(context), owner)
+    _pyverbs_contexts[adopted] = context
+    return adopted
+
+
+def gid_table(context: engine.Context, port: int) -> list[Gid]:
+    """The GIDs that a port has: ``ibv_query_gid_table``.
+
+    :raises VerbsError: the device does not tell.
+    """
+    ports = range(1, context.query_device().phys_port_cnt + 1)
+    most = sum(context.query_port(each).gid_tbl_len for each in ports)
+    theirs = _pyverbs_contexts.get(context)
+    with contextlib.ExitStack() as stack:
+        if theirs is None:
+            theirs = _open(context.name)
+            stack.callback(theirs.close)
+        with _as_verbs_error("ibv_query_gid_table"):
+            found = theirs.query_gid_table(most)
+    return [
+        Gid(each.gid_index, _bytes(each.gid_subnet_prefix) + _bytes(each.gid_interface_id), GidType(each.gid_type))
+        for each in found
+        if each.port_num == port
+    ]
+
+
+def _bytes(half: int) -> bytes:
+    """Of a half of a GID, which pyverbs gives as it stands in memory."""
+    return half.to_bytes(8, sys.byteorder)
 
 
 class _Lent:
@@ -84,7 +132,7 @@ def adopt_context(context: "PyverbsContext") -> engine.Context:
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
     """
     _pyverbs_device()
-    return engine.Context.adopt(pyverbs_bridge.context_capsule(context), _Lent(context))
+    return _adopt(context, _Lent(context))
 
 
 def adopt_protection_domain(context: engine.Context, pd: "PD") -> engine.ProtectionDomain:

@@ -2,8 +2,10 @@
 
 from aioverbs._core import engine
 from aioverbs.errors import DeviceNotFoundError
+from aioverbs.gids import Gid
+from aioverbs.types import GidType
 
-__all__ = ["names", "open_context"]
+__all__ = ["gid_table", "names", "open_context"]
 
 _NAME = "soft0"
 
@@ -23,3 +25,9 @@ def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int 
     if name != _NAME:
         raise DeviceNotFoundError(name, names())
     return engine.Context.open_software(engine=engine_mode, delay_ns=delay_ns)
+
+
+def gid_table(context: engine.Context, port: int) -> list[Gid]:
+    """The GIDs of a port; they are as those of RoCE v2."""
+    length = context.query_port(port).gid_tbl_len
+    return [Gid(index, context.query_gid(port, index), GidType.ROCE_V2) for index in range(length)]

@@ -6,7 +6,18 @@ from functools import partial
 
 from aioverbs import MessageModel
 from tests.bench.echo import protocol_echo, stream_echo
-from tests.bench.ends import Ends, Walk, batches, ends, reads, writes, writes_over
+from tests.bench.ends import (
+    Ends,
+    Walk,
+    bare_awaits,
+    bare_window,
+    batches,
+    batches_over,
+    ends,
+    reads,
+    writes,
+    writes_over,
+)
 from tests.bench.measuring import Contender, Limit, Result, Rounds, Sleeps, interleaved
 from tests.bench.yardsticks import Yard, waker, yard
 
@@ -14,6 +25,7 @@ __all__ = ["batch", "large_write", "message_models", "small_write", "wake_up", "
 
 BATCH = WINDOW = 64
 KIB = 1 << 10
+LARGE_BATCH = 16
 DELAY_NS = 50_000  # long enough for a loop to come to sleep
 COLD = 2048  # places of 64 KiB: 128 MiB from either region, more than a cache holds
 
@@ -54,6 +66,7 @@ async def small_write(rounds: int) -> Result:
                 "await": partial(writes, here.qp, here.place(8)),
                 "c": partial(basic.writes, 8),
                 "c_extended": partial(extended.writes, 8),
+                "python": bare_awaits,
                 "echo": echo,
                 "bare_echo": bare_echo,
             },
@@ -66,6 +79,7 @@ async def small_write(rounds: int) -> Result:
         {
             **_over_c(taken),
             "per_s": 1e9 / taken.ns("await"),
+            "python_ns": taken.ns("python"),
             "echo_streams_us": taken.ns("echo") / 1e3,
             "echo_protocols_us": taken.ns("bare_echo") / 1e3,
             "to_echo_streams": taken.ratio("echo", "await"),
@@ -84,10 +98,11 @@ async def window(rounds: int) -> Result:
                 "await": partial(reads, here.qp, here.places(4 * KIB, WINDOW)),
                 "c": partial(basic.window, 4 * KIB, WINDOW),
                 "c_extended": partial(extended.window, 4 * KIB, WINDOW),
+                "python": partial(bare_window, here.places(4 * KIB, WINDOW)),
             },
             rounds,
         )
-    figures = {**_over_c(taken), "per_s": 1e9 / taken.ns("await")}
+    figures = {**_over_c(taken), "per_s": 1e9 / taken.ns("await"), "python_ns": taken.ns("python")}
     return Result("window_64_reads_4k", figures, {"to_c": Limit(at_most=1.5), "per_s": Limit(at_least=1e6)})
 
 
@@ -106,7 +121,10 @@ async def batch(rounds: int) -> Result:
 
 
 async def large_write(rounds: int) -> Result:
-    """64 KiB writes in inline mode, within the caches (the same 64 KiB) and beyond them (128 MiB, in turn)."""
+    """64 KiB writes in inline mode, within the caches (the same 64 KiB) and beyond them (128 MiB, in turn).
+
+    Bandwidth is what many give that are under way together: batches. Beside it, each one awaited before the next.
+    """
     length = 64 * KIB
     figures: dict[str, object] = {}
     async with _inline(COLD * length) as (here, basic, _):
@@ -119,14 +137,22 @@ async def large_write(rounds: int) -> Result:
             async def copy(operations: int, walk: Walk = walk) -> float:
                 return await basic.copies(length, operations, offset=walk.take(operations), stride=walk.stride)
 
-            taken = await interleaved({"await": partial(writes_over, here.qp, walk), "c": c, "memcpy": copy}, rounds)
+            contenders: dict[str, Contender] = {
+                "batches": partial(batches_over, here.qp, walk, size=LARGE_BATCH),
+                "await": partial(writes_over, here.qp, walk),
+                "c": c,
+                "memcpy": copy,
+            }
+            taken = await interleaved(contenders, rounds)
             figures |= {
-                f"{name}_gb_per_s": length / taken.ns("await"),
+                f"{name}_gb_per_s": length / taken.ns("batches"),
+                f"{name}_awaited_gb_per_s": length / taken.ns("await"),
                 f"{name}_c_gb_per_s": length / taken.ns("c"),
                 f"{name}_memcpy_gb_per_s": length / taken.ns("memcpy"),
-                f"{name}_to_memcpy": taken.ratio("memcpy", "await"),
+                f"{name}_to_memcpy": taken.ratio("memcpy", "batches"),
+                f"{name}_awaited_to_memcpy": taken.ratio("memcpy", "await"),
                 f"{name}_c_to_memcpy": taken.ratio("memcpy", "c"),
-                f"{name}_noise": taken.noise("await"),
+                f"{name}_noise": taken.noise("batches"),
             }
     limit = Limit(at_least=0.9)
     return Result("write_64k", figures, {"warm_to_memcpy": limit, "cold_to_memcpy": limit})

@@ -1,5 +1,6 @@
 """What the benchmarks of the data path work on, and the loops that they measure."""
 
+import asyncio
 import itertools
 import time
 from collections import deque
@@ -11,7 +12,20 @@ from aioverbs import AccessFlags, MemoryRegion, QpCapabilities, QueuePair, Regio
 from aioverbs.completion import CompletionQueue, MessageModel
 from aioverbs.device import Device
 
-__all__ = ["MODELS", "Ends", "Place", "Walk", "batches", "ends", "reads", "writes", "writes_over"]
+__all__ = [
+    "MODELS",
+    "Ends",
+    "Place",
+    "Walk",
+    "bare_awaits",
+    "bare_window",
+    "batches",
+    "batches_over",
+    "ends",
+    "reads",
+    "writes",
+    "writes_over",
+]
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
 
@@ -111,6 +125,35 @@ async def batches(qp: QueuePair, places: Sequence[Place], count: int) -> float:
     return time.perf_counter_ns() - begin
 
 
+async def bare_awaits(operations: int) -> float:
+    """The loop of `writes` where the call does nothing, in C, and what it gives was done before: Python's own share."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    call = {0: done}.get
+    begin = time.perf_counter_ns()
+    for _ in range(operations):
+        await call(0, done)
+    return time.perf_counter_ns() - begin
+
+
+async def bare_window(places: Sequence[Place], operations: int) -> float:
+    """The loop of `reads`, likewise."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    call = {0: done}.get
+    window = deque[Awaitable[None]]()
+    source = itertools.cycle([(0, done)] * len(places))
+    begin = time.perf_counter_ns()
+    for local, remote in itertools.islice(source, min(operations, len(places))):
+        window.append(call(local, remote))
+    for local, remote in itertools.islice(source, operations - len(window)):
+        await window.popleft()
+        window.append(call(local, remote))
+    for operation in window:
+        await operation
+    return time.perf_counter_ns() - begin
+
+
 class Walk:
     """Goes through places, on and on: whoever takes its turn finds memory that was not touched for long."""
 
@@ -143,4 +186,16 @@ async def writes_over(qp: QueuePair, walk: Walk, operations: int) -> float:
     begin = time.perf_counter_ns()
     for local, remote in places:
         await qp.write(local, remote)
+    return time.perf_counter_ns() - begin
+
+
+async def batches_over(qp: QueuePair, walk: Walk, operations: int, size: int) -> float:
+    """The same in batches of so many."""
+    places = walk.places(operations)
+    begin = time.perf_counter_ns()
+    for first in range(0, len(places), size):
+        batch = qp.batch()
+        for local, remote in places[first : first + size]:
+            batch.write(local, remote)
+        await batch.post()
     return time.perf_counter_ns() - begin

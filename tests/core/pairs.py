@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from aioverbs import AccessFlags, Mtu, QpState, QpType, WcStatus
 from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.pace import patience
 
 ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 CAPABILITIES = QpCapabilities(max_send_wr=128, max_recv_wr=128, max_send_sge=4, max_recv_sge=4, max_inline_data=64)
-PATIENCE_S = 20.0
+PATIENCE_S = patience(20)
 
 Sge = tuple[int, int, int]
 

@@ -18,7 +18,9 @@ from aioverbs import (
     open_device,
 )
 from aioverbs.errors import StateError
+from tests.capabilities import Capability, needs
 from tests.data_path.ends import ACCESS, PEERS, Ends, ends
+from tests.holding import go_on, hold, unhold
 
 
 def _remote(pair: Ends, length: int = 8) -> RemoteRegion:
@@ -182,10 +184,10 @@ async def test_where_datagrams_go(device: Device) -> None:
 async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         handle = await pair.domain.address_handle(pair.far.local_endpoint()).open()
-        device.handle.faults.hold()
+        hold(device, pair.near)
         _ = pair.near.send(pair.source[:8], to=handle.to())
         assert len(handle.pins) == 1
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await handle.aclose()
         assert len(handle.pins) == 0
 
@@ -215,6 +217,7 @@ async def test_queue_pairs_that_are_not_connected(device: Device) -> None:
         _ = pair.domain.queue_pair(pair.cq).send(None)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_a_verb_that_fails(device: Device) -> None:
     async with ends(device) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
         for verb, call in (
@@ -290,7 +293,7 @@ async def test_small_requests_go_inline(device: Device) -> None:
         small = pair.near.write([pair.source[: most - 1], pair.source[1000:1001]], _remote(pair, most))
         large = pair.near.write(pair.source[: most + 1], pair.target.remote()[1024 : 1025 + most])
         pair.source.buffer[:1024] = b"b" * 1024
-        pair.near.to_rts()
+        go_on(device, pair.near)
         await small
         await large
         assert bytes(pair.target.buffer[: most + 1]) == b"a" * most + b"\0"
@@ -298,6 +301,7 @@ async def test_small_requests_go_inline(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_a_shared_instance_is_as_good(device: Device) -> None:
     async with (
         open_device("soft0") as other,

@@ -10,8 +10,11 @@ import anyio
 import pytest
 
 from aioverbs import Device, MessageModel
+from tests.capabilities import Capability, needs
 from tests.core.pairs import wait_until
 from tests.data_path.ends import Ends, ends
+from tests.holding import hold, unhold
+from tests.pace import patience
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
@@ -25,7 +28,7 @@ async def test_asyncio_takes_it(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair:
         assert isinstance(add(pair), Coroutine)
         assert await add(pair) == 1
-        assert await asyncio.wait_for(add(pair), 5) == 2
+        assert await asyncio.wait_for(add(pair), patience(5)) == 2
         assert await asyncio.shield(add(pair)) == 3
         assert await asyncio.create_task(add(pair)) == 4
         assert await asyncio.ensure_future(add(pair)) == 5
@@ -36,7 +39,7 @@ async def test_asyncio_takes_it(device: Device, model: MessageModel) -> None:
         done, pending = await asyncio.wait({asyncio.create_task(add(pair))}, timeout=5)
         assert ([task.result() for task in done], pending) == ([66], set())
         assert [await each for each in asyncio.as_completed([add(pair)])] == [67]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(patience(5)):
             assert await add(pair) == 68
         assert pair.nothing_is_left()
 
@@ -53,9 +56,9 @@ async def test_anyio_takes_it(device: Device, model: MessageModel) -> None:
             for _ in range(30):
                 group.start_soon(use)
         assert sorted(found) == list(range(30))
-        with anyio.fail_after(5):
+        with anyio.fail_after(patience(5)):
             assert await add(pair) == 30
-        device.handle.faults.hold()
+        hold(device, pair.near)
         with pytest.raises(TimeoutError), anyio.fail_after(0.01):
             await add(pair)
         with anyio.move_on_after(0.01) as scope:
@@ -63,7 +66,7 @@ async def test_anyio_takes_it(device: Device, model: MessageModel) -> None:
         assert scope.cancelled_caught
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(add(pair), 0.01)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         assert await add(pair) == 34, "those that nobody awaits any more were done"
         assert pair.nothing_is_left()
 
@@ -87,10 +90,10 @@ async def test_in_debug_mode(device: Device, model: MessageModel) -> None:
     try:
         async with ends(device, message_model=model) as pair:
             assert await asyncio.gather(*(add(pair) for _ in range(30))) == list(range(30))
-            device.handle.faults.hold()
+            hold(device, pair.near)
             with anyio.move_on_after(0.01):
                 await add(pair)
-            device.handle.faults.unhold()
+            unhold(device, pair.near)
             assert await add(pair) == 31
             assert pair.nothing_is_left()
     finally:
@@ -104,7 +107,7 @@ async def test_awaited_once(device: Device) -> None:
         with pytest.raises(RuntimeError, match="was awaited before: once is all"):
             await once
         assert once.result() == 0
-        device.handle.faults.hold()
+        hold(device, pair.near)
         twice = add(pair)
         task = asyncio.create_task(twice)
         await asyncio.sleep(0.01)
@@ -113,15 +116,16 @@ async def test_awaited_once(device: Device) -> None:
             await task
         with pytest.raises(RuntimeError, match="was awaited before"):
             await twice
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await asyncio.sleep(0.01)
         assert twice.done()
         assert twice.result() == 1
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_asked_before_it_is_done(device: Device) -> None:
     async with ends(device, message_model=MessageModel.LOW_LATENCY, spin_ns=10**9) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         asked = add(pair)
         begin = time.perf_counter()
         assert not asked.done()
@@ -129,7 +133,7 @@ async def test_asked_before_it_is_done(device: Device) -> None:
         with pytest.raises(asyncio.InvalidStateError, match=r"ATOMIC_FETCH_AND_ADD .* is not done"):
             asked.result()
         wait_until(lambda: device.handle.faults.held() == 1)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         assert asked.done()
         assert [asked.result(), asked.result()] == [0, 0]
         assert await asked == 0
@@ -150,7 +154,7 @@ async def test_by_hand(device: Device) -> None:
         with pytest.raises(StopIteration) as stop:
             asked.send(None)
         assert stop.value.value == 0
-        device.handle.faults.hold()
+        hold(device, pair.near)
         thrown, closed, fresh = add(pair), add(pair), add(pair)
         for each in (thrown, closed):
             assert asyncio.isfuture(each.send(None))
@@ -163,7 +167,7 @@ async def test_by_hand(device: Device) -> None:
         for each in (thrown, closed, fresh):
             with pytest.raises(RuntimeError, match="was awaited before"):
                 each.send(None)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         assert await add(pair) == 4
         assert [each.result() for each in (thrown, closed, fresh)] == [1, 2, 3]
         assert pair.nothing_is_left()

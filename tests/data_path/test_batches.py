@@ -18,6 +18,7 @@ from aioverbs import (
     WorkCompletionError,
 )
 from aioverbs.errors import BatchError, ClosedResourceError
+from tests.capabilities import Capability, needs
 from tests.data_path.ends import Ends, ends
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -210,6 +211,7 @@ async def test_a_block_that_fails_posts_nothing(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_the_verb_refuses_it(device: Device) -> None:
     """What was not posted can be posted again."""
     async with ends(device) as pair:

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from aioverbs import Device, MessageModel, QpCapabilities, SendFlags, SendOpcode
+from tests.capabilities import Capability, needs
 from tests.data_path.ends import PEERS, ends
+from tests.holding import hold, unhold
 
 SMALL = QpCapabilities(max_send_wr=8, max_recv_wr=4)
 
@@ -39,9 +41,9 @@ async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
 
 async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
     async with ends(device) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         writes = [pair.write(bytes([65 + number]), number) for number in range(10)]
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         pair.cq.resize(1024)
         await asyncio.gather(*writes)
         assert bytes(pair.target.buffer[:11]) == b"ABCDEFGHIJ\0"
@@ -51,11 +53,11 @@ async def test_what_it_counts(device: Device) -> None:
     async with ends(device) as pair:
         before = pair.cq.statistics()
         assert (before.completions, before.late, before.under_way, before.spins) == (0, 0, 0, 0)
-        device.handle.faults.hold()
+        hold(device, pair.near)
         tasks = [asyncio.ensure_future(pair.write(b"x", number)) for number in range(5)]
         await asyncio.sleep(0.01)
         assert pair.cq.statistics().under_way == 5
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await asyncio.gather(*tasks)
         after = pair.cq.statistics()
         assert (after.completions, after.under_way, after.late) == (5, 0, 0)
@@ -64,12 +66,12 @@ async def test_what_it_counts(device: Device) -> None:
 
 async def test_spins_are_counted(device: Device) -> None:
     async with ends(device, message_model=MessageModel.LOW_LATENCY, spin_ns=2_000_000) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         task = asyncio.ensure_future(pair.write(b"x"))
         await asyncio.sleep(0.01)
         statistics = pair.cq.statistics()
         assert (statistics.spins, statistics.spins_paid) == (1, 0)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await task
 
 
@@ -86,15 +88,15 @@ async def test_a_completion_of_a_request_that_ended_before(device: Device, monke
     monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as other:
         other.connect(other.local_endpoint(), PEERS)
-        device.handle.faults.hold(pair.near.handle)
+        hold(device, pair.near)
         old = pair.write(b"old")
         await pair.near.aclose()
         assert old.done()
-        device.handle.faults.hold(other.handle)
+        hold(device, other)
         new = other.write(pair.source[:8], pair.target.remote()[:8])
         await asyncio.sleep(0.01)
         assert not new.done()
-        device.handle.faults.unhold()
+        unhold(device, other)
         await new
         assert pair.nothing_is_left()
 
@@ -111,6 +113,7 @@ async def test_what_cannot_be(device: Device) -> None:
             pd.completion_queue(0)
 
 
+@needs(Capability.FAULT_PLAN, Capability.CQ_MODERATION)
 async def test_events_are_moderated_for_bandwidth(device: Device) -> None:
     async with device.protection_domain() as pd:
         for model in MessageModel:

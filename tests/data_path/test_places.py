@@ -8,6 +8,7 @@ import pytest
 
 from aioverbs import AccessFlags, Device, MessageModel, MwType, QpCapabilities, WcStatus, WorkCompletionError
 from tests.data_path.ends import Ends, ends
+from tests.holding import hold, unhold
 
 FEW = QpCapabilities(max_send_wr=4, max_recv_wr=64)
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -38,14 +39,14 @@ NOWAIT: dict[str, Callable[[Ends], object]] = {
 @pytest.mark.parametrize("call", NOWAIT.values(), ids=NOWAIT)
 async def test_nobody_waits_who_does_not_want_to(device: Device, call: Callable[[Ends], object]) -> None:
     async with ends(device, capabilities=FEW) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         writes = [pair.near.write_nowait(pair.source[:8], pair.target.remote()[:8]) for _ in range(4)]
         with pytest.raises(anyio.WouldBlock):
             call(pair)
         statistics = pair.near.statistics().sends
         assert (statistics.depth, statistics.under_way, statistics.queued, statistics.posted) == (4, 4, 0, 4)
         assert len(pair.source.pins) == 4
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         for write in writes:
             await write
         assert pair.nothing_is_left()
@@ -59,7 +60,7 @@ async def test_windows_receives_and_batches_do_not_wait_either(device: Device) -
             _ = pair.far.receive_nowait(pair.target[:8])
         with pytest.raises(anyio.WouldBlock):
             _ = pair.far.receive_nowait(pair.target[:8])
-        device.handle.faults.hold()
+        hold(device, pair.near)
         first = pair.near.write_nowait(pair.source[:8], pair.target.remote()[:8])
         batch = pair.near.batch()
         for _ in range(4):
@@ -70,7 +71,7 @@ async def test_windows_receives_and_batches_do_not_wait_either(device: Device) -
         rest = [pair.near.write_nowait(pair.source[:8], pair.target.remote()[:8]) for _ in range(2)]
         with pytest.raises(anyio.WouldBlock):
             _ = pair.near.bind_window_nowait(window, pair.source[:8], AccessFlags.REMOTE_READ)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await asyncio.gather(first, second, *rest)
         await batch.post_nowait()
         assert len(pair.source.pins) == 0
@@ -80,13 +81,13 @@ async def test_windows_receives_and_batches_do_not_wait_either(device: Device) -
 async def test_first_come_first_served(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair:
         arrived = arrange(pair, 24)
-        device.handle.faults.hold(pair.near.handle)
+        hold(device, pair.near)
         sends = [pair.near.send(pair.source[:8], immediate=number) for number in range(24)]
         statistics = pair.near.statistics().sends
         assert (statistics.under_way, statistics.queued, statistics.high_water) == (4, 20, 4)
         with pytest.raises(anyio.WouldBlock):
             _ = pair.near.send_nowait(None)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         assert await arrived == list(range(24))
         for send in reversed(sends):
             await send
@@ -97,7 +98,7 @@ async def test_first_come_first_served(device: Device, model: MessageModel) -> N
 async def test_a_batch_that_needs_many_places_gets_them(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair:
         arrived = arrange(pair, 3 + 4 + 20)
-        device.handle.faults.hold(pair.near.handle)
+        hold(device, pair.near)
         sends = [pair.near.send(None, immediate=number) for number in range(3)]
         batch = pair.near.batch()
         for number in range(4):
@@ -106,7 +107,7 @@ async def test_a_batch_that_needs_many_places_gets_them(device: Device, model: M
         sends += [pair.near.send(None, immediate=7 + number) for number in range(20)]
         statistics = pair.near.statistics().sends
         assert (statistics.under_way, statistics.queued) == (3, 24), "one place is left, for the batch"
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         assert await arrived == list(range(27))
         await posted
         for send in sends:
@@ -135,7 +136,7 @@ async def test_posted_in_the_order_of_the_calls(device: Device, model: MessageMo
 async def test_who_drops_what_waits_withdraws_it(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair, pair.domain.register(64) as extra:
         arrived = arrange(pair, 6)
-        device.handle.faults.hold(pair.near.handle)
+        hold(device, pair.near)
         sends = [pair.near.send(pair.source[:1], immediate=number) for number in range(4)]
         waits = [pair.near.send(extra[number : number + 1], immediate=9) for number in range(3)]
         last = pair.near.send(None, immediate=4)
@@ -155,7 +156,7 @@ async def test_who_drops_what_waits_withdraws_it(device: Device, model: MessageM
         await asyncio.sleep(0.01)
         assert (len(pair.source.pins), pair.near.statistics().sends.queued) == (4, 1)
         final = pair.near.send(None, immediate=5)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await asyncio.gather(last, final, *sends)
         assert await arrived == list(range(6))
         assert pair.near.statistics().sends.posted == 6
@@ -164,14 +165,14 @@ async def test_who_drops_what_waits_withdraws_it(device: Device, model: MessageM
 @every_model
 async def test_who_drops_what_was_posted_does_not(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         for number in range(4):
             _ = pair.write(bytes([65 + number]), number)
         await asyncio.sleep(0.01)
         assert len(pair.source.pins) == 4
         with pytest.raises(anyio.WouldBlock):
             _ = pair.near.send_nowait(None)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await pair.source.pins.wait()  # nobody awaits them, and they are done all the same
         assert pair.nothing_is_left()
         assert bytes(pair.target.buffer[:5]) == b"ABCD\0"
@@ -180,7 +181,7 @@ async def test_who_drops_what_was_posted_does_not(device: Device, model: Message
 
 async def test_who_is_cancelled_while_it_waits_withdraws_it(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         for number in range(4):
             _ = pair.write(b"x", number)
 
@@ -197,20 +198,20 @@ async def test_who_is_cancelled_while_it_waits_withdraws_it(device: Device) -> N
         with anyio.move_on_after(0.01):
             await pair.write(b"never", 100)
         assert (len(pair.source.pins), pair.near.statistics().sends.queued) == (4, 0)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await pair.write(b"y", 5)
         assert bytes(pair.target.buffer[:105]) == b"xxxx\0y" + bytes(99)
 
 
 async def test_what_is_awaited_while_it_waits_is_kept(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         for number in range(4):
             _ = pair.write(b"x", number)
         tasks = [asyncio.ensure_future(pair.write(b"z", 4 + number)) for number in range(6)]
         await asyncio.sleep(0.01)
         assert pair.near.statistics().sends.queued == 6
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await asyncio.gather(*tasks)
         assert bytes(pair.target.buffer[:11]) == b"xxxxzzzzzz\0"
         assert pair.nothing_is_left()

@@ -23,6 +23,8 @@ from aioverbs import (
 from aioverbs.completion import CompletionQueue
 from aioverbs.device import Device, open_device
 from aioverbs.memory import Pins, RegionSlice
+from tests.capabilities import Capability, needs
+from tests.pace import patience
 
 ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 SLEEPING = (MessageModel.DEFAULT, MessageModel.HIGH_BANDWIDTH)
@@ -53,7 +55,7 @@ async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_p
                 pass
             await near.aclose()
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(patience(5)):
             await other.write(here, there)
 
 
@@ -71,10 +73,10 @@ async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device
             near.connect(far.local_endpoint(), ALL)
             far.connect(near.local_endpoint(), ALL)
             await near.send(memory[8:16])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(patience(5)):
                 await receives[0]
             await near.send(memory[8:16])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(patience(5)):
                 await receives[1]
 
 
@@ -95,7 +97,7 @@ async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: 
                 near.connect(far.local_endpoint(), ALL)
                 far.connect(near.local_endpoint(), ALL)
                 await near.send(memory[8:16])
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(patience(5)):
                     await task
                 assert cq.statistics().under_way == 1
             assert cq.statistics().under_way == 1
@@ -123,11 +125,12 @@ async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_p
             send = near.send(memory[8:16])
             while not send.done():
                 pass
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(patience(2)):
             await receive
         assert srq.statistics().under_way == 0
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -140,7 +143,7 @@ async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) ->
         await asyncio.sleep(0)
         device.handle.faults.lose_device()
         with pytest.raises(BrokenResourceError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(patience(5)):
                 await receive
 
 
@@ -178,9 +181,9 @@ class Slow(asyncio.SelectorEventLoop):
         return handle
 
 
-async def test_what_is_done_while_an_await_begins_is_told() -> None:
+async def test_what_is_done_while_an_await_begins_is_told(device_name: str) -> None:
     async with (
-        open_device("soft0") as device,
+        open_device(device_name) as device,
         device.resource_domain(thread_model=ThreadModel.SAFE) as domain,
         domain.completion_queue(64) as cq,
         domain.register(64, ALL) as memory,
@@ -189,7 +192,7 @@ async def test_what_is_done_while_an_await_begins_is_told() -> None:
         receive = far.receive(memory[:8])
 
         async def elsewhere() -> None:
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(patience(3)):
                 await receive
 
         def other() -> None:
@@ -207,10 +210,10 @@ async def test_what_is_done_while_an_await_begins_is_told() -> None:
         await thread
 
 
-def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for() -> None:
+def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_name: str) -> None:
     async def main() -> None:
         async with (
-            open_device("soft0") as device,
+            open_device(device_name) as device,
             device.resource_domain(thread_model=ThreadModel.SAFE, message_model=MessageModel.HIGH_BANDWIDTH) as domain,
             domain.completion_queue(64) as cq,
             domain.register(64, ALL) as memory,
@@ -222,7 +225,7 @@ def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for() -> Non
                 for _ in range(3):
                     write = near.write(here, there)
                     await asyncio.sleep(0.1)
-                    async with asyncio.timeout(3):
+                    async with asyncio.timeout(patience(3)):
                         await write
 
             await asyncio.to_thread(asyncio.run, elsewhere())
@@ -285,7 +288,7 @@ async def test_an_error_of_a_callback_loses_no_completion(device: Device, model:
             except InterruptedError:
                 pass
             await asyncio.sleep(0.001)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(patience(3)):
             await await_it
         assert near.statistics().under_way == cq.statistics().under_way == len(memory.pins) == 0
 

@@ -6,6 +6,7 @@ import pytest
 
 from aioverbs import AccessFlags, BrokenResourceError, QpCapabilities, QueuePair, WorkCompletionError
 from aioverbs.device import Device
+from tests.pace import patience
 
 ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
@@ -37,7 +38,7 @@ async def test_messages_end_where_none_is_posted(device: Device) -> None:
         waiting = asyncio.create_task(next_of(far))
         await asyncio.sleep(0)
         await far.aclose()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(patience(3)):
             assert await waiting == b"end"
         kept.release()
 
@@ -55,11 +56,11 @@ async def test_messages_begin_again_after_a_reset(device: Device) -> None:
             connect(near, far)
             for _ in range(3):
                 await near.send(memory[:3])
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(patience(3)):
                     assert await next_of(far) == b"one"
             far.to_error()
             with pytest.raises((WorkCompletionError, BrokenResourceError)):
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(patience(3)):
                     await next_of(far)
             for _ in range(1000):
                 if not far.statistics().under_way:

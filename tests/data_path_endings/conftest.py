@@ -1,5 +1,5 @@
-"""An open device in each way of execution."""
+"""An open device, or the name of one."""
 
-from tests.devices import device
+from tests.devices import device, device_name
 
-__all__ = ["device"]
+__all__ = ["device", "device_name"]

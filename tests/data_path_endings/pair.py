@@ -18,9 +18,11 @@ from aioverbs import (
     ThreadModel,
 )
 from aioverbs._core.work import Operation
+from tests.holding import hold, unhold
+from tests.pace import patience
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-PATIENCE_S = 20.0
+PATIENCE_S = patience(20)
 
 
 @dataclass
@@ -48,10 +50,10 @@ class Pair:
         return bytes(self.target.buffer[offset : offset + length])
 
     def hold(self) -> None:
-        self.device.handle.faults.hold()
+        hold(self.device, self.near)
 
     def unhold(self) -> None:
-        self.device.handle.faults.unhold()
+        unhold(self.device, self.near)
 
     async def check_idle(self) -> None:
         """Nothing is under way, all places are there, and the queue pair works."""

@@ -9,8 +9,10 @@ import pytest
 
 from aioverbs import BrokenResourceError, Device, MessageModel, QueuePair, WcStatus, WorkCompletionError
 from aioverbs._core.work import Inbox, Operation
+from tests.capabilities import Capability, needs
 from tests.core.pairs import wait_until
 from tests.data_path_endings.pair import PATIENCE_S, Pair, pair_on, until
+from tests.pace import patience
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
@@ -307,7 +309,7 @@ async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled
     # It has its message, and did not run yet. Another one asks, and then the first is cancelled.
     second = anext(mail.far.messages())
     first.cancel()
-    waiting = asyncio.create_task(asyncio.wait_for(second, 2))
+    waiting = asyncio.create_task(asyncio.wait_for(second, patience(2)))
     with pytest.raises(asyncio.CancelledError):
         await first
     with await waiting as message:
@@ -353,6 +355,7 @@ async def test_a_receive_that_was_left_is_filled(device: Device, leave: Leave) -
 # ---- Closing
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("leave", [cancel, time_out])
 async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> None:
     async with pair_on(device) as pair:
@@ -397,6 +400,7 @@ async def test_closing_a_region_ends_before_its_work(device: Device, leave: Leav
         assert len(pair.source.pins) == 0
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("leave", [cancel, time_out])
 async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) -> None:
     async with device.resource_domain() as domain, pair_on(device) as pair:
@@ -405,11 +409,11 @@ async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) 
         near: QueuePair = domain.queue_pair(cq)
         await near.open()
         near.connect(pair.far.local_endpoint())
-        pair.hold()
+        device.handle.faults.hold()
         write = near.receive(None)
         with pytest.warns(ResourceWarning, match="still open"):
             await leave(cq.aclose())
-        pair.unhold()
+        device.handle.faults.unhold()
         assert cq.closed
         assert near.closed
         with pytest.raises((WorkCompletionError, BrokenResourceError)) as caught:

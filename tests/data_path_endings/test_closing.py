@@ -17,7 +17,10 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
+from tests.capabilities import Capability, needs
 from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, pair_on, until
+from tests.holding import hold
+from tests.pace import patience
 
 SIGNALED = 2  # of enum ibv_send_flags
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -37,6 +40,7 @@ async def silence(pair: Pair) -> None:
     await pair.far.aclose()
 
 
+@needs(Capability.FAULT_PLAN)
 @every_model
 async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model, sends=4) as pair:
@@ -47,7 +51,7 @@ async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> 
         receives = [pair.near.receive(pair.target[:8]) for _ in range(2)]
         waiting = asyncio.create_task(outcomes(*posted, *queued, *receives))
         await asyncio.sleep(0)
-        await asyncio.wait_for(pair.near.aclose(), 5)
+        await asyncio.wait_for(pair.near.aclose(), patience(5))
         results = await waiting
         assert flushed(results), results
         assert len(pair.source.pins) == len(pair.target.pins) == pair.cq.statistics().under_way == 0
@@ -62,7 +66,7 @@ async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
         await silence(pair)
         number = pair.near.qp_num
         operations = [pair.write(8 * each) for each in range(4)]
-        await asyncio.wait_for(pair.near.aclose(), 5)
+        await asyncio.wait_for(pair.near.aclose(), patience(5))
         for each in operations:
             assert each.done()
             with pytest.raises(WorkCompletionError) as caught:
@@ -71,6 +75,7 @@ async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
         assert len(pair.source.pins) == 0
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_is_not_flushed_in_time_ends_with_it(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,7 +85,7 @@ async def test_what_is_not_flushed_in_time_ends_with_it(
         waiting = asyncio.create_task(outcomes(*(pair.write(8 * each) for each in range(3))))
         await asyncio.sleep(0)
         with caplog.at_level(logging.WARNING, "aioverbs"):
-            await asyncio.wait_for(pair.near.aclose(), 5)
+            await asyncio.wait_for(pair.near.aclose(), patience(5))
         assert "2 requests were not flushed within 0.02 s" in caplog.text
         first, second, queued = await waiting
         assert isinstance(first, BrokenResourceError)
@@ -90,6 +95,7 @@ async def test_what_is_not_flushed_in_time_ends_with_it(
         pair.unhold()
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("refused", [False, True], ids=["chained", "refused"])
 async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: Device, refused: bool) -> None:
     async with (
@@ -114,6 +120,7 @@ async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: D
         await pair.check_idle()
 
 
+@needs(Capability.FAULT_PLAN)
 @every_model
 async def test_an_error_ends_one_queue_pair_and_no_other(device: Device, model: MessageModel) -> None:
     async with (
@@ -149,7 +156,7 @@ async def test_messages_end(device: Device) -> None:
         reading = asyncio.create_task(read())
         await until(lambda: found)
         await pair.far.aclose()
-        await asyncio.wait_for(reading, 5)
+        await asyncio.wait_for(reading, patience(5))
         assert found == [bytes(8)]
 
 
@@ -163,7 +170,7 @@ FIRST = 1 << 32  # the number of the first request on a completion queue: genera
 async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> None:
     async with pair_on(device) as pair:
         await pair.write()  # it had the first slot
-        device.handle.faults.hold(pair.near.handle)  # of the next one there, not of the late one
+        hold(device, pair.near)  # of the next one there, not of the late one
         waiting = asyncio.create_task(outcomes(*([pair.write(8)] if taken else [])))
         await asyncio.sleep(0)
         pair.far.handle.post_send(
@@ -185,6 +192,7 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
         assert pair.cq.statistics().late == 1
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +204,7 @@ async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
     ):
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
-        pair.hold()
+        device.handle.faults.hold()
         early = asyncio.create_task(outcomes(near.write(pair.source[:8], pair.target.remote()[:8])))
         await until(lambda: device.handle.faults.held() == 1)
         await near.aclose()
@@ -204,6 +212,6 @@ async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
         late = asyncio.create_task(outcomes(pair.write(8)))  # in its slot
         await until(lambda: device.handle.faults.held() >= 1)
         assert not late.done()
-        pair.unhold()
+        device.handle.faults.unhold()
         assert await late == [None]
         await pair.check_idle()

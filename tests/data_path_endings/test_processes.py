@@ -15,14 +15,16 @@ import pytest
 from aioverbs import BrokenResourceError, Device, ForkedProcessError, MessageModel, WorkCompletionError, open_device
 from aioverbs._core.work import Message, Operation, Received
 from aioverbs.messages import Refiller
+from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES, ROOT
 from tests.core.children import in_child
 from tests.core.pairs import wait_until
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
+from tests.rdma.seam import rdma_devices
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 every_loop = pytest.mark.parametrize("loop_name", LOOP_FACTORIES)
-every_mode = pytest.mark.parametrize("engine_mode", [False, True], ids=["inline", "engine"])
+every_mode = pytest.mark.parametrize("mode", ["inline", "engine", pytest.param("rdma", marks=pytest.mark.rdma)])
 
 
 # ---- Loops that end
@@ -31,8 +33,9 @@ every_mode = pytest.mark.parametrize("engine_mode", [False, True], ids=["inline"
 @every_loop
 @every_mode
 @every_model
-def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, engine_mode: bool, model: MessageModel) -> None:
-    device = open_device("soft0", engine_mode=engine_mode)
+def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, mode: str, model: MessageModel) -> None:
+    name = rdma_devices()[0] if mode == "rdma" else "soft0"
+    device = open_device(name, engine_mode=mode == "engine")
     tasks: list[asyncio.Task[None]] = []
     operations: list[Operation[None]] = []
     pairs: list[Pair] = []
@@ -76,6 +79,7 @@ warnings.simplefilter("ignore", ResourceWarning)
 import uvloop
 from aioverbs import MessageModel, open_device
 from tests.data_path_endings.pair import open_pair, pair_on
+from tests.rdma.seam import rdma_devices
 
 kept = []
 
@@ -215,6 +219,7 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel) -> Non
         await pair.check_idle()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_is_raised_where_one_completes_loses_no_other(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,10 +239,10 @@ async def test_what_is_raised_where_one_completes_loses_no_other(
             pair.cq.completer.drain()
             return False
 
-        pair.hold()
+        device.handle.faults.hold()
         sends = [pair.near.send(pair.source[:8]) for _ in range(3)]
         await until(lambda: device.handle.faults.held() == 6)
-        pair.unhold()
+        device.handle.faults.unhold()
         with pytest.raises(Interrupted):
             wait_until(drained)
         await until(lambda: all(each.done() for each in sends))

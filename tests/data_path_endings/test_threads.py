@@ -10,6 +10,7 @@ import pytest
 
 from aioverbs import AffinityError, BrokenResourceError, ConcurrentAccessError, Device, MessageModel, ThreadModel
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
+from tests.pace import patience
 
 TURNS = 300
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -199,5 +200,5 @@ async def test_who_waits_when_the_home_is_closed_ends_with_the_queue_pair(device
         _ = pair.write(8)
     for resource in (pair.near, pair.far, pair.cq, pair.source, pair.target, pair.domain):
         await resource.aclose()
-    await asyncio.wait_for(asyncio.wait({waiting}), 5)
+    await asyncio.wait_for(asyncio.wait({waiting}), patience(5))
     assert isinstance(waiting.exception(), BrokenResourceError)

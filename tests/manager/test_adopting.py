@@ -20,13 +20,14 @@ from aioverbs import (
     open_device,
 )
 from aioverbs.device import Device
+from tests.capabilities import Capability, needs
 from tests.manager.pyverbs_objects import MR, PD, ParentDomain, install, laid_out
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 @pytest.fixture(autouse=True)
-def pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def pyverbs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 
@@ -39,6 +40,7 @@ def lending(device: Device) -> Any:
     assert not pd.pointer
 
 
+@needs(Capability.STAND_INS)
 async def test_it_serves_like_one_of_ours(device: Device) -> None:
     with lending(device) as theirs:
         mr = MR(theirs, 4096, REMOTE)
@@ -69,6 +71,7 @@ async def test_it_serves_like_one_of_ours(device: Device) -> None:
         assert theirs.pointer
 
 
+@needs(Capability.STAND_INS, Capability.OBJECT_COUNTS)
 async def test_what_is_lent_is_not_destroyed(device: Device) -> None:
     before = device.statistics()
     with lending(device) as theirs:
@@ -80,6 +83,7 @@ async def test_what_is_lent_is_not_destroyed(device: Device) -> None:
     assert device.statistics() == before
 
 
+@needs(Capability.STAND_INS)
 async def test_it_is_kept_as_long_as_it_is_used(device: Device) -> None:
     with lending(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
@@ -96,6 +100,7 @@ async def test_it_is_kept_as_long_as_it_is_used(device: Device) -> None:
         still.close()
 
 
+@needs(Capability.STAND_INS)
 async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> None:
     with lending(device) as theirs:
         mr = MR(theirs, 64, AccessFlags.REMOTE_READ)
@@ -113,6 +118,7 @@ async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> 
 # ---- What cannot be adopted
 
 
+@needs(Capability.STAND_INS)
 async def test_closed_ones(device: Device) -> None:
     with lending(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
@@ -125,6 +131,7 @@ async def test_closed_ones(device: Device) -> None:
             await device.adopt_protection_domain(theirs).open()
 
 
+@needs(Capability.STAND_INS)
 async def test_those_of_others(device: Device) -> None:
     async with open_device("soft0") as another:
         with lending(device) as first, lending(device) as second, lending(another) as third:
@@ -142,6 +149,7 @@ async def test_those_of_others(device: Device) -> None:
                     await pd.adopt_memory_region(mr, REMOTE).open()
 
 
+@needs(Capability.STAND_INS)
 async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: Any = "mlx5_0"
     with lending(device) as theirs:
@@ -159,6 +167,7 @@ async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> N
         await device.adopt_protection_domain(wrong).open()
 
 
+@needs(Capability.STAND_INS)
 @pytest.mark.parametrize(
     "kind", [laid_out(3), laid_out(4, weak_references=1)], ids=["too small", "weak references elsewhere"]
 )
@@ -170,6 +179,7 @@ async def test_objects_that_look_different(device: Device, monkeypatch: pytest.M
         await device.adopt_protection_domain(theirs).open()
 
 
+@needs(Capability.STAND_INS)
 async def test_pointers_that_lead_elsewhere(device: Device) -> None:
     with lending(device) as theirs, lending(device) as other:
         mr, another = MR(theirs, 64, REMOTE), MR(theirs, 64, REMOTE)
@@ -191,6 +201,7 @@ async def test_pointers_that_lead_elsewhere(device: Device) -> None:
 # ---- Those that the user closes too early
 
 
+@needs(Capability.STAND_INS)
 async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
     with lending(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
@@ -225,6 +236,7 @@ async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
             assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
+@needs(Capability.STAND_INS)
 async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
     with lending(device) as theirs:
         mr = MR(theirs, 64, REMOTE)

@@ -165,10 +165,10 @@ CALLS: dict[type[object], dict[str, Call]] = {
 # What calls none: attributes, what is for anybody, and `open`, which a new object has and these have behind them.
 FREE = {
     "address_handle", "adopt_memory_region", "allocator", "base", "batch", "buffer_pool", "cache", "capabilities",
-    "closed", "completer", "context", "depth", "events", "handle", "label", "local_endpoint", "memory_window",
-    "message_model", "messages", "moderated", "native", "native_allocators", "open", "owner", "parent", "path_to",
-    "pd", "qp_num", "qp_state", "qp_type", "register", "release", "remote_endpoint", "reserve", "run", "serve",
-    "state", "statistics", "td", "thread_model", "work",
+    "closed", "completer", "context", "depth", "events", "gid_index", "handle", "label", "local_endpoint",
+    "memory_window", "message_model", "messages", "moderated", "native", "native_allocators", "open", "owner",
+    "parent", "path_to", "pd", "qp_num", "qp_state", "qp_type", "register", "release", "remote_endpoint", "reserve",
+    "run", "serve", "state", "statistics", "td", "thread_model", "work",
 }  # fmt: skip
 # Of an operation: what it ended by is anybody's to read; a coroutine that nobody needs may be closed by the garbage
 # collector, in whatever thread that runs.

@@ -34,8 +34,11 @@ from aioverbs import (
 )
 from aioverbs.device import Device
 from aioverbs.life import State
+from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
+from tests.holding import hold, unhold
 from tests.manager.test_write import ends
+from tests.pace import patience
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 Factory = Callable[[], asyncio.AbstractEventLoop]
@@ -282,7 +285,7 @@ async def test_loops_share_a_pool(pd: ProtectionDomain, factory: Factory) -> Non
         await asyncio.gather(*(use(number) for number in range(10)))
 
     async with pd.buffer_pool(64, 2, limit=5) as pool:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             await asyncio.gather(*(asyncio.to_thread(run_in_thread, factory, work) for _ in range(4)))
         assert len(done) == 40
         assert not users
@@ -367,7 +370,7 @@ async def test_a_buffer_under_dma_is_nobody_elses(pd: ProtectionDomain) -> None:
 
 async def test_a_cancelled_write_keeps_its_buffer(device: Device) -> None:
     async with ends(device) as pair, pair.domain.buffer_pool(16, 1, access=REMOTE) as pool:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         with anyio.move_on_after(0.01) as scope:
             async with pool.lease() as buffer:
                 buffer.buffer[:5] = b"hello"
@@ -375,8 +378,8 @@ async def test_a_cancelled_write_keeps_its_buffer(device: Device) -> None:
         assert scope.cancelled_caught
         assert counts(pool) == (0, 1, 0, 0)
         assert pair.cq.statistics().under_way == 1
-        device.handle.faults.unhold()
-        async with asyncio.timeout(5), pool.lease() as buffer:
+        unhold(device, pair.near)
+        async with asyncio.timeout(patience(5)), pool.lease() as buffer:
             assert pair.cq.statistics().under_way == 0
             await pair.near.write(buffer[5:6], pair.target.remote()[5:6])
         assert bytes(pair.target.buffer[:5]) == b"hello"
@@ -443,6 +446,7 @@ async def test_slabs_of_an_allocator(pd: ProtectionDomain) -> None:
     assert allocator.statistics().pieces == 0
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 async def test_what_fails_is_told(
     pd: ProtectionDomain, device: Device, monkeypatch: pytest.MonkeyPatch, large: bool
@@ -510,7 +514,7 @@ class Slow:
 async def test_who_adds_slabs_does_it_for_those_who_come_meanwhile(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pd.buffer_pool(64, 1, limit=3) as pool, asyncio.timeout(10):
+    async with pd.buffer_pool(64, 1, limit=3) as pool, asyncio.timeout(patience(10)):
         with pool.lease_nowait():
             slow = Slow(monkeypatch)
             first = asyncio.ensure_future(pool.lease())
@@ -574,7 +578,7 @@ async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
 async def test_who_comes_while_another_thread_closes_it_does_not_wait(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pd.buffer_pool(64, 1) as pool, asyncio.timeout(5):
+    async with pd.buffer_pool(64, 1) as pool, asyncio.timeout(patience(5)):
 
         def closed_meanwhile(*_: object) -> None:
             pool._life.state = State.CLOSING
@@ -621,6 +625,7 @@ async def test_warnings_that_are_errors_do_not_keep_it_open(pd: ProtectionDomain
     buffer.release()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_an_opening_that_fails_leaves_nothing(pd: ProtectionDomain, device: Device) -> None:
     device.handle.faults.fail("reg_mr", errno.ENOMEM)
     pool = pd.buffer_pool(64, 1)

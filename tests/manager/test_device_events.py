@@ -21,13 +21,15 @@ from aioverbs import (
     open_device,
 )
 from aioverbs.events import Eventful, EventPump
+from tests.capabilities import Capability, needs
+from tests.pace import patience
 
 WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def take(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
     """The next events."""
-    return [await asyncio.wait_for(anext(events), 10) for _ in range(count)]
+    return [await asyncio.wait_for(anext(events), patience(10)) for _ in range(count)]
 
 
 async def listening(events: AsyncIterator[DeviceEvent]) -> "asyncio.Task[DeviceEvent]":
@@ -37,6 +39,7 @@ async def listening(events: AsyncIterator[DeviceEvent]) -> "asyncio.Task[DeviceE
     return task
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_events_of_ports_and_objects(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -60,6 +63,7 @@ async def test_events_of_ports_and_objects(device: Device) -> None:
         ]
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_events_of_one_object(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -75,6 +79,7 @@ async def test_events_of_one_object(device: Device) -> None:
         assert [(await second).resource, *(event.resource for event in await take(of_all, 1))] == [other, qp]
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_objects_have_their_own(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -92,7 +97,7 @@ async def test_objects_have_their_own(device: Device) -> None:
         faults.break_shared_receive_queue(srq.handle)
         faults.break_completion_queue(cq.handle)
         types = [EventType.QP_FATAL, EventType.SRQ_ERR, EventType.CQ_ERR]
-        assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [
+        assert await asyncio.wait_for(asyncio.gather(*tasks), patience(10)) == [
             DeviceEvent(kind, each, None) for kind, each in zip(types, objects, strict=True)
         ]
         # What they did not listen for waits for somebody who does.
@@ -118,11 +123,11 @@ async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
             here.call_soon_threadsafe(heard.set)
 
     def elsewhere() -> None:
-        asyncio.run(asyncio.wait_for(listen(), 10))
+        asyncio.run(asyncio.wait_for(listen(), patience(10)))
 
     thread = asyncio.create_task(asyncio.to_thread(elsewhere))
     device.handle.faults.break_shared_receive_queue(srq.handle)
-    await asyncio.wait_for(heard.wait(), 10)
+    await asyncio.wait_for(heard.wait(), patience(10))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         await (device if "device" in by else srq).aclose()
@@ -133,6 +138,7 @@ async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
         srq.events()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_nobody_heard_of_keeps_no_object(device: Device) -> None:
     async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
         kept = [await domain.shared_receive_queue(4).open()]
@@ -145,6 +151,7 @@ async def test_what_nobody_heard_of_keeps_no_object(device: Device) -> None:
         assert await take(device.events(), 1) == [DeviceEvent(EventType.SRQ_ERR, None, None)]
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_listeners_on_several_loops_all_hear(device: Device) -> None:
     ready = asyncio.Event()
     here = asyncio.get_running_loop()
@@ -161,6 +168,7 @@ async def test_listeners_on_several_loops_all_hear(device: Device) -> None:
     assert await task == await thread == DeviceEvent(EventType.PORT_ERR, None, 1)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_came_before_waits(device: Device) -> None:
     device.handle.faults.set_port(False)
     events = device.events()
@@ -180,7 +188,7 @@ async def test_the_end_of_the_device_is_their_end() -> None:
     device.handle.faults.lose_device()
     await asyncio.sleep(0.01)
     await device.aclose()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, patience(10))
     assert found == [EventType.DEVICE_FATAL]
     with pytest.raises(ClosedResourceError):
         device.events()
@@ -199,6 +207,7 @@ async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
     await asyncio.sleep(0.01)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int) -> int:
         raise OSError(errno.EMFILE, "too many")
@@ -251,6 +260,7 @@ async def listen_to_all(device: Device) -> int:
     return len([event async for event in device.events()])
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -> None:
     events = device.events()
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
@@ -259,14 +269,15 @@ async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -
         device.handle.faults.fail("get_async_event", errno.EIO, times=0)
         device.handle.faults.set_port(False)
         with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(waiting, 10)
-        async with asyncio.timeout(10), domain.queue_pair(cq) as qp, domain.register(8, WRITTEN) as region:
+            await asyncio.wait_for(waiting, patience(10))
+        async with asyncio.timeout(patience(10)), domain.queue_pair(cq) as qp, domain.register(8, WRITTEN) as region:
             qp.connect(qp.local_endpoint(), WRITTEN)
             with pytest.raises(BrokenResourceError, match="the device was lost"):
                 await qp.write(region[:4], region.remote()[4:])
     device.handle.faults.clear()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_an_event_that_was_told_keeps_nothing_from_being_closed(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         events = device.events()

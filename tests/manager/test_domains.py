@@ -28,6 +28,7 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, run_on_owner
 from aioverbs.completion import MessageModel
 from aioverbs.device import Device, open_device
+from tests.capabilities import Capability, capabilities, needs
 from tests.core.allocators import Recording
 
 DEGRADES = [errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM]
@@ -37,6 +38,7 @@ names = pytest.mark.parametrize("number", DEGRADES, ids=errno.errorcode.get)
 # ---- Thread domains
 
 
+@needs(Capability.THREAD_DOMAINS)
 async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
     async with device.thread_domain() as td:
         assert td.native
@@ -48,6 +50,7 @@ async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
             await asyncio.to_thread(td.handle.destroy)
 
 
+@needs(Capability.FAULT_PLAN)
 @names
 async def test_a_thread_domain_degrades_and_says_so_once(
     device: Device, number: int, caplog: pytest.LogCaptureFixture
@@ -70,6 +73,7 @@ async def test_a_thread_domain_degrades_and_says_so_once(
     assert device.statistics().native_thread_domains == 0
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_other_errors_are_errors(device: Device) -> None:
     device.handle.faults.fail("alloc_td", errno.EIO)
     with pytest.raises(VerbsError, match="EIO"):
@@ -91,6 +95,7 @@ async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixtu
 # ---- Parent domains
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain(context="mine") as domain:
         assert domain.native
@@ -111,6 +116,7 @@ async def test_no_parent_domain_of_a_parent_domain(device: Device) -> None:
             ProtectionDomain.parent_domain(domain)  # type: ignore[arg-type]
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
 async def test_a_parent_domain_degrades(device: Device, number: int, caplog: pytest.LogCaptureFixture) -> None:
     device.handle.faults.fail("alloc_parent_domain", number, times=0)
@@ -127,6 +133,7 @@ async def test_a_parent_domain_degrades(device: Device, number: int, caplog: pyt
     assert "parent domains are not native" in record.getMessage()
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_memory_comes_from_the_allocator(device: Device) -> None:
     allocator = Recording()
     async with device.resource_domain(allocator=allocator) as domain:
@@ -152,10 +159,12 @@ async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadMo
             assert domain.parent.base is domain.base
             assert domain.parent.td is domain.td
             assert (domain.td is None) == (model is ThreadModel.SAFE)
-            assert domain.native == (model is not ThreadModel.SAFE)
-            assert domain.handle.affinity is domain.owner
+            has = {Capability.THREAD_DOMAINS, Capability.PARENT_DOMAINS} <= capabilities(device.name)
+            assert domain.native == (has and model is not ThreadModel.SAFE)
+            assert domain.handle.affinity is (domain.owner if has else None)
             assert (domain.owner is not None and domain.owner.bound) == (model is ThreadModel.SINGLE)
-            queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+            parent_domain = domain.handle if domain.native else None
+            queue = engine.CompletionQueue(device.handle, 4, parent_domain=parent_domain, affinity=domain.owner)
             if model is ThreadModel.SINGLE:
                 with pytest.raises(AffinityError):
                     await asyncio.to_thread(queue.poll)
@@ -166,6 +175,7 @@ async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadMo
     assert not any(count for _, count in device.statistics().objects)
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -244,6 +254,7 @@ async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Dev
             assert third.state is State.OPEN
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_what_is_closed_is_native_no_more(device: Device) -> None:
     async with device.resource_domain(allocator=DefaultAllocator()) as domain:
         parent, td = domain.parent, domain.td

@@ -9,6 +9,7 @@ import pytest
 from aioverbs import AffinityError
 from aioverbs.affinity import Affinity, run_on_owner, to_the_end
 from tests.manager.test_domains import Elsewhere
+from tests.pace import patience
 
 
 async def standing() -> tuple[asyncio.AbstractEventLoop, Affinity]:
@@ -26,7 +27,7 @@ async def test_one_that_is_cancelled_before_it_began_ends(kind: str) -> None:
     called: list[int] = []
     with Elsewhere() as elsewhere:
         elsewhere.loop.call_soon_threadsafe(time.sleep, 0.1)  # what is sent there comes in one turn
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(patience(5)):
             if kind == "anyio":
                 with anyio.move_on_after(0.01) as scope:
                     await run_on_owner(elsewhere.owner, called.append, 1)
@@ -43,7 +44,7 @@ async def test_one_that_is_cancelled_before_it_began_ends(kind: str) -> None:
 async def test_one_on_a_loop_that_stands_still_can_be_cancelled() -> None:
     loop, owner = await standing()
     called: list[int] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         with anyio.move_on_after(0.01) as scope:
             await run_on_owner(owner, called.append, 1)
     assert scope.cancelled_caught
@@ -58,7 +59,7 @@ async def test_one_whose_owner_is_replaced_is_an_error() -> None:
     await asyncio.sleep(0.01)
     loop.close()
     owner.take_over()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         with pytest.raises(AffinityError, match="is gone, and with it the call"):
             await task
 

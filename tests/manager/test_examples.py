@@ -23,25 +23,40 @@ SAYS = {
         "stopped: ibv_post_send on <QueuePair",
         "ResourceDomain, open",
     ],
+    "rc_pingpong": ["answered 50 messages", "50 iters in"],
     "shared_pd": ["registered by the other: b'hello'", "with another key: ibv_share_pd failed: EACCES"],
     "xrc_domain": ["opened by two contexts", "O_EXCL: ibv_open_xrcd failed: EINVAL", "gone with the last one"],
 }
+ARGUMENTS = {"rc_pingpong": ["--both", "-p", "0", "-n", "50"]}
 
 
-def test_every_example_is_here() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(SAYS)
-
-
-@pytest.mark.parametrize("name", SAYS)
-def test_example(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py"],
+def run(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py", *arguments],
         env={**os.environ, "AIOVERBS_DEVICE": "soft0"},
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
+
+
+ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them
+
+
+def test_every_example_is_here() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(SAYS) | ON_RDMA_DEVICES
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name: str) -> None:
+    done = run(name, *ARGUMENTS.get(name, ()))
     assert (done.returncode, done.stderr) == (0, "")
     for text in SAYS[name]:
         assert text in done.stdout
+
+
+def test_ping_pong_says_where_soft0_does_not_reach() -> None:
+    done = run("rc_pingpong", "localhost")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "soft0 does not reach other processes yet" in done.stderr

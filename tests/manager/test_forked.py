@@ -14,6 +14,7 @@ from aioverbs.device import Device, open_device
 from aioverbs.life import _tree
 from tests.core.children import in_child
 from tests.manager.test_write import REMOTE, ends
+from tests.pace import patience
 
 
 async def write_once(device: Device) -> bytes:
@@ -53,7 +54,7 @@ async def test_what_was_opened_before_says_so(device: Device) -> None:
                     await resource.open()
             for resource in everything:
                 assert resource.closed
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(patience(5)):
                     await resource.aclose()
 
         in_child(lambda: asyncio.run(use()))
@@ -78,7 +79,7 @@ def test_who_was_inside_of_the_tree_is_not_in_the_child() -> None:
             return await write_once(device)
 
     def child() -> bytes:
-        return asyncio.run(asyncio.wait_for(use(), 5))
+        return asyncio.run(asyncio.wait_for(use(), patience(5)))
 
     async def hold() -> bytes:
         return await asyncio.to_thread(in_child, child)
@@ -134,7 +135,7 @@ async def test_no_call_is_carried_to_the_parent() -> None:
 
     async def call() -> None:
         with pytest.raises(ForkedProcessError, match="was opened before fork"):
-            await asyncio.wait_for(run_on_owner(owner, print), 5)
+            await asyncio.wait_for(run_on_owner(owner, print), patience(5))
 
     assert not owner.inherited
     assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)

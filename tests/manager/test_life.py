@@ -26,6 +26,7 @@ from aioverbs import (
 )
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
+from tests.capabilities import Capability, needs
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {
     "protection domain": lambda device: device.protection_domain(),
@@ -33,7 +34,13 @@ MAKERS: dict[str, Callable[[Device], Resource]] = {
     "resource domain": lambda device: device.resource_domain(),
     "xrc domain": lambda device: device.xrc_domain(),
 }
-every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+every_kind = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=kind, marks=needs(Capability.XRC_DOMAINS) if kind == "xrc domain" else ())
+        for kind, make in MAKERS.items()
+    ],
+)
 
 
 def verbs_left(device: Device) -> dict[str, int]:
@@ -48,6 +55,7 @@ async def forget(resource: Resource) -> None:
     gc.collect()
 
 
+@needs(Capability.OBJECT_COUNTS)
 @every_kind
 async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
@@ -67,6 +75,7 @@ async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device],
         await resource.open()
 
 
+@needs(Capability.OBJECT_COUNTS)
 @every_kind
 async def test_without_a_block(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = await make(device).open()
@@ -94,6 +103,7 @@ async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable
     assert resource.state is State.NEW
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_the_block_raises_is_what_the_caller_hears(device: Device) -> None:
     faults = device.handle.faults
     pd = device.protection_domain()
@@ -189,6 +199,7 @@ async def test_orphans_are_reaped_by_their_device() -> None:
     assert engine.open_handles() == []
 
 
+@needs(Capability.OBJECT_COUNTS)
 async def test_what_is_forgotten_goes_to_its_owner(device: Device) -> None:
     with pytest.warns(ResourceWarning, match=r"ThreadDomain .* was still open: it was forgotten"):
         await forget(device.thread_domain())
@@ -224,6 +235,7 @@ async def test_a_cancelled_close_closes(device: Device, kind: str) -> None:
     assert not verbs_left(device)
 
 
+@needs(Capability.FAULT_PLAN)
 @every_kind
 async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make: Callable[[Device], Resource]) -> None:
     faults = device.handle.faults
@@ -245,6 +257,7 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make:
         assert not verbs_left(device)
 
 
+@needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
     pd = device.protection_domain()
     device.handle.faults.fail("alloc_pd", errno.ENOMEM)
@@ -255,6 +268,7 @@ async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
         assert verbs_left(device) == {"pds": 1}
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
     faults = device.handle.faults
     domain = device.resource_domain()
@@ -290,6 +304,7 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
     assert not verbs_left(device)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> None:
     faults = device.handle.faults
 
@@ -310,7 +325,7 @@ async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> Non
 async def test_the_tree(device: Device) -> None:
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
         tree = device.resources()
-        assert (tree.kind, tree.label, tree.state, tree.owner) == ("Device", "soft0", State.OPEN, None)
+        assert (tree.kind, tree.label, tree.state, tree.owner) == ("Device", device.name, State.OPEN, None)
         assert [child.kind for child in tree.children] == ["ProtectionDomain", "ThreadDomain"]
         assert [child.kind for child in tree.children[0].children] == ["ParentDomain"]
         assert tree.children[1].owner is not None
@@ -352,4 +367,8 @@ async def test_rich_prints_the_tree(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain():
         console.print(device.resources())
     lines = console.export_text().splitlines()
-    assert [line.lstrip("│ └─").split(",")[0] for line in lines] == ["Device soft0", "ProtectionDomain", "ParentDomain"]
+    assert [line.lstrip("│ └─").split(",")[0] for line in lines] == [
+        f"Device {device.name}",
+        "ProtectionDomain",
+        "ParentDomain",
+    ]

@@ -26,6 +26,7 @@ from aioverbs import (
     VerbsError,
 )
 from aioverbs.device import Device
+from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
 
 if TYPE_CHECKING:
@@ -177,7 +178,12 @@ async def test_wrong_memory(device: Device) -> None:
                 await pd.register(memory, AccessFlags.REMOTE_READ).open()
         with pytest.raises(TypeError):
             await pd.register("text").open()  # type: ignore[arg-type]
-        with pytest.raises(VerbsError, match="EOPNOTSUPP"):
+
+
+@needs(Capability.NO_ON_DEMAND_PAGING)
+async def test_no_paging_on_demand(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        with pytest.raises(VerbsError, match=r"EOPNOTSUPP|EINVAL"):
             await pd.register(64, AccessFlags.LOCAL_WRITE | AccessFlags.ON_DEMAND).open()
 
 
@@ -197,6 +203,7 @@ async def test_large_memory_is_registered_beside_the_loop(device: Device) -> Non
     ticker.cancel()
 
 
+@needs(Capability.OBJECT_COUNTS)
 async def test_a_cancelled_registration_leaves_nothing(device: Device) -> None:
     async with device.protection_domain() as pd:
         region = pd.register(LARGE)
@@ -272,6 +279,7 @@ def test_what_is_no_wire_form() -> None:
             RemoteRegion(*arguments)
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_shared_protection_domains(device: Device) -> None:
     from aioverbs.device import open_device
 
@@ -312,6 +320,7 @@ async def test_memory_of_an_allocator(device: Device, make: Callable[[], Allocat
             assert bytes(region.buffer) == bytes(5000)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_allocators_that_have_nothing(device: Device) -> None:
     async with device.protection_domain() as pd:
         with pytest.raises(MemoryError, match="has no 64 bytes"):

@@ -26,6 +26,7 @@ from aioverbs import (
 )
 from aioverbs._core import engine
 from aioverbs.device import Device
+from tests.capabilities import Capability, capabilities, needs
 from tests.conftest import LOOP_FACTORIES
 
 if TYPE_CHECKING:
@@ -131,12 +132,16 @@ async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
 async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     await use(pd, memory)
-    for buffer in (memoryview(memory).toreadonly(), bytes(SIZE), mmap.mmap(-1, SIZE, access=mmap.ACCESS_READ)):
+    buffers: list[Any] = [memoryview(memory).toreadonly(), bytes(SIZE)]
+    if Capability.READ_ONLY_MAPPINGS in capabilities(pd.handle.context.name):
+        buffers.append(mmap.mmap(-1, SIZE, access=mmap.ACCESS_READ))
+    for buffer in buffers:
         with pytest.raises(BufferError, match="is read-only"):
             await use(pd, buffer)
         await use(pd, buffer, AccessFlags.REMOTE_READ)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -> None:
     with pytest.raises(BufferError):
         await use(pd, memoryview(bytearray(64))[::2])
@@ -287,6 +292,7 @@ async def test_dropping_waits_for_dma(pd: ProtectionDomain) -> None:
     assert region.closed
 
 
+@needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) -> None:
     one, two, three = (bytearray(SIZE) for _ in range(3))
     await use(pd, one)

@@ -25,6 +25,7 @@ from aioverbs.errors import LibraryNotFoundError
 from aioverbs.share_exchange import Given, answer, receive
 from aioverbs.share_message import Reply, Request, device_of, share_id
 from aioverbs.sharing import Share
+from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
 
@@ -467,6 +468,7 @@ def test_who_dies_is_no_instance_any_more(shared: Share) -> None:
 # ---- Devices
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_the_software_device_says_so(device: Device, ends: Ends) -> None:
     said = "ibv_import_device failed: EOPNOTSUPP .*soft0 is in each process another device"
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
@@ -480,6 +482,7 @@ async def test_the_software_device_says_so(device: Device, ends: Ends) -> None:
         device.handle.dup_cmd_fd()
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_the_three_errors_of_the_software_device(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
         for shared_id, key, error, said in (

@@ -1,6 +1,7 @@
 """Completion queues wake whom they should: more than a turn, threads that meet, queues that break."""
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import threading
@@ -24,15 +25,19 @@ from aioverbs import (
 )
 from aioverbs._core import engine
 from aioverbs.device import Device
-from tests.core.pairs import connect, next_event, wait_until
+from tests.capabilities import Capability, needs
+from tests.core.pairs import connect, wait_until
+from tests.holding import hold, unhold
 from tests.manager.test_write import REMOTE, connected, ends, pair_on
+from tests.pace import patience
 
 TURN = 256  # completions are taken in one turn of the loop
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
-    async with ends(device) as pair, asyncio.timeout(10):
-        device.handle.faults.hold()
+    async with ends(device) as pair, asyncio.timeout(patience(10)):
+        hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))
         await asyncio.sleep(0.01)
         assert pair.cq.statistics().wakeups == 0
@@ -44,14 +49,17 @@ async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
 async def test_more_than_a_turn(device: Device) -> None:
     """Others run between a turn's completions and the next ones."""
     many = 2 * TURN + 88
-    async with ends(device, capabilities=QpCapabilities(max_send_wr=many, max_recv_wr=1)) as pair, asyncio.timeout(10):
-        device.handle.faults.hold()
+    async with (
+        ends(device, capabilities=QpCapabilities(max_send_wr=many, max_recv_wr=1)) as pair,
+        asyncio.timeout(patience(10)),
+    ):
+        hold(device, pair.near)
         pair.source.buffer[:many] = bytes(each % 251 for each in range(many))
         writes = [
             pair.near.write(pair.source[each : each + 1], pair.target.remote()[each:][:1]) for each in range(many)
         ]
         await asyncio.sleep(0.01)
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         seen = [0]
         while seen[-1] < many:
             await asyncio.sleep(0)
@@ -63,13 +71,13 @@ async def test_more_than_a_turn(device: Device) -> None:
 
 async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
     """Queue pairs reserve their room: only who posts by handles of his own comes so far."""
-    async with ends(device) as pair, asyncio.timeout(10):
+    async with ends(device) as pair, asyncio.timeout(patience(10)):
         cq, pd = pair.cq.handle, pair.domain.handle
         many = QpCapabilities(max_send_wr=2 * cq.cqe)
         near, far = (engine.QueuePair(pd, cq, cq, each, affinity=pair.domain.owner) for each in (many, None))
         connect(near, far)
         # The loop does not come to look before all of them are done.
-        device.handle.faults.hold()
+        hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))
         await asyncio.sleep(0.01)
         target = pair.target.remote()
@@ -81,10 +89,9 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
                 remote_addr=target.address,
                 rkey=target.rkey,
             )
-        device.handle.faults.unhold()
-        event = next_event(device.handle)
-        assert event.event_type is EventType.CQ_ERR
-        event.ack()
+        unhold(device, pair.near)
+        async with contextlib.aclosing(pair.cq.events()) as events:
+            assert (await anext(events)).event_type is EventType.CQ_ERR
         await asyncio.wait([write])
         for _ in range(2):
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
@@ -94,9 +101,13 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
             qp.destroy()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
-    async with ends(device, capabilities=QpCapabilities(max_send_wr=2, max_recv_wr=1)) as pair, asyncio.timeout(10):
-        device.handle.faults.hold()
+    async with (
+        ends(device, capabilities=QpCapabilities(max_send_wr=2, max_recv_wr=1)) as pair,
+        asyncio.timeout(patience(10)),
+    ):
+        hold(device, pair.near)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(5)]
         await asyncio.sleep(0.01)
         assert pair.near.statistics().sends.queued == 3
@@ -104,7 +115,7 @@ async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(result) for result in results] == [BrokenResourceError] * 5
         assert pair.cq.statistics().under_way == pair.near.statistics().sends.queued == len(pair.source.pins) == 0
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
 
 
 async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
@@ -121,35 +132,37 @@ async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
 
 
 async def test_what_was_posted_before_its_loop_was_gone_is_looked_for_but_not_waited_for(device: Device) -> None:
-    async with device.protection_domain() as pd, pd.register(64, REMOTE) as region, asyncio.timeout(10):
+    async with device.protection_domain() as pd, pd.register(64, REMOTE) as region, asyncio.timeout(patience(10)):
         loop = asyncio.new_event_loop()
         cq = pd.completion_queue(64)
         await asyncio.to_thread(loop.run_until_complete, cq.open())
         async with connected(pd, cq) as (near, _):
-            device.handle.faults.hold()
+            hold(device, near)
             first, second = (near.write(region[:8], region.remote()[8:16]) for _ in range(2))
             loop.close()
             with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
                 await first
-            device.handle.faults.unhold()
+            unhold(device, near)
             await asyncio.to_thread(wait_until, second.done)
             await second
             assert len(region.pins) == 0
         await cq.aclose()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = await pd.completion_queue(64).open()
         device.handle.faults.fail("destroy_cq", errno.EIO)
         with pytest.raises(VerbsError, match="EIO"):
             await cq.aclose()
-        async with connected(pd, cq) as (near, _), asyncio.timeout(5):
+        async with connected(pd, cq) as (near, _), asyncio.timeout(patience(5)):
             with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
                 await near.write(region, region.remote())
         await cq.aclose()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> None:
     """A further turn that was due comes while another thread closes the queue: it must not be inside then."""
     faults = device.handle.faults
@@ -167,6 +180,23 @@ async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> 
             with pytest.raises(BrokenResourceError, match="was closed before this was done"):
                 await write
         await cq.aclose()
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_queue_that_breaks_harms_no_other(device: Device) -> None:
+    async with ends(device) as pair, ends(device) as other, asyncio.timeout(patience(10)):
+        hold(device, other.near)
+        writing = asyncio.create_task(other.write(b"goes on"))
+        await asyncio.sleep(0)
+        device.handle.faults.break_completion_queue(pair.cq.handle)
+        async with contextlib.aclosing(pair.cq.events()) as events:
+            assert (await anext(events)).event_type is EventType.CQ_ERR
+        await asyncio.sleep(0.01)
+        with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+            await pair.write(b"x")
+        unhold(device, other.near)
+        await writing
+        assert bytes(other.target.buffer[:7]) == b"goes on"
 
 
 class Staying:
@@ -202,35 +232,40 @@ async def somebody_inside(domain: ResourceDomain, staying: Staying) -> AsyncIter
         await cq.aclose()
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_an_event_that_meets_another_thread_is_not_lost(device: Device) -> None:
     staying = Staying()
     async with (
         device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
         pair_on(domain) as pair,
-        asyncio.timeout(10),
+        asyncio.timeout(patience(10)),
     ):
         assert domain.native
-        device.handle.faults.hold()
+        hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))
         await asyncio.sleep(0.01)
         async with somebody_inside(domain, staying) as leave:
-            device.handle.faults.unhold()
-            await asyncio.sleep(0.02)
-            assert pair.cq.statistics().wakeups >= 1
+            unhold(device, pair.near)
+            for _ in range(1000):
+                await asyncio.sleep(0.002)
+                if pair.cq.statistics().wakeups:
+                    break
+            assert pair.cq.statistics().wakeups
             assert not write.done()
             leave()
             await write
         assert bytes(pair.target.buffer[:5]) == b"hello"
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) -> None:
     staying = Staying()
     async with (
         device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
         pair_on(domain) as pair,
-        asyncio.timeout(10),
+        asyncio.timeout(patience(10)),
     ):
-        device.handle.faults.hold()
+        hold(device, pair.near)
         write = pair.near.write(pair.source[:5], pair.target.remote()[:5])
         async with somebody_inside(domain, staying):
             with pytest.raises(ConcurrentAccessError, match="ibv_post_send"):
@@ -238,15 +273,19 @@ async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) 
             for ask in (write.done, lambda: write.send(None)):
                 with pytest.raises(ConcurrentAccessError, match="ibv_poll_cq"):
                     ask()
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await write
         assert pair.near.statistics().sends.posted == 1
         assert len(pair.source.pins) == 0
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
     faults = device.handle.faults
-    async with ends(device, capabilities=QpCapabilities(max_send_wr=1, max_recv_wr=1)) as pair, asyncio.timeout(5):
+    async with (
+        ends(device, capabilities=QpCapabilities(max_send_wr=1, max_recv_wr=1)) as pair,
+        asyncio.timeout(patience(5)),
+    ):
         faults.fail("post_send", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pair.write(b"hello")

@@ -34,7 +34,10 @@ from aioverbs.completion import CompletionQueue
 from aioverbs.device import Device, open_device
 from aioverbs.domain import Domain
 from aioverbs.life import State
+from tests.capabilities import Capability, needs
 from tests.core.pairs import wait_until
+from tests.holding import hold, unhold
+from tests.pace import patience
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 every_model = pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
@@ -99,7 +102,8 @@ async def test_a_write_is_awaited(device: Device, model: ThreadModel) -> None:
         await asyncio.gather(*(pair.write(bytes([each]) * 16, each * 16) for each in range(16)))
         assert bytes(pair.target.buffer[:256]) == b"".join(bytes([each]) * 16 for each in range(16))
         statistics = pair.cq.statistics()
-        assert (statistics.depth, statistics.under_way, statistics.completions) == (64, 0, 17)
+        assert statistics.depth == pair.cq.handle.cqe >= 64
+        assert (statistics.under_way, statistics.completions) == (0, 17)
         sends = pair.near.statistics().sends
         assert (sends.depth, sends.posted, sends.completed, sends.bytes) == (16, 17, 17, 5 + 16 * 16)
         assert sends.failed == ()
@@ -156,6 +160,7 @@ async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
         await pair.near.write(pair.source[:5], RemoteRegion(0, 5, 0))
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
     async with ends(device) as pair:
         device.handle.faults.fail("post_send", errno.ENOMEM)
@@ -168,7 +173,7 @@ async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
 @pytest.mark.parametrize("kind", ["native", "anyio"])
 async def test_a_cancelled_write_goes_on_with_its_memory(device: Device, kind: str) -> None:
     async with ends(device) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         if kind == "anyio":
             with anyio.move_on_after(0.01) as scope:
                 await pair.write(b"hello")
@@ -183,7 +188,7 @@ async def test_a_cancelled_write_goes_on_with_its_memory(device: Device, kind: s
         closing = asyncio.create_task(pair.source.aclose())
         await asyncio.sleep(0.02)
         assert not closing.done(), "it waits for the write"
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
         await closing
         assert len(pair.source.pins) == 0
 
@@ -202,29 +207,32 @@ async def test_closing_the_queue_pair_ends_its_writes(device: Device) -> None:
         }
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_never_completes_ends_with_its_queue_pair(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
     async with ends(device) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))
         await asyncio.sleep(0.01)
         await pair.near.aclose()
         with pytest.raises(BrokenResourceError, match="was closed before this was done"):
             await write
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None:
     async with ends(device) as pair:
-        device.handle.faults.hold()
+        hold(device, pair.near)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
         device.handle.faults.break_completion_queue(pair.cq.handle)
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(result) for result in results] == [BrokenResourceError] * 3
-        device.handle.faults.unhold()
+        unhold(device, pair.near)
 
 
+@needs(Capability.FAULT_PLAN)
 @every_model
 async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel) -> None:
     async with open_device("soft0", engine_mode=True) as other, ends(other, model) as pair:
@@ -232,7 +240,7 @@ async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
         other.handle.faults.lose_device()
-        results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), 10)
+        results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), patience(10))
         assert [type(result) for result in results] == [BrokenResourceError] * 3
         assert "DEVICE_FATAL" in str(results[0])
         with pytest.raises(BrokenResourceError, match="DEVICE_FATAL"):
@@ -268,6 +276,7 @@ async def test_nobody_else_writes(device: Device) -> None:
         assert (await pair.domain.run(pair.near.query)).qp_state is QpState.RTS
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
     faults = device.handle.faults
 

@@ -39,6 +39,24 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
             errors.WorkCompletionError(WcStatus.GENERAL_ERR, None, 0, 17),
             "a work request on queue pair 17 ended with GENERAL_ERR (vendor error 0x0)",
         ),
+        (
+            errors.UnreachableError("rdma_resolve_addr", errno.ENODEV),
+            "rdma_resolve_addr failed: ENODEV (No such device): "
+            "no RDMA device leads to that address, as none does to a loopback address: see `rdma link`",
+        ),
+        (
+            errors.ConnectionRejectedError(8, b"why"),
+            "the peer refused the connection: nobody listens at that port (reason 8)",
+        ),
+        (
+            errors.ConnectionRejectedError(99),
+            "the peer refused the connection: for a reason that has no name here (reason 99)",
+        ),
+        (errors.DeviceRemovedError("the device was removed"), "the device was removed"),
+        (
+            errors.LibraryNotFoundError("librdmacm.so.1"),
+            "librdmacm.so.1 cannot be loaded: on Debian and Ubuntu, install the package librdmacm1",
+        ),
         (errors.ForkedProcessError("soft0"), "soft0 was opened before fork: open the device again in this process"),
         (
             errors.LenderClosedError("<MemoryRegion>"),
@@ -117,6 +135,9 @@ def test_batch_error_is_that_of_the_first_that_failed() -> None:
         (errors.DeviceNotFoundError, LookupError),
         (errors.LibraryNotFoundError, OSError),
         (errors.TransitionError, ValueError),
+        (errors.UnreachableError, errors.VerbsError),
+        (errors.ConnectionRejectedError, ConnectionRefusedError),
+        (errors.DeviceRemovedError, errors.BrokenResourceError),
     ],
 )
 def test_bases(ours: type[Exception], base: type[Exception]) -> None:

@@ -19,6 +19,7 @@ IN_C: dict[type[IntEnum] | type[IntFlag], tuple[str | None, str]] = {
     types.AccessFlags: ("ibv_access_flags", "IBV_ACCESS_"),
     types.AtomicCap: ("ibv_atomic_cap", "IBV_ATOMIC_"),
     types.EventType: ("ibv_event_type", "IBV_EVENT_"),
+    types.GidType: ("ibv_gid_type", "IBV_GID_TYPE_"),
     types.LinkLayer: (None, "IBV_LINK_LAYER_"),
     types.Mtu: ("ibv_mtu", "IBV_"),
     types.MwType: ("ibv_mw_type", "IBV_MW_"),

@@ -1,6 +1,6 @@
 """Make the distribution's pyverbs importable in a virtual environment, and nothing else of it.
 
-    .venv/bin/python tests/rdma/pyverbs_path.py
+    .venv/bin/python tests/rdma/pyverbs_path.py [PACKAGE]
 
 A build of pyverbs fits exactly one libibverbs, so the tests use the one that Debian or Ubuntu built
 beside theirs: python3-pyverbs. It is no wheel, and the environment shall not see everything else
@@ -81,6 +81,6 @@ def _import_anew() -> str:
 
 if __name__ == "__main__":
     try:
-        print(f"pyverbs is imported from {expose_pyverbs()}")
+        print(f"pyverbs is imported from {expose_pyverbs(*map(Path, sys.argv[1:]))}")
     except PyverbsPathError as error:
         sys.exit(f"pyverbs_path: {error}")

@@ -100,7 +100,7 @@ class Pair:
             handle.destroy()
 
 
-def connect(qp: engine.QueuePair, peer: engine.QueuePair) -> None:
+def connect(qp: engine.QueuePair, peer: engine.QueuePair, max_rd_atomic: int = 1) -> None:
     """Take a queue pair to RTS, towards a peer."""
     mtu = qp.context.query_port(1).active_mtu
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=ALL_ACCESS)
@@ -113,4 +113,17 @@ def connect(qp: engine.QueuePair, peer: engine.QueuePair) -> None:
         min_rnr_timer=12,
         av=AddressVector(dgid=peer.context.query_gid(1, GID_INDEX), sgid_index=GID_INDEX),
     )
-    qp.modify(QpState.RTS, timeout=14, retry_cnt=6, rnr_retry=6, sq_psn=0, max_rd_atomic=1)
+    qp.modify(QpState.RTS, timeout=14, retry_cnt=6, rnr_retry=6, sq_psn=0, max_rd_atomic=max_rd_atomic)
+
+
+def to_itself(qp: engine.QueuePair) -> None:
+    """Take one of type UC to RTS, towards itself."""
+    qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=ALL_ACCESS)
+    qp.modify(
+        QpState.RTR,
+        path_mtu=min(qp.context.query_port(1).active_mtu, Mtu.MTU_4096),
+        dest_qp_num=qp.qp_num,
+        rq_psn=0,
+        av=AddressVector(dgid=qp.context.query_gid(1, GID_INDEX), sgid_index=GID_INDEX),
+    )
+    qp.modify(QpState.RTS, sq_psn=0)

@@ -16,7 +16,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # RDMA devices are looked up only where their tests were asked for: elsewhere pyverbs need not be there.
     if "device" not in metafunc.fixturenames:
         return
-    wanted = metafunc.config.option.markexpr == "rdma"
+    wanted = metafunc.config.option.markexpr.startswith("rdma")
     devices = [pytest.param(name, marks=pytest.mark.rdma) for name in (rdma_devices() if wanted else ["rdma"])]
     metafunc.parametrize("device", ["soft0", *devices])
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.rdma.vm_errors import Failure, VmError
 from tests.rdma.vm_image import SYSTEM_PATH, prepare_image
 from tests.rdma.vm_packages import ensure_packages
-from tests.rdma.vm_qemu import KVM, Guest, choose_accelerator, forget_accelerator
+from tests.rdma.vm_qemu import KVM, TCG_PACE, Guest, choose_accelerator, forget_accelerator
 
 PROJECT = Path(__file__).resolve().parents[2]
 GUEST_SCRIPT = Path(__file__).with_name("vm_guest.sh")
@@ -55,9 +55,10 @@ def _run(options: argparse.Namespace) -> int:
     accelerator = choose_accelerator(image, cache)
     if options.prepare:
         return 0
+    pace = 1 if accelerator is KVM else TCG_PACE
     with tempfile.TemporaryDirectory(prefix="rdma-vm-") as name:
         share = Path(name)
-        _fill_share(share, options)
+        _fill_share(share, options, pace)
         guest = Guest(image, accelerator, share, terminal=options.shell)
         try:
             return guest.run(options.timeout)
@@ -70,17 +71,17 @@ def _run(options: argparse.Namespace) -> int:
                 shutil.copytree(share / "results", options.results, dirs_exist_ok=True)
 
 
-def _fill_share(share: Path, options: argparse.Namespace) -> None:
+def _fill_share(share: Path, options: argparse.Namespace, pace: int) -> None:
     """Lay out what the guest reads from the share, and room for what it writes."""
     (share / "results").mkdir()
     shutil.copyfile(GUEST_SCRIPT, share / "guest.sh")
-    (share / "command").write_text(_command_script(options))
+    (share / "command").write_text(_command_script(options, pace))
     if options.shell:
         size = shutil.get_terminal_size()
         (share / "terminal").write_text(f"{size.lines} {size.columns}\n")
 
 
-def _command_script(options: argparse.Namespace) -> str:
+def _command_script(options: argparse.Namespace, pace: int) -> str:
     """The command with its environment, as a script for the guest's /bin/sh."""
     environment = {
         # A virtual environment's programs come first, as on the host; the system's tools follow
@@ -96,6 +97,7 @@ def _command_script(options: argparse.Namespace) -> str:
         "AIOVERBS_RDMA_ADDRESSES": "10.77.0.1,10.77.0.2",
         "AIOVERBS_RDMA_GID_INDEX": "1",
         "AIOVERBS_RESULTS": "/run/vm/results",
+        "AIOVERBS_TEST_PACE": str(pace),
         **dict(options.env),
     }
     lines = [

@@ -25,6 +25,7 @@ PACKAGES = (
     "python3-pyverbs",
     "qemu-system-x86",
     "rdma-core",
+    "rdmacm-utils",
     "zstd",
 )
 APT_LIMIT_S = 600

@@ -10,9 +10,11 @@ from aioverbs import ParentDomain, QpType, ThreadDomain, VerbsError
 from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector
 from aioverbs.device import Device
+from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
 
 
+@needs(Capability.OBJECT_COUNTS)
 async def test_allocates_a_parent_domain_object_for_the_context(device: Device) -> None:
     """ "ibv_alloc_parent_domain() allocates a parent domain object for the RDMA device context context." """
     async with device.protection_domain() as pd, pd.parent_domain() as domain:
@@ -52,6 +54,7 @@ async def test_the_protection_domain_cannot_be_null(device: Device) -> None:
         ParentDomain(None)  # type: ignore[arg-type]
 
 
+@needs(Capability.PARENT_DOMAINS)
 @pytest.mark.parametrize("with_td", [False, True])
 async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> None:
     """ "reference to a thread domain, or NULL"; "An optional thread domain that the parent domain uses." """
@@ -63,6 +66,7 @@ async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> N
             assert domain.handle.td is (td.handle if with_td else None)
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device) -> None:
     """ "ibv_dealloc_pd() will deallocate the parent domain … All resources created with the parent domain should be
     destroyed prior to deallocating the parent domain." """
@@ -75,6 +79,7 @@ async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device
         queue.destroy()
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     """ "Provider memory allocations will use this function to allocate the needed memory. The allocation function is
     passed the parent domain pd and the user-specified context pd_context. In addition, the callback receives
@@ -94,6 +99,7 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     assert not allocator.live
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_null_designates_an_error(device: Device) -> None:
     """ "The function returns the pointer to the allocated buffer, or NULL to designate an error." """
     async with device.resource_domain(allocator=Recording(lambda *_: None)) as domain:
@@ -112,6 +118,7 @@ async def test_the_default_allocator_may_be_asked_for(device: Device) -> None:
     assert allocator.pieces == []
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_the_buffer_is_zeroed(device: Device) -> None:
     """ "The callback makes sure the allocated buffer is initialized with zeros." """
 
@@ -128,6 +135,7 @@ async def test_the_buffer_is_zeroed(device: Device) -> None:
     assert not allocator.live
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_buffers_of_a_successful_alloc_are_freed(device: Device) -> None:
     """ "Callback to free memory buffers that were allocated using a successful alloc()": each once, with its type."""
     allocator = Recording()
@@ -146,6 +154,7 @@ async def test_the_allocator_is_asked_in_the_calling_thread(device: Device) -> N
         queue.destroy()
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EIO], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:
     """ "or NULL if the request fails (and sets errno to indicate the failure reason)" """

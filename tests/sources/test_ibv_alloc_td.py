@@ -8,8 +8,10 @@ import pytest
 from aioverbs import AffinityError, VerbsError
 from aioverbs._core import domains, engine
 from aioverbs.device import Device
+from tests.capabilities import Capability, needs
 
 
+@needs(Capability.OBJECT_COUNTS)
 async def test_allocates_a_thread_domain_object_for_the_context(device: Device) -> None:
     """ "ibv_alloc_td() allocates a thread domain object for the RDMA device context context." """
     async with device.thread_domain() as td:
@@ -18,6 +20,7 @@ async def test_allocates_a_thread_domain_object_for_the_context(device: Device) 
         assert dict(device.statistics().objects)["thread_domains"] == 1
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_an_application_assigns_resources_to_it_when_it_creates_them(device: Device) -> None:
     """ "An application assigns verbs resources to a thread domain when it creates a verbs object." """
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
@@ -29,6 +32,7 @@ async def test_an_application_assigns_resources_to_it_when_it_creates_them(devic
             handle.destroy()
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_objects_under_it_disable_internal_locking(device: Device) -> None:
     """ "any objects created under this thread domain will disable internal locking designed to protect against
     concurrent access to that object from multiple user threads": so no other thread gets as far as the object."""
@@ -52,6 +56,7 @@ async def test_by_default_objects_are_safe_for_many_threads(device: Device) -> N
         queue.destroy()
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_it_can_be_added_to_a_parent_domain(device: Device) -> None:
     """ "A struct ibv_td can be added to a parent domain via ibv_alloc_parent_domain() and then the parent domain can be
     used to create verbs objects." """
@@ -70,6 +75,7 @@ async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
     await pd.aclose()
 
 
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:
     """ "NULL if the request fails (and sets errno …)"; "ibv_dealloc_td() returns 0 …, or the value of errno"."""

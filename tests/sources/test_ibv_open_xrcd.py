@@ -8,6 +8,7 @@ import pytest
 
 from aioverbs import AccessFlags, BusyResourceError, QpType, VerbsError, WorkCompletionError
 from aioverbs.device import Device, open_device
+from tests.capabilities import Capability, needs
 
 
 @pytest.fixture
@@ -15,6 +16,7 @@ def fd(tmp_path: Path) -> int:
     return os.open(tmp_path / "inode", os.O_CREAT | os.O_RDONLY)
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_opens_an_xrc_domain_for_the_context(device: Device) -> None:
     """ "ibv_open_xrcd() open an XRC domain for the RDMA device context context" """
     async with device.xrc_domain() as domain:
@@ -22,6 +24,7 @@ async def test_opens_an_xrc_domain_for_the_context(device: Device) -> None:
         assert domain.owner is None
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device, fd: int) -> None:
     """ "Indicates that an XRCD should be created and associated with the inode referenced by the given fd. If the XRCD
     exists, this flag has no effect" """
@@ -32,6 +35,7 @@ async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device,
     os.close(fd)
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
     """ "If O_EXCL and O_CREAT are set, open will fail if an XRCD associated with the inode exists." """
     async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
@@ -42,6 +46,7 @@ async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
     os.close(fd)
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_without_an_inode_it_is_created(device: Device) -> None:
     """ "If fd equals -1, no inode is associated with the XRCD. To indicate that XRCD should be created, use oflag =
     O_CREAT" """
@@ -51,6 +56,7 @@ async def test_without_an_inode_it_is_created(device: Device) -> None:
         assert one.handle is not another.handle
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
     """ "ibv_close_xrcd() closes the XRCD xrcd. If this is the last reference, the XRCD will be destroyed." """
     async with open_device("soft0") as other:
@@ -64,6 +70,7 @@ async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
     os.close(fd)
 
 
+@needs(Capability.FAULT_PLAN, Capability.XRC_DOMAINS)
 async def test_errno_indicates_the_failure_reason(device: Device) -> None:
     """ "NULL if the request fails"; "ibv_close_xrcd() returns 0 on success, or the value of errno on failure" """
     with pytest.raises(VerbsError) as caught:
@@ -76,6 +83,7 @@ async def test_errno_indicates_the_failure_reason(device: Device) -> None:
     await domain.aclose()
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_closing_fails_while_something_is_associated(device: Device) -> None:
     """ "ibv_close_xrcd() may fail if any other resource is still associated with the XRCD being closed." """
     domain = await device.xrc_domain().open()
@@ -93,6 +101,7 @@ async def test_closing_fails_while_something_is_associated(device: Device) -> No
     assert domain.closed
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_messages_reach_the_shared_receive_queue_that_they_name(device: Device) -> None:
     """ "ibv_create_srq_ex(3), ibv_create_qp_ex(3)": what is made with an XRC domain."""
     async with (

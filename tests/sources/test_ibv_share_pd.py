@@ -7,12 +7,14 @@ import pytest
 from aioverbs import AccessFlags, SendFlags, SendOpcode, VerbsError
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
+from tests.capabilities import Capability, needs
 from tests.core.pairs import succeed
 from tests.rdma.seam import connect
 
 KEY = 0xFEDCBA9876543210
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> None:
     """ "ibv_share_pd() shares the protection domain specified by a unique identifier shpd for the RDMA device context
     context. share_key is the 64 bit key used to generate the unique identifier shpd." """
@@ -26,6 +28,7 @@ async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> N
             await other.shared_protection_domain(shared.id, KEY).open()
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_every_instance_is_deallocated_and_the_last_removes_it(device: Device) -> None:
     """ "ibv_pds created using ibv_share_pd() can be deallocated using ibv_dealloc_pd(). Libibverbs keeps track of each
     instance of the shared PD and removes the PD from RDMA device when the last instance of the shared PD is
@@ -41,6 +44,7 @@ async def test_every_instance_is_deallocated_and_the_last_removes_it(device: Dev
             await other.shared_protection_domain(shared.id, KEY).open()
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device: Device) -> None:
     """ "the same PD is shared by multiple contexts of an RDMA device" """
     async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
@@ -64,6 +68,7 @@ async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device
                 handle.destroy()
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
     """ "The life span of an MR mr1 created under ibv_pd pd1 (which is an instance of shared PD shPD1) will end whenever
     pd1 is deallocated, even though underlying shPD1 may continue to live on." """
@@ -77,6 +82,7 @@ async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
             pass
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_not_among_different_devices(device: Device) -> None:
     """ "Sharing PD is not supported among 'ibv_context' created for different RDMA devices." """
     async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
@@ -86,6 +92,7 @@ async def test_not_among_different_devices(device: Device) -> None:
             await other.shared_protection_domain(shared.id ^ 1 << 32, KEY).open()
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_processes_have_no_software_device_in_common(device: Device) -> None:
     """ "the same PD is shared by multiple contexts of an RDMA device or processes": tests/rdma/test_sharing.py."""
     near, far = socket.socketpair()
@@ -95,6 +102,7 @@ async def test_processes_have_no_software_device_in_common(device: Device) -> No
                 await shared.send(near)
 
 
+@needs(Capability.SHARED_DOMAINS)
 async def test_a_parent_domain_is_not_shared(device: Device) -> None:
     """It stands for its protection domain in the making of objects only."""
     async with device.protection_domain() as pd, pd.parent_domain() as domain:

@@ -8,10 +8,12 @@ import pytest
 from aioverbs import AffinityError, MessageModel, ThreadModel, VerbsError
 from aioverbs._core import engine
 from aioverbs.device import Device
+from tests.capabilities import Capability, needs
 
 MODELS = list(itertools.product(ThreadModel, MessageModel))
 
 
+@needs(Capability.PARENT_DOMAINS)
 @pytest.mark.parametrize(("threads", "messages"), MODELS, ids=lambda model: model.name)
 async def test_queues_and_queue_pairs_are_associated_with_it_when_they_are_made(
     device: Device, threads: ThreadModel, messages: MessageModel
@@ -49,6 +51,7 @@ async def test_unsafe(device: Device) -> None:
         await asyncio.to_thread(queue.destroy)
 
 
+@needs(Capability.PARENT_DOMAINS)
 async def test_single(device: Device) -> None:
     """ "Access to the associated objects are from only one thread over the lifetime of the object. In addition,
     different objects associated with the same resource domain must be called by the same thread." """
@@ -90,6 +93,7 @@ async def test_the_example(device: Device) -> None:
         cq.destroy()
 
 
+@needs(Capability.FAULT_PLAN)
 async def test_creating_one_may_fail(device: Device) -> None:
     """ "if (!_domain) { fprintf(stderr, "Can't create resource domain\\n")" """
     for verb in ("alloc_pd", "alloc_td", "alloc_parent_domain"):

@@ -1,0 +1,5 @@
+"""``python -m aioverbs.cli``."""
+
+from aioverbs.cli.main import main
+
+main(prog_name="aioverbs")

@@ -1,0 +1,166 @@
+"""Ping-pong over a reliable connection, with rdma-core's `ibv_rc_pingpong` or with another of these.
+
+    rc_pingpong.py              waits for a peer, as `ibv_rc_pingpong -g 1` does
+    rc_pingpong.py HOST         goes to one, as `ibv_rc_pingpong -g 1 HOST` does
+    rc_pingpong.py --both       is both ends, which is the only way on soft0: it does not reach other processes yet
+
+The ends tell each other over TCP who they are. Then the one that came sends messages, each one another, and checks what
+comes back; the one that waited sends back what it gets. Options are those of `ibv_rc_pingpong`.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+import time
+
+import aioverbs
+from aioverbs import Device, Endpoint, Mtu, QpCapabilities, QueuePair, RegionSlice
+
+# What is said over TCP: LID, number and first sequence number of a queue pair and its GID, in hexadecimal, and a byte
+# of zero; at last the one that came says that it knows the other.
+DONE = b"done\0"
+WIRE_SIZE = len("0000:000000:000000:\0") + 2 * 16
+
+
+def to_wire(endpoint: Endpoint) -> bytes:
+    return f"{endpoint.lid:04x}:{endpoint.qp_num:06x}:{endpoint.psn:06x}:{endpoint.gid.hex()}\0".encode()
+
+
+def from_wire(data: bytes, mtu: Mtu) -> Endpoint:
+    lid, qp_num, psn, gid = data.rstrip(b"\0").decode().split(":")
+    return Endpoint(bytes.fromhex(gid), int(qp_num, 16), int(psn, 16), mtu, lid=int(lid, 16))
+
+
+def listen(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", port))
+    listener.setblocking(False)
+    return listener
+
+
+def connect(qp: QueuePair, data: bytes, options: argparse.Namespace) -> None:
+    remote = from_wire(data, Mtu[f"MTU_{options.mtu}"])
+    print(f"{options.device}: queue pair {qp.qp_num} to {remote.qp_num}, GID {remote.gid.hex()}")
+    qp.connect(remote)
+
+
+async def wait_for_peer(qp: QueuePair, listener: socket.socket, options: argparse.Namespace) -> None:
+    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    try:
+        connect(qp, await reader.readexactly(WIRE_SIZE), options)
+        writer.write(to_wire(qp.local_endpoint()))
+        await reader.readexactly(len(DONE))
+    finally:
+        writer.close()
+
+
+async def go_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
+    reader, writer = await asyncio.open_connection(options.host or "localhost", options.port)
+    try:
+        writer.write(to_wire(qp.local_endpoint()))
+        connect(qp, await reader.readexactly(WIRE_SIZE), options)
+        writer.write(DONE)
+        await writer.drain()
+    finally:
+        writer.close()
+
+
+async def answer(
+    qp: QueuePair, listener: socket.socket, here: RegionSlice, there: RegionSlice, options: argparse.Namespace
+) -> None:
+    """Send back what comes. The next receive is posted before that, since the next message may follow at once."""
+    received = qp.receive(here)
+    await wait_for_peer(qp, listener, options)
+    for remaining in reversed(range(options.iters)):
+        await received
+        if remaining:
+            received = qp.receive(there)
+        await qp.send(here)
+        here, there = there, here
+
+
+async def ask(qp: QueuePair, here: RegionSlice, there: RegionSlice, options: argparse.Namespace) -> None:
+    """Send messages, and see that each comes back."""
+    received = qp.receive(there)
+    await go_to_peer(qp, options)
+    here.buffer[:] = os.urandom(options.size)
+    started = time.perf_counter()
+    for number in range(options.iters):
+        here.buffer[: min(8, options.size)] = number.to_bytes(8, "little")[: options.size]
+        sent = qp.send(here)
+        await received
+        if there.buffer != here.buffer:
+            raise RuntimeError(f"what came back as message {number} is not what was sent")
+        if number + 1 < options.iters:
+            received = qp.receive(there)
+        await sent
+    elapsed = time.perf_counter() - started
+    volume = 2 * options.size * options.iters
+    print(f"{volume} bytes in {elapsed:.2f} seconds = {volume * 8 / elapsed / 1e6:.2f} Mbit/sec")
+    print(f"{options.iters} iters in {elapsed:.2f} seconds = {elapsed / options.iters * 1e6:.2f} usec/iter")
+
+
+async def run_end(device: Device, listener: socket.socket | None, options: argparse.Namespace) -> None:
+    depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
+    async with (
+        device.resource_domain() as domain,
+        domain.register(2 * options.size) as region,
+        domain.completion_queue(2) as cq,
+        domain.queue_pair(cq, capabilities=depths, port=options.ib_port, gid_index=options.gid_idx) as qp,
+    ):
+        qp.to_init()  # where it can be given receives
+        here, there = region[: options.size], region[options.size :]
+        if listener is not None:
+            await answer(qp, listener, here, there, options)
+            print(f"answered {options.iters} messages")
+        else:
+            await ask(qp, here, there, options)
+
+
+async def main(options: argparse.Namespace) -> None:
+    async with aioverbs.open_device(options.device) as device, asyncio.timeout(options.timeout or None):
+        if device.software and not options.both:
+            sys.exit(f"{device.name} does not reach other processes yet: have this process be --both ends")
+        options.device = device.name
+        if options.host is not None:
+            await run_end(device, None, options)
+            return
+        with listen(options.port) as listener:
+            async with asyncio.TaskGroup() as ends:
+                ends.create_task(run_end(device, listener, options))
+                if options.both:
+                    options.port = listener.getsockname()[1]
+                    ends.create_task(run_end(device, None, options))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Ping-pong over RC, also with rdma-core's ibv_rc_pingpong.")
+    parser.add_argument("host", nargs="?", help="where the other end waits; without it, wait here")
+    parser.add_argument("--both", action="store_true", help="be both ends")
+    parser.add_argument("-p", "--port", type=int, default=18515, help="of TCP (%(default)s)")
+    parser.add_argument("-d", "--device", "--ib-dev", help="RDMA device (the first active one)")
+    parser.add_argument("-i", "--ib-port", type=int, default=1, help="port of the device (%(default)s)")
+    parser.add_argument("-g", "--gid-idx", type=int, default=1, help="index of the port's GID (%(default)s)")
+    parser.add_argument("-s", "--size", type=int, default=4096, help="bytes of a message (%(default)s)")
+    sizes = [mtu.name.removeprefix("MTU_") for mtu in Mtu]
+    parser.add_argument("-m", "--mtu", choices=sizes, default="1024", help="path MTU (%(default)s)")
+    parser.add_argument("-n", "--iters", type=int, default=1000, help="messages there and back (%(default)s)")
+    parser.add_argument("-t", "--timeout", type=float, default=60, help="seconds at most; 0: any time (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.size < 1 or options.iters < 1:
+        parser.error("size and iters are 1 at least")
+    if options.both and options.host is not None:
+        parser.error("--both ends meet on this host: leave HOST out")
+    return options
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(parse()))
+    except TimeoutError:
+        sys.exit("rc_pingpong: not done in time: --timeout gives it more")

@@ -1,0 +1,167 @@
+"""rping of rdma-core, either side of it: pings that the server reads by RDMA READ and writes back by RDMA WRITE.
+
+    python examples/rping.py -s -a 10.77.0.1 -C 3 -v        and        rping -c -a 10.77.0.1 -C 3 -V
+    rping -s -a 10.77.0.1 -C 3 -v                           and        python examples/rping.py -c -a 10.77.0.1 -C 3 -V
+
+For each ping the client sends where its text stands, the server reads it and sends that it may go on, the client sends
+where the text is wanted, the server writes it there and sends the same again. Each of these messages is an address, a
+key and a length. It takes RDMA devices: the software device has no addresses.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import struct
+from collections.abc import AsyncIterator
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    MemoryRegion,
+    Message,
+    QueuePair,
+    RemoteRegion,
+    ResourceDomain,
+    WorkCompletionError,
+    open_device,
+    rdma_cm,
+)
+
+INFO = struct.Struct(">QII")
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
+LEAST, MOST = 26, 65535  # bytes of a ping, as rping has them
+
+
+def text(number: int, size: int) -> bytes:
+    """What rping's client sends: a head, letters that begin one further each time, and a zero."""
+    head = b"rdma-ping-%d: " % number
+    letters = range(65, 123)
+    first = number % len(letters)
+    body = itertools.islice(itertools.cycle(letters), first, first + size - len(head) - 1)
+    return head + bytes(body) + b"\0"
+
+
+class End:
+    """What both sides have: a queue pair with receives that are kept posted, and memory."""
+
+    def __init__(self, domain: ResourceDomain, qp: QueuePair, info: MemoryRegion, data: MemoryRegion) -> None:
+        self.domain, self.qp, self.data = domain, qp, data
+        self._info = info
+        self._messages = qp.messages()
+
+    async def send(self, region: RemoteRegion | None = None) -> None:
+        """Say where something stands, or just that the other side may go on."""
+        info = INFO.pack(region.address, region.rkey, region.length) if region is not None else bytes(INFO.size)
+        self._info.buffer[: INFO.size] = info
+        await self.qp.send(self._info[:])
+
+    async def receive(self) -> RemoteRegion:
+        """What the other side said."""
+        message: Message = await anext(self._messages)
+        with message:
+            address, rkey, length = INFO.unpack(message.data)
+        return RemoteRegion(address, length, rkey)
+
+
+@contextlib.asynccontextmanager
+async def end_on(name: str, size: int) -> AsyncIterator[End]:
+    """All that one side needs of a device."""
+    async with (
+        open_device(name) as device,
+        device.resource_domain() as domain,
+        domain.register(INFO.size) as info,
+        domain.register(size, ACCESS) as data,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq, receive_depth=2, receive_size=INFO.size) as qp,
+    ):
+        yield End(domain, qp, info, data)
+
+
+async def answer(end: End, verbose: bool) -> int:
+    """The server's part, until the client leaves; how many pings there were."""
+    for number in itertools.count():
+        try:
+            source = await end.receive()
+        except (WorkCompletionError, BrokenResourceError):  # it disconnected: the receives were flushed
+            return number
+        if source.length > len(end.data.buffer):
+            raise ValueError(f"a ping has {source.length} bytes, and there is room for {len(end.data.buffer)}: see -S")
+        await end.qp.read(end.data[: source.length], source)
+        said = bytes(end.data.buffer[: source.length]).partition(b"\0")[0]
+        if verbose:
+            print("server ping data:", said.decode(), flush=True)
+        await end.send()
+        sink = await end.receive()
+        await end.qp.write(end.data[: len(said) + 1], sink[: len(said) + 1])
+        await end.send()
+    raise AssertionError
+
+
+async def ask(end: End, count: int, size: int, verbose: bool, validate: bool) -> int:
+    """The client's part; how many pings came back."""
+    async with end.domain.register(size, ACCESS) as start:
+        for number in itertools.count():
+            if count and number == count:
+                return number
+            start.buffer[:] = text(number, size)
+            await end.send(start.remote())
+            await end.receive()  # it has read them
+            await end.send(end.data.remote())
+            await end.receive()  # it has written them
+            if validate and end.data.buffer != start.buffer:
+                raise ValueError("what came back is not what was sent")
+            if verbose:
+                print("ping data:", bytes(end.data.buffer).partition(b"\0")[0].decode(), flush=True)
+    raise AssertionError
+
+
+async def serve(address: str, port: int, size: int, verbose: bool) -> int:
+    """Answer one client."""
+    async with rdma_cm.Channel() as channel, channel.listener(address, port) as listener:
+        print("listening at", *listener.address[:2], flush=True)
+        async with await anext(listener) as client:
+            assert client.device_name is not None
+            async with end_on(client.device_name, size) as end:
+                await client.accept(end.qp, ACCESS)
+                count = await answer(end, verbose)
+                await client.disconnect()
+                return count
+
+
+async def ping(address: str, port: int, size: int, count: int, verbose: bool, validate: bool) -> int:
+    """Ask a server."""
+    async with rdma_cm.Channel() as channel, channel.identifier() as server:
+        await server.resolve(address, port)
+        assert server.device_name is not None
+        async with end_on(server.device_name, size) as end:
+            await server.connect(end.qp, ACCESS)
+            done = await ask(end, count, size, verbose, validate)
+            await server.disconnect()
+            return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="RDMA ping, with the options of rdma-core's rping")
+    side = parser.add_mutually_exclusive_group(required=True)
+    side.add_argument("-s", dest="server", action="store_true", help="be the server")
+    side.add_argument("-c", dest="server", action="store_false", help="be the client")
+    parser.add_argument("-a", dest="address", default="0.0.0.0", help="the server's address")
+    parser.add_argument("-p", dest="port", type=int, default=7174, help="the server's port")
+    parser.add_argument("-C", dest="count", type=int, default=0, help="how many pings, for the client; 0: without end")
+    parser.add_argument("-S", dest="size", type=int, default=64, help=f"bytes of a ping, {LEAST} to {MOST}")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="print the pings")
+    parser.add_argument("-V", dest="validate", action="store_true", help="compare what comes back")
+    options = parser.parse_args()
+    if not LEAST <= options.size <= MOST:
+        parser.error(f"-S is from {LEAST} to {MOST}")
+    if options.server:
+        done = asyncio.run(serve(options.address, options.port, options.size, options.verbose))
+    else:
+        arguments = options.address, options.port, options.size, options.count, options.verbose, options.validate
+        done = asyncio.run(ping(*arguments))
+    print(f"{done} pings", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What a test needs of its device, by name: the tests are the same for all devices, and each runs where it can.
+
+    @needs(Capability.FAULT_PLAN)
+    async def test_a_verb_that_fails(device: Device) -> None: ...
+
+What a device has is found by asking it, once for each device.
+"""
+
+import enum
+import errno
+import functools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioverbs import AccessFlags, MwType, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
+from aioverbs._core import domains, engine
+from aioverbs.types import WcFlags
+from tests.pace import patience
+from tests.rdma.seam import Pair, connect, opened, to_itself
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Capability", "capabilities", "needs", "qp_types", "skip_where_missing"]
+
+
+class Capability(enum.Enum):
+    """What not every device has."""
+
+    FAULT_PLAN = "a plan of faults: verbs, requests and messages that fail, are lost or held as a test says"
+    OBJECT_COUNTS = "counts of its objects"
+    STAND_INS = "contexts that libibverbs did not make, for stand-ins of pyverbs' objects"
+    EXACT_STATUSES = "the statuses that the architecture has for each failure"
+    CHECKS_INVALIDATED_KEYS = "a refusal of messages that are to invalidate a key that is none"
+    TELLS_INVALIDATED_KEYS = "the key that a message invalidated, in the completion of its receive"
+    INVALIDATES_ON_UC = "invalidation on queue pairs of type UC"
+    FLUSHES_IN_ERROR = "a flush of receives that are posted in ERR"
+    ENDS_READS_BEYOND = "an end of reads where none were agreed on (max_rd_atomic 0)"
+    THREAD_DOMAINS = "thread domains"
+    PARENT_DOMAINS = "parent domains"
+    XRC_DOMAINS = "XRC domains"
+    SHARED_DOMAINS = "protection domains shared between its contexts"
+    READ_ONLY_MAPPINGS = "regions of shared memory that is mapped to be read only"
+    NO_ON_DEMAND_PAGING = "an error for regions that are paged on demand"
+    CQ_MODERATION = "moderation of completion events"
+
+
+def _made(make: Callable[[], engine.Handle]) -> bool:
+    """Whether something can be made; it is destroyed again."""
+    try:
+        handle = make()
+    except VerbsError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return False
+    handle.destroy()
+    return True
+
+
+def _parent_domains(context: engine.Context) -> bool:
+    pd = engine.ProtectionDomain(context)
+    try:
+        return _made(lambda: domains.ParentDomain(pd))
+    finally:
+        pd.destroy()
+
+
+def _shared_domains(context: engine.Context) -> bool:
+    if context.software:  # of one process, by their numbers
+        return True
+    descriptor = context.dup_cmd_fd()
+    try:
+        return _made(lambda: engine.Context.import_device(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _registers(context: engine.Context, memory: "Buffer", access: AccessFlags) -> bool:
+    pd = engine.ProtectionDomain(context)
+    try:
+        engine.MemoryRegion(pd, memory, access).destroy()
+    except VerbsError:
+        return False
+    finally:
+        pd.destroy()
+    return True
+
+
+def _read_only_mappings(context: engine.Context) -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE, access=mmap.ACCESS_READ) as memory:
+        return _registers(context, memory, AccessFlags.REMOTE_READ)
+
+
+def _on_demand_paging(context: engine.Context) -> bool:
+    return _registers(context, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.ON_DEMAND)
+
+
+def _moderation(context: engine.Context) -> bool:
+    cq = engine.CompletionQueue(context, 16)
+    try:
+        cq.modify(1, 1)
+    except VerbsError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return False
+    finally:
+        cq.destroy()
+    return True
+
+
+def _flushes_in_error(context: engine.Context) -> bool:
+    pd = engine.ProtectionDomain(context)
+    cq = engine.CompletionQueue(context, 16)
+    qp = engine.QueuePair(pd, cq, cq)
+    try:
+        qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
+        qp.modify(QpState.ERR)
+        qp.post_recv()
+        return _end(cq) is not None
+    finally:
+        for handle in (qp, cq, pd):
+            handle.destroy()
+
+
+@contextmanager
+def _pair(context: engine.Context) -> Iterator[Pair]:
+    pd = engine.ProtectionDomain(context)
+    pair = Pair(pd, pd, size=64)
+    try:
+        yield pair
+    finally:
+        pair.destroy()
+        pd.destroy()
+
+
+def _exact_statuses(context: engine.Context) -> bool:
+    with _pair(context) as pair:
+        address, length, lkey = pair.sge(0, 0, 8)
+        pair.qps[0].post_send(SendOpcode.SEND, [(address, length, lkey ^ 0x5500)], flags=SendFlags.SIGNALED)
+        return _end(pair.queues[0]) is WcStatus.LOC_PROT_ERR
+
+
+def _checks_invalidated_keys(context: engine.Context) -> bool:
+    with _pair(context) as pair:
+        pair.qps[1].post_recv([pair.sge(1, 0, 8)])
+        key = pair.regions[1].rkey ^ 0x5500
+        pair.qps[0].post_send(SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
+        return _end(pair.queues[0]) is not WcStatus.SUCCESS
+
+
+@contextmanager
+def _bound(pair: Pair, qp: engine.QueuePair) -> Iterator[int]:
+    """The key of a window of type 2 that is bound by a queue pair."""
+    pd, cq = pair.regions[0].pd, qp.send_cq
+    assert cq is not None
+    region = engine.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND)
+    window = engine.MemoryWindow(pd, MwType.TYPE_2)
+    try:
+        qp.bind_window(window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SendFlags.SIGNALED)
+        assert _end(cq) is WcStatus.SUCCESS
+        yield window.rkey
+    finally:
+        window.destroy()
+        region.destroy()
+
+
+def _tells_invalidated_keys(context: engine.Context) -> bool:
+    with _pair(context) as pair, _bound(pair, pair.qps[1]) as key:
+        pair.qps[1].post_recv([pair.sge(1, 0, 8)])
+        pair.qps[0].post_send(SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
+        found = pair.wait(1)
+        return bool(found.wc_flags & WcFlags.WITH_INV) and found.invalidated_rkey == key
+
+
+def _invalidates_on_uc(context: engine.Context) -> bool:
+    with _pair(context) as pair:
+        cq = pair.queues[0]
+        qp = engine.QueuePair(pair.regions[0].pd, cq, cq, qp_type=QpType.UC)
+        try:
+            to_itself(qp)
+            with _bound(pair, qp) as key:
+                qp.post_send(SendOpcode.LOCAL_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
+                return _end(cq) is WcStatus.SUCCESS
+        finally:
+            qp.destroy()
+
+
+def _ends_reads_beyond(context: engine.Context) -> bool:
+    with _pair(context) as pair:
+        near, far = pair.qps
+        near.modify(QpState.RESET)
+        connect(near, far, max_rd_atomic=0)
+        where = pair.regions[1]
+        near.post_send(
+            *(SendOpcode.RDMA_READ, [pair.sge(0, 0, 8)]),
+            flags=SendFlags.SIGNALED,
+            remote_addr=where.address,
+            rkey=where.rkey,
+        )
+        return _end(pair.queues[0]) is not None
+
+
+def _end(cq: engine.CompletionQueue) -> WcStatus | None:
+    """How something ends there, where it does before long."""
+    end = time.monotonic() + patience(0.2)
+    while not (found := cq.poll(1)) and time.monotonic() < end:
+        pass
+    return found[0].status if found else None
+
+
+_PROBES: dict[Capability, Callable[[engine.Context], bool]] = {
+    Capability.FAULT_PLAN: lambda context: context.software,
+    Capability.OBJECT_COUNTS: lambda context: context.software,
+    Capability.STAND_INS: lambda context: context.software,
+    Capability.EXACT_STATUSES: _exact_statuses,
+    Capability.CHECKS_INVALIDATED_KEYS: _checks_invalidated_keys,
+    Capability.TELLS_INVALIDATED_KEYS: _tells_invalidated_keys,
+    Capability.INVALIDATES_ON_UC: _invalidates_on_uc,
+    Capability.FLUSHES_IN_ERROR: _flushes_in_error,
+    Capability.ENDS_READS_BEYOND: _ends_reads_beyond,
+    Capability.THREAD_DOMAINS: lambda context: _made(lambda: domains.ThreadDomain(context)),
+    Capability.PARENT_DOMAINS: _parent_domains,
+    Capability.XRC_DOMAINS: lambda context: _made(lambda: engine.XrcDomain(context)),
+    Capability.SHARED_DOMAINS: _shared_domains,
+    Capability.READ_ONLY_MAPPINGS: _read_only_mappings,
+    Capability.NO_ON_DEMAND_PAGING: lambda context: not _on_demand_paging(context),
+    Capability.CQ_MODERATION: _moderation,
+}
+
+
+@functools.cache
+def capabilities(name: str) -> frozenset[Capability]:
+    """What a device has."""
+    with opened(name) as context:
+        return frozenset(capability for capability, probe in _PROBES.items() if probe(context))
+
+
+def needs(*wanted: Capability) -> pytest.MarkDecorator:
+    """The mark of a test, or of one of its parameters, that is skipped on devices that have not all of these."""
+    return pytest.mark.needs(*wanted)
+
+
+def qp_types(*of: QpType) -> pytest.MarkDecorator:
+    """Have a test run with each type of queue pair, as `qp_type`; those of XRC where there are XRC domains."""
+    xrc = needs(Capability.XRC_DOMAINS)
+    return pytest.mark.parametrize(
+        "qp_type",
+        [
+            pytest.param(each, id=each.name, marks=xrc if each in (QpType.XRC_SEND, QpType.XRC_RECV) else ())
+            for each in of
+        ],
+    )
+
+
+def skip_where_missing(request: pytest.FixtureRequest, name: str) -> None:
+    """Skip a test on a device that has not what the test needs."""
+    wanted = {capability for mark in request.node.iter_markers("needs") for capability in mark.args}
+    missing = wanted - capabilities(name)
+    if missing:
+        pytest.skip(f"{name} lacks {', '.join(sorted(each.value for each in missing))}")

@@ -1,0 +1,297 @@
+"""Each thing that can be wrong with RDMA on a machine is found, by its name, with what mends it."""
+
+import errno
+import sysconfig
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aioverbs.cli.diagnosis import Diagnosis, Finding, Severity, diagnose
+from aioverbs.cli.machine import Library, Probe, Trial, parse_probe
+from tests.cli.trees import IPV4, KERNEL, LINK_LOCAL, Tree
+
+LIMITED = "Max locked memory         {0}              {0}              bytes"
+ROOT_STATUS = "Name:\tpython\nCapEff:\t000001ffffffffff"
+USER_STATUS = "Name:\tpython\nCapEff:\t0000000000000000"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def the_finding(diagnosis: Diagnosis) -> Finding:
+    """The only one."""
+    (finding,) = diagnosis.findings
+    return finding
+
+
+def test_nothing_is_wrong(tree: Tree) -> None:
+    tree.device()
+    assert diagnose(tree.look()) == Diagnosis((), ("rxe0",), ())
+
+
+def test_what_is_seen(tree: Tree) -> None:
+    tree.device("mlx5_0", link_layer="InfiniBand", gids={0: LINK_LOCAL}, uverbs="uverbs3")
+    tree.write("etc/libibverbs.d/mlx5.driver", "driver mlx5")
+    tree.write("sys/class/net/ib0/operstate", "up")
+    machine = tree.look()
+    (device,) = machine.devices
+    (port,) = device.ports
+    assert (device.name, device.node, device.refused) == ("mlx5_0", "/dev/infiniband/uverbs3", 0)
+    assert (port.number, port.state, port.physical, port.link_layer) == (1, "ACTIVE", "LinkUp", "InfiniBand")
+    assert [(gid.index, gid.address, gid.kind) for gid in port.gids] == [(0, LINK_LOCAL, "RoCE v2")]
+    assert (machine.kernel, machine.providers, machine.interfaces) == (KERNEL, ("mlx5",), ("ib0",))
+    assert diagnose(machine).usable == ("mlx5_0",)  # over InfiniBand the addresses of the link are enough
+
+
+def no_libibverbs(tree: Tree) -> None:
+    problem = Library(problem="libibverbs.so.1: cannot open shared object file")
+    tree.probe = Probe(libibverbs=problem, librdmacm=tree.probe.librdmacm, pyverbs=Library(problem="the same"))
+
+
+def pyverbs_problem(problem: str, *builds: str) -> Callable[[Tree], None]:
+    def change(tree: Tree) -> None:
+        tree.probe = replace(tree.probe, pyverbs=Library(problem=problem), trials={})
+        for build in builds:
+            tree.write(f"usr/lib/python3/dist-packages/pyverbs/device.{build}-x86_64-linux-gnu.so")
+
+    return change
+
+
+def crash(tree: Tree) -> None:
+    tree.probe = Probe(crash="ended with status -11", warnings=("first", "a last word"))
+
+
+def no_librdmacm(tree: Tree) -> None:
+    tree.probe = replace(tree.probe, librdmacm=Library(problem="no such file"))
+
+
+def refused(name: str, number: int, *, container: bool = False) -> Callable[[Tree], None]:
+    def change(tree: Tree) -> None:
+        tree.refused[name] = number
+        if container:
+            tree.write(".dockerenv")
+
+    return change
+
+
+def no_provider(tree: Tree) -> None:
+    tree.probe = replace(tree.probe, listed=(), trials={}, warnings=("couldn't load driver 'librxe-rdmav34.so'",))
+    tree.write("etc/libibverbs.d/rxe.driver", "driver rxe")
+
+
+def trial(problem: str, number: int = 0, limit: int | None = None) -> Callable[[Tree], None]:
+    def change(tree: Tree) -> None:
+        tree.probe = replace(tree.probe, trials={"rxe0": Trial(problem, number)})
+        if limit is not None:
+            tree.write("proc/self/limits", LIMITED.format(limit))
+            tree.write("proc/self/status", USER_STATUS)
+
+    return change
+
+
+def limited(tree: Tree) -> None:
+    tree.write("proc/self/limits", LIMITED.format(8 << 20))
+    tree.write("proc/self/status", USER_STATUS)
+
+
+def remove(path: str) -> Callable[[Tree], None]:
+    return lambda tree: (tree.root / path).unlink()
+
+
+SOABI = "-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2])
+LAYOUT = "this pyverbs lays its objects out in an unknown way"
+
+# What is changed of a machine where all is well, and what is found then: code, subject, whether the device cannot be
+# used by that, a part of the message, and of the first command.
+CHANGES = [
+    (no_libibverbs, "libibverbs-missing", "system", True, "cannot open shared", "apt-get install libibverbs1"),
+    (pyverbs_problem("No module named 'pyverbs'"), "pyverbs-missing", "system", True, "", "install python3-pyverbs"),
+    (
+        pyverbs_problem("No module named 'pyverbs'", "cpython-39", SOABI),
+        *("pyverbs-hidden", "system", True, "does not see it", "ln -s /usr/lib/python3/dist-packages/pyverbs"),
+    ),
+    (
+        pyverbs_problem("No module named 'pyverbs'", "cpython-39"),
+        *("pyverbs-python", "system", True, "is for cpython-39", "/usr/bin/python3 -m venv --system-site-packages"),
+    ),
+    (
+        pyverbs_problem("libibverbs.so.1: version `IBVERBS_PRIVATE_57' not found (required by device.so)"),
+        *("pyverbs-version", "system", True, "another libibverbs than the one that is here, 44.0", "pip uninstall"),
+    ),
+    (
+        pyverbs_problem("device.so: undefined symbol: ibv_cmd_dealloc_pd"),
+        *("pyverbs-version", "system", True, "undefined symbol", "pip uninstall"),
+    ),
+    (pyverbs_problem("cannot import name 'x'"), "pyverbs-broken", "system", True, "name 'x'", "--reinstall"),
+    (crash, "libraries-crash", "system", True, "status -11; it said: a last word", "--reinstall libibverbs1"),
+    (no_librdmacm, "librdmacm-missing", "system", False, "no such file", "install librdmacm1"),
+    (remove("dev/infiniband/rdma_cm"), "rdma-cm-missing", "system", False, "", "modprobe rdma_ucm"),
+    (refused("rdma_cm", errno.EACCES), "rdma-cm-permission", "system", False, "Permission denied", "chmod 666"),
+    (remove("sys/class/infiniband_verbs/uverbs0/ibdev"), "no-uverbs", "rxe0", True, "", "modprobe ib_uverbs"),
+    (remove("dev/infiniband/uverbs0"), "no-node", "rxe0", True, "there is no /dev/infiniband/uverbs0", "udevadm"),
+    (refused("uverbs0", errno.EACCES), "permission", "rxe0", True, "may not open", "chmod 666 /dev/infiniband/uverbs0"),
+    (
+        refused("uverbs0", errno.EPERM, container=True),
+        *("permission", "rxe0", True, "Operation not permitted", "docker run --device=/dev/infiniband/uverbs0"),
+    ),
+    (refused("uverbs0", errno.EIO), "node", "rxe0", True, "Input/output error", None),
+    (no_provider, "no-provider", "rxe0", True, "those for rxe); libibverbs says: couldn't load", "ibverbs-providers"),
+    (trial(LAYOUT), "pyverbs-layout", "rxe0", True, "could not be used: this pyverbs", None),
+    (trial("ibv_create_qp failed", errno.EINVAL), "use", "rxe0", True, "ibv_create_qp failed", None),
+    (trial("ibv_reg_mr failed", errno.ENOMEM), "use", "rxe0", True, "ibv_reg_mr failed", None),
+    (trial("ibv_reg_mr", errno.ENOMEM, 64 << 10), "memlock", "system", True, "only 64 KiB", "ulimit -l unlimited"),
+    (limited, "memlock", "system", False, "only 8192 KiB", "ulimit -l unlimited"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "subject", "unusable", "says", "command"), CHANGES, ids=str)
+def test_change(
+    tree: Tree,
+    change: Callable[[Tree], None],
+    code: str,
+    subject: str,
+    unusable: bool,
+    says: str,
+    command: str | None,
+) -> None:
+    tree.device()
+    change(tree)
+    diagnosis = diagnose(tree.look())
+    finding = the_finding(diagnosis)
+    assert (finding.code, finding.subject) == (code, subject)
+    assert finding.severity is (Severity.ERROR if unusable else Severity.WARNING)
+    assert (diagnosis.unusable if unusable else diagnosis.usable) == ("rxe0",)
+    assert says in finding.message
+    if command is None:
+        assert finding.commands == ()
+    else:
+        assert command in finding.commands[0]
+
+
+def test_who_may_lock_any_memory(tree: Tree) -> None:
+    tree.device()
+    limited(tree)
+    tree.write("proc/self/status", ROOT_STATUS)
+    assert diagnose(tree.look()).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("port", "code", "severity", "says", "command"),
+    [
+        (
+            {"state": "1: DOWN", "physical": "3: Disabled"},
+            "port",
+            Severity.ERROR,
+            "eth0 is down",
+            "ip link set eth0 up",
+        ),
+        (
+            {"state": "2: INIT", "link_layer": "InfiniBand", "gids": {0: LINK_LOCAL}},
+            *("port", Severity.ERROR, "subnet manager", "install opensm"),
+        ),
+        (
+            {"state": "1: DOWN", "physical": "2: Polling", "link_layer": "InfiniBand", "gids": {}},
+            *("port", Severity.ERROR, "has no link", ""),
+        ),
+        ({"state": "1: DOWN", "physical": "2: Polling"}, "port", Severity.ERROR, "eth0 has no link", ""),
+        ({"gids": {}}, "no-gid", Severity.ERROR, "port 1 has no GID", "ip address add 192.0.2.1/24 dev eth0"),
+        ({"gids": {0: LINK_LOCAL}}, "no-ip-gid", Severity.WARNING, "of no IP address", "ip address add"),
+    ],
+    ids=["down", "init", "no link", "no carrier", "no GID", "no GID of an IP address"],
+)
+def test_port(tree: Tree, port: dict[str, str], code: str, severity: Severity, says: str, command: str) -> None:
+    tree.device(**port)  # type: ignore[arg-type]
+    diagnosis = diagnose(tree.look())
+    finding = the_finding(diagnosis)
+    assert (finding.code, finding.severity, finding.subject) == (code, severity, "rxe0")
+    assert says in finding.message
+    assert command in "".join(finding.commands)
+    assert (diagnosis.unusable if severity is Severity.ERROR else diagnosis.usable) == ("rxe0",)
+
+
+def test_one_of_two_can_be_used(tree: Tree) -> None:
+    tree.device("rxe0")
+    tree.device("rxe1", state="1: DOWN", physical="3: Disabled", netdev="eth1", uverbs="uverbs1")
+    diagnosis = diagnose(tree.look())
+    assert (diagnosis.usable, diagnosis.unusable) == (("rxe0",), ("rxe1",))
+    assert the_finding(diagnosis).subject == "rxe1"
+
+
+def test_one_active_port_of_two_is_enough(tree: Tree) -> None:
+    tree.device("mlx5_0")
+    second = "sys/class/infiniband/mlx5_0/ports/2"
+    tree.write(f"{second}/state", "1: DOWN")
+    assert diagnose(tree.look()) == Diagnosis((), ("mlx5_0",), ())
+
+
+class TestNoDevice:
+    """What is said depends on what the machine could have."""
+
+    def test_soft_roce_over_what_is_there(self, tree: Tree) -> None:
+        tree.write("sys/class/net/enp1s0/operstate", "up")
+        tree.write(f"lib/modules/{KERNEL}/modules.dep", "kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko.xz: kernel/x.ko")
+        finding = the_finding(diagnose(tree.look()))
+        assert (finding.code, finding.severity) == ("no-device", Severity.ERROR)
+        assert finding.commands == ("sudo modprobe rdma_rxe", "sudo rdma link add rxe0 type rxe netdev enp1s0")
+
+    def test_a_kernel_without_soft_roce(self, tree: Tree) -> None:
+        tree.write(f"lib/modules/{KERNEL}/modules.dep", "kernel/drivers/net/veth.ko:")
+        finding = the_finding(diagnose(tree.look()))
+        assert (finding.code, finding.commands) == ("no-device", ())
+        assert f"this kernel ({KERNEL}) has no module rdma_rxe" in finding.message
+
+    def test_a_kernel_of_which_nothing_is_known(self, tree: Tree) -> None:
+        assert the_finding(diagnose(tree.look())).commands[0] == "sudo modprobe rdma_rxe"
+
+    @pytest.mark.parametrize("mark", ["run/.containerenv", ".dockerenv", "proc/1/environ"])
+    def test_a_container(self, tree: Tree, mark: str) -> None:
+        tree.write(mark, "PATH=/bin\0container=podman\0")
+        assert the_finding(diagnose(tree.look())).commands[0].startswith("docker run --device=/dev/infiniband ")
+
+    @pytest.mark.parametrize(
+        ("vendor", "number", "kind", "module"),
+        [
+            ("0x15b3", "0x101d", "0x020000", "mlx5_ib"),
+            ("0x15b3", "0x1003", "0x020700", "mlx4_ib"),
+            ("0x1d0f", "0xefa1", "0x020000", "efa"),
+        ],
+    )
+    def test_hardware_without_its_module(self, tree: Tree, vendor: str, number: str, kind: str, module: str) -> None:
+        folder = "sys/bus/pci/devices/0000:01:00.0"
+        for name, text in (("vendor", vendor), ("device", number), ("class", kind)):
+            tree.write(f"{folder}/{name}", text)
+        finding = the_finding(diagnose(tree.look()))
+        assert (finding.code, finding.commands) == ("no-module", (f"sudo modprobe {module}", "sudo modprobe ib_uverbs"))
+        assert module in finding.message
+        # With its module it is a machine like another one without devices.
+        tree.write(f"sys/module/{module}/refcnt")
+        assert the_finding(diagnose(tree.look())).code == "no-device"
+
+    def test_other_hardware(self, tree: Tree) -> None:
+        for vendor, number, kind in (("0x15b3", "0x101d", "0x010802"), ("0x8086", "0x1572", "0x020000")):
+            for name, text in (("vendor", vendor), ("device", number), ("class", kind)):
+                tree.write(f"sys/bus/pci/devices/{number}/{name}", text)
+        assert the_finding(diagnose(tree.look())).code == "no-device"
+
+
+def test_gids_that_are_routable(tree: Tree) -> None:
+    for address in (IPV4, "2001:0db8:0000:0000:0000:0000:0000:0001"):
+        tree.device(gids={1: address})
+        assert diagnose(tree.look()).findings == ()
+
+
+def test_what_a_probe_prints() -> None:
+    text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"}, "pyverbs": {},
+               "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}}}"""
+    assert parse_probe(text, ("a warning",)) == Probe(
+        Library("/l", "44.0"),
+        Library(problem="none"),
+        Library(),
+        ("rxe0",),
+        {"rxe0": Trial("no", 12)},
+        ("a warning",),
+    )

@@ -1,0 +1,143 @@
+"""`aioverbs doctor`: what it prints, where in colours, and how it exits."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from aioverbs import LibraryNotFoundError
+from aioverbs._core import engine
+from aioverbs.cli import machine, main
+from aioverbs.cli.machine import Trial
+from tests.cli.trees import Tree
+
+ESCAPE = "\x1b["
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    tree = Tree(tmp_path)
+    monkeypatch.setattr(main, "look", tree.look)
+    return tree
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main.main, ["doctor", *arguments])
+
+
+def test_without_devices(tree: Tree) -> None:
+    done = invoke()
+    assert done.exit_code == 3
+    assert "soft0  usable" in done.output
+    assert "error: there is no RDMA hardware" in done.output
+    assert "\n    sudo modprobe rdma_rxe\n" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [([], 0), (["rxe0"], 0), (["rxe1"], 1), (["mlx5_0"], 3), (["rxe0", "rxe1"], 2)]
+)
+def test_exit_status(tree: Tree, arguments: list[str], status: int) -> None:
+    tree.device("rxe0")
+    tree.device("rxe1", uverbs="uverbs1", trial=Trial("ibv_create_qp failed"))
+    assert invoke(*arguments).exit_code == status
+
+
+def test_no_device_can_be_used(tree: Tree) -> None:
+    tree.device(state="1: DOWN", physical="3: Disabled")
+    done = invoke()
+    assert done.exit_code == 1
+    assert "rxe0  unusable\n  port 1: DOWN, Ethernet, eth0\n    GID 0: fe80:" in done.output
+    assert "  error: port 1 is DOWN (Disabled): eth0 is down\n      sudo ip link set eth0 up\n" in done.output
+
+
+def test_json(tree: Tree) -> None:
+    tree.device()
+    tree.device("rxe1", uverbs="uverbs1", gids={}, netdev="eth1")
+    done = invoke("--json")
+    told = json.loads(done.output)
+    assert done.exit_code == told["status"] == 0
+    assert (told["usable"], told["unusable"]) == (["rxe0"], ["rxe1"])
+    (finding,) = told["findings"]
+    assert (finding["code"], finding["severity"], finding["subject"]) == ("no-gid", "error", "rxe1")
+    assert finding["commands"] == ["sudo ip address add 192.0.2.1/24 dev eth1"]
+    assert told["machine"]["devices"][0]["ports"][0]["gids"][1]["index"] == 1
+
+
+def on_a_terminal(**environment: str) -> str:
+    """What the command prints on one; on this machine, whatever that has."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "aioverbs.cli", "doctor"]
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env):
+        os.close(theirs)
+        parts = []
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # the last one who could write is gone
+                break
+            parts.append(part)
+    os.close(ours)
+    return b"".join(parts).decode()
+
+
+def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert ESCAPE in on_a_terminal(TERM="xterm")
+    plain = on_a_terminal(TERM="xterm", NO_COLOR="1")
+    assert ESCAPE not in plain
+    assert "soft0  usable" in plain
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-m", "aioverbs.cli", "doctor"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 1, 3)
+    assert done.stdout == plain.replace("\r\n", "\n")
+
+
+class TestProbe:
+    """The process that tries the libraries of this machine, whatever it has."""
+
+    def test_it_finds_what_is_here(self) -> None:
+        found = machine.probe()
+        assert found.crash is None
+        problem = None
+        try:
+            engine.load_libibverbs()
+        except LibraryNotFoundError as error:
+            problem = error.reason
+        assert found.libibverbs.problem == problem
+        assert problem is not None or Path(found.libibverbs.path or "").is_file()
+
+    @pytest.mark.parametrize(
+        ("script", "crash", "warnings"),
+        [
+            ("echo trouble >&2; kill -SEGV $$", "ended with status -11", ("trouble",)),
+            ("exit 3", "ended with status 3", ()),
+            ("exec sleep 30", "did not end within 0.2 s", ()),
+        ],
+    )
+    def test_it_may_crash(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, crash: str, warnings: tuple[str, ...]
+    ) -> None:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        if "sleep" in script:
+            monkeypatch.setattr(machine, "_PROBE_S", 0.2)
+        found = machine.probe()
+        assert (found.crash, found.warnings) == (crash, warnings)
+
+
+def test_the_package_needs_none_of_it() -> None:
+    code = "import sys, aioverbs; sys.exit(any(name.partition('.')[0] == 'click' for name in sys.modules))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-P", "-c", code], env=env, check=False).returncode == 0

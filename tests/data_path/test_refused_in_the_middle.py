@@ -1,0 +1,101 @@
+"""What is posted together and refused in the middle: what was taken ends, and so does what was not."""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    Device,
+    MessageModel,
+    QpCapabilities,
+    QpState,
+    SendOpcode,
+    VerbsError,
+)
+from aioverbs.errors import BatchError
+from tests.data_path.ends import Ends, ends
+
+DEPTH = 8
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+
+
+@asynccontextmanager
+async def crowded(device: Device, model: MessageModel, free: int) -> AsyncIterator[Ends]:
+    """Ends whose send queue takes no more than so many requests, since others post there who ask for no completions."""
+    capabilities = QpCapabilities(max_send_wr=DEPTH, max_recv_wr=1)
+    async with ends(device, message_model=model, capabilities=capabilities) as pair, asyncio.timeout(10):
+        pair.source.buffer[:DEPTH] = b"12345678"
+        for _ in range(DEPTH - free):
+            pair.near.handle.post_send(SendOpcode.RDMA_WRITE)
+        yield pair
+
+
+async def check(pair: Ends, failures: list[BaseException | None], taken: int) -> None:
+    """Of those that were taken nobody knows what became; the others were refused. The queue pair begins anew."""
+    for at, failure in enumerate(failures):
+        if at >= taken:
+            assert isinstance(failure, VerbsError)
+            assert failure.errno == errno.ENOMEM
+        else:
+            assert isinstance(failure, BrokenResourceError)
+            assert "was reset, by" in str(failure)
+            assert isinstance(failure.__cause__, VerbsError)
+    assert pair.nothing_is_left()
+    assert pair.near.handle.query().qp_state is QpState.RESET
+    with pytest.raises(BrokenResourceError, match="ENOMEM"):
+        _ = pair.near.send(None)
+    for qp in (pair.near, pair.far):
+        qp.to_reset()
+    pair.connect()
+    await pair.write(b"again")
+
+
+@every_model
+@pytest.mark.parametrize("free", [1, 3])
+async def test_a_batch(device: Device, model: MessageModel, free: int) -> None:
+    async with crowded(device, model, free) as pair:
+        batch = pair.near.batch()
+        parts = [batch.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
+        with pytest.raises(BatchError) as caught:
+            await batch.post()
+        assert all(part.done() for part in parts)
+        await check(pair, list(caught.value.errors), free)
+
+
+@pytest.mark.parametrize("free", [1, 3])
+async def test_a_chain(device: Device, free: int) -> None:
+    async with crowded(device, MessageModel.HIGH_BANDWIDTH, free) as pair:
+        operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
+        failures = await asyncio.gather(*operations, return_exceptions=True)
+        await check(pair, failures, free)
+
+
+async def test_those_after_one_that_is_refused_are_posted(device: Device) -> None:
+    async with ends(device, message_model=MessageModel.HIGH_BANDWIDTH) as pair, asyncio.timeout(10):
+        device.handle.faults.fail("post_send", errno.EINVAL)
+        operations = [pair.write(b"%d" % at, at) for at in range(4)]
+        failures = await asyncio.gather(*operations, return_exceptions=True)
+        assert isinstance(failures[0], VerbsError)
+        assert failures[1:] == [None] * 3
+        assert bytes(pair.target.buffer[:4]) == b"\x00123"
+        assert pair.nothing_is_left()
+        await pair.write(b"again")
+
+
+async def test_what_cannot_be_reset_ends_when_it_is_closed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
+    async with crowded(device, MessageModel.HIGH_BANDWIDTH, 3) as pair:
+        device.handle.faults.fail("modify_qp", errno.EIO)
+        operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
+        waiting = asyncio.gather(*operations, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await pair.near.aclose()
+        failures = await waiting
+        assert isinstance(failures[4], VerbsError)
+        assert all(isinstance(each, BrokenResourceError) for each in failures[:3])
+        assert pair.nothing_is_left()

@@ -1,0 +1,17 @@
+"""What tests are skipped for where it is missing."""
+
+from tests.capabilities import Capability, capabilities
+
+
+def test_the_software_device_has_all_of_it() -> None:
+    """So no test is skipped everywhere."""
+    assert capabilities("soft0") == set(Capability)
+
+
+def test_a_device_has_what_it_has(device_name: str) -> None:
+    """Asked twice, the same; and on RDMA devices nothing that only a device of this process can have."""
+    found = capabilities(device_name)
+    capabilities.cache_clear()
+    assert capabilities(device_name) == found
+    in_process = {Capability.FAULT_PLAN, Capability.OBJECT_COUNTS, Capability.STAND_INS}
+    assert found & in_process == (in_process if device_name == "soft0" else set())

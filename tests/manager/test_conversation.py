@@ -1,0 +1,244 @@
+"""What becomes of an identifier, with a connection manager that says what it is told to."""
+
+import asyncio
+import errno
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConnectionRejectedError,
+    DeviceRemovedError,
+    QueuePair,
+    StateError,
+    UnreachableError,
+    VerbsError,
+)
+from aioverbs._core import rdma_cm as core
+from aioverbs.affinity import Bell
+from aioverbs.agreement import settle
+from aioverbs.cm_events import CmEventType, Dispatcher
+from aioverbs.conversation import Conversation, Stage, error_of
+from aioverbs.qp_states import Changes, Limits
+from aioverbs.types import Mtu
+
+
+def event(kind: CmEventType, status: int = 0, data: bytes = b"", about: object = None) -> core.Event:
+    told = SimpleNamespace(event_type=int(kind), status=status, private_data=data, identifier=about, listener=about)
+    return cast(core.Event, told)
+
+
+class Manager:
+    """An identifier that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.device_name = "rxe0"
+        self.refuses: VerbsError | None = None
+
+    def disconnect(self) -> None:
+        self.said.append("disconnect")
+        if self.refuses is not None:
+            raise self.refuses
+
+    def destroy(self) -> None:
+        self.said.append("destroy")
+
+
+class Pair:
+    """A queue pair that only knows its state."""
+
+    def __init__(self) -> None:
+        self.errors = 0
+
+    def query(self) -> SimpleNamespace:
+        return SimpleNamespace(qp_state=3)
+
+    def to_error(self) -> None:
+        self.errors += 1
+
+
+class Wakeless:
+    """A channel's dispatcher whose events come from the test."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.listening: dict[object, Conversation] = {}
+
+
+@pytest.fixture
+def manager() -> Manager:
+    return Manager()
+
+
+async def begun(manager: Manager, stage: Stage = Stage.RESOLVED) -> Conversation:
+    handle, dispatcher = cast(core.Identifier, manager), cast(Dispatcher, Wakeless())
+    return Conversation(handle, dispatcher, Bell(), stage)
+
+
+async def talk(conversation: Conversation, kind: CmEventType, *, timeout_s: float | None = 5.0) -> core.Event:
+    """One step that ends with a connection."""
+    async with conversation.step("connect", Stage.RESOLVED, timeout_s):
+        heard = await conversation.hear(kind, "rdma_connect")
+        conversation.connected()
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("told", "expected", "message"),
+    [
+        (event(CmEventType.REJECTED, 8), ConnectionRejectedError, "nobody listens at that port"),
+        (event(CmEventType.REJECTED, 28), ConnectionRejectedError, "the program there refused it"),
+        (event(CmEventType.REJECTED, 77), ConnectionRejectedError, "reason 77"),
+        (event(CmEventType.ADDR_ERROR, -errno.ENODEV), UnreachableError, "no RDMA device leads to that address"),
+        (event(CmEventType.ADDR_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
+        (event(CmEventType.ROUTE_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
+        (event(CmEventType.UNREACHABLE, -errno.ETIMEDOUT), UnreachableError, "connection manager did not answer"),
+        (event(CmEventType.CONNECT_ERROR), UnreachableError, "EIO"),
+        (event(CmEventType.DISCONNECTED), BrokenResourceError, "the peer disconnected"),
+        (event(CmEventType.DEVICE_REMOVAL), DeviceRemovedError, "the device was removed"),
+        (event(CmEventType.MULTICAST_JOIN), BrokenResourceError, "event 12"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_an_event_raises(told: core.Event, expected: type[Exception], message: str) -> None:
+    error = error_of("rdma_connect", told)
+    assert type(error) is expected
+    assert message in str(error)
+
+
+LIMITS = Limits(mtu=Mtu.MTU_1024, max_rd_atomic=16, max_dest_rd_atomic=8)
+
+
+@pytest.mark.parametrize(
+    ("told", "given", "settled"),
+    [
+        (Changes(retry_cnt=7, rnr_retry=7), Changes(), Changes(retry_cnt=6, rnr_retry=6)),
+        (Changes(retry_cnt=2, rnr_retry=0), Changes(), Changes(retry_cnt=2, rnr_retry=0)),
+        (Changes(rnr_retry=7), Changes(rnr_retry=7), Changes(rnr_retry=7)),
+        (Changes(min_rnr_timer=0), Changes(), Changes(min_rnr_timer=18)),
+        (Changes(min_rnr_timer=0), Changes(min_rnr_timer=3), Changes(min_rnr_timer=3)),
+        (Changes(path_mtu=Mtu.MTU_4096), Changes(), Changes(path_mtu=Mtu.MTU_1024)),
+        (Changes(max_rd_atomic=128), Changes(), Changes(max_rd_atomic=16)),
+        (Changes(max_rd_atomic=1), Changes(max_rd_atomic=4), Changes(max_rd_atomic=1)),
+        (Changes(max_rd_atomic=8), Changes(max_rd_atomic=4), Changes(max_rd_atomic=4)),
+        (Changes(max_dest_rd_atomic=128), Changes(), Changes(max_dest_rd_atomic=8)),
+        (Changes(max_dest_rd_atomic=1), Changes(max_dest_rd_atomic=4), Changes(max_dest_rd_atomic=4)),
+        (Changes(sq_psn=9, timeout=17), Changes(timeout=12), Changes(sq_psn=9, timeout=12)),
+    ],
+)
+def test_what_the_managers_agreed_on(told: Changes, given: Changes, settled: Changes) -> None:
+    before = told.copy()
+    assert settle(told, given, LIMITS) == settled
+    assert told == before
+
+
+async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
+    conversation = await begun(manager)
+    task = asyncio.create_task(talk(conversation, CmEventType.CONNECT_RESPONSE))
+    await asyncio.sleep(0)
+    conversation.heard(event(CmEventType.REJECTED, 28, b"busy"))
+    with pytest.raises(ConnectionRejectedError) as caught:
+        await task
+    assert caught.value.private_data == b"busy"
+    with pytest.raises(BrokenResourceError, match="connect: it failed before, close it: the peer refused"):
+        conversation.check("connect", Stage.RESOLVED)
+
+
+@pytest.mark.parametrize(
+    ("after", "stage"),
+    [
+        (CmEventType.DISCONNECTED, Stage.ENDED),
+        (CmEventType.REJECTED, Stage.FAILED),
+        (CmEventType.DEVICE_REMOVAL, Stage.FAILED),
+        (CmEventType.TIMEWAIT_EXIT, Stage.CONNECTED),
+        (CmEventType.ADDR_CHANGE, Stage.CONNECTED),
+    ],
+    ids=lambda value: value.name,
+)
+@pytest.mark.parametrize("late", [False, True], ids=["together", "late"])
+async def test_what_comes_after_the_connection(manager: Manager, after: CmEventType, stage: Stage, late: bool) -> None:
+    """Also in one batch with it, before the one who waits has had its turn."""
+    conversation = await begun(manager)
+    pair = Pair()
+    conversation._qp = cast(QueuePair, pair)
+    task = asyncio.create_task(talk(conversation, CmEventType.ESTABLISHED))
+    await asyncio.sleep(0)
+    conversation.heard(event(CmEventType.ESTABLISHED))
+    if late:
+        await task
+    conversation.heard(event(after))
+    if after is CmEventType.DEVICE_REMOVAL and not late:
+        with pytest.raises(DeviceRemovedError):
+            await task
+    else:
+        await task
+    assert conversation.stage is stage
+    assert pair.errors == (stage is not Stage.CONNECTED)
+    assert manager.said == (["disconnect"] if after is CmEventType.DISCONNECTED else [])
+    if stage is Stage.CONNECTED:
+        return
+    if after is CmEventType.DEVICE_REMOVAL:
+        with pytest.raises(DeviceRemovedError):
+            await conversation.wait_over()
+    else:
+        await conversation.wait_over()
+    await conversation.drain()
+
+
+async def test_time_is_over(manager: Manager) -> None:
+    conversation = await begun(manager)
+    with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 0.01 s"):
+        await talk(conversation, CmEventType.CONNECT_RESPONSE, timeout_s=0.01)
+    assert conversation.stage is Stage.FAILED
+    conversation.heard(event(CmEventType.CONNECT_RESPONSE))
+    assert conversation.stage is Stage.FAILED
+
+
+async def test_cancelled(manager: Manager) -> None:
+    conversation = await begun(manager)
+    task = asyncio.create_task(talk(conversation, CmEventType.CONNECT_RESPONSE, timeout_s=None))
+    await asyncio.sleep(0)
+    with pytest.raises(BusyResourceError):
+        conversation.check("connect", Stage.RESOLVED)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(StateError, match="it is failed, and is to be resolved"):
+        conversation.check("connect", Stage.RESOLVED)
+
+
+@pytest.mark.parametrize(
+    "end", [Conversation.destroy, lambda conversation: conversation.broke(VerbsError("rdma_get_cm_event", errno.EIO))]
+)
+async def test_it_ends_under_who_waits(manager: Manager, end: Callable[[Conversation], None]) -> None:
+    conversation = await begun(manager)
+    task = asyncio.create_task(talk(conversation, CmEventType.CONNECT_RESPONSE))
+    await asyncio.sleep(0)
+    end(conversation)
+    with pytest.raises((ClosedResourceError, VerbsError)):
+        await task
+
+
+async def test_goodbye(manager: Manager) -> None:
+    conversation = await begun(manager, Stage.CONNECTED)
+    pair = Pair()
+    conversation._qp = cast(QueuePair, pair)
+    draining = asyncio.create_task(conversation.drain())
+    await asyncio.sleep(0)
+    assert (manager.said, pair.errors, conversation.stage) == (["disconnect"], 1, Stage.DISCONNECTING)
+    conversation.heard(event(CmEventType.DISCONNECTED))
+    await draining
+    assert (manager.said, conversation.stage) == (["disconnect"], Stage.ENDED)
+
+
+async def test_goodbye_to_nobody(manager: Manager) -> None:
+    manager.refuses = VerbsError("rdma_disconnect", errno.EINVAL)
+    conversation = await begun(manager, Stage.CONNECTED)
+    await conversation.drain()
+    assert conversation.stage is Stage.ENDED

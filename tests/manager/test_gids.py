@@ -1,0 +1,230 @@
+"""Which GID queue pairs send from: the choice, from tables of all kinds, and what a device makes of it."""
+
+import errno
+import ipaddress
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from aioverbs import AccessFlags, Endpoint, Mtu, QpType, VerbsError
+from aioverbs._core import engine
+from aioverbs.device import Device, devices
+from aioverbs.gids import Gid, preferred
+from aioverbs.ports import gid_index, gid_table
+from aioverbs.providers import hardware
+from aioverbs.types import GidType
+from tests.capabilities import Capability, needs
+
+V1, V2, IB = GidType.ROCE_V1, GidType.ROCE_V2, GidType.IB
+LINK, OTHER_LINK, IPV4, GLOBAL = "fe80::1", "febf:ffff::1", "::ffff:10.0.0.1", "2001:db8::1"
+REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+def table(*entries: tuple[GidType, str]) -> list[Gid]:
+    return [
+        Gid(index, ipaddress.IPv6Address(address).packed, gid_type) for index, (gid_type, address) in enumerate(entries)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gids", "index"),
+    [
+        pytest.param([], None, id="none"),
+        pytest.param(table((V2, "::"), (V1, "::")), None, id="empty places"),
+        pytest.param(table((V1, LINK), (V2, LINK), (V1, IPV4), (V2, IPV4)), 3, id="as NICs have them"),
+        pytest.param(table((V2, IPV4), (V2, "::ffff:10.0.0.2")), 0, id="the first of two"),
+        pytest.param(table((V1, IPV4), (V2, LINK)), 1, id="RoCE v2 before an IPv4 address"),
+        pytest.param(table((V2, LINK), (V2, GLOBAL)), 1, id="global before link-local"),
+        pytest.param(table((V2, OTHER_LINK), (V2, GLOBAL)), 1, id="global before any link-local"),
+        pytest.param(table((V2, GLOBAL), (V2, IPV4)), 1, id="IPv4 before global"),
+        pytest.param(table((V1, LINK), (V1, IPV4)), 1, id="RoCE v1 where there is no other"),
+        pytest.param(table((V2, "::"), (V2, LINK)), 1, id="behind an empty place"),
+        pytest.param(table((IB, LINK), (IB, GLOBAL), (IB, IPV4)), 0, id="InfiniBand"),
+    ],
+)
+def test_the_one_that_is_preferred(gids: list[Gid], index: int | None) -> None:
+    assert preferred(gids) == index
+    assert preferred(reversed(gids)) == index, "whatever order they are told in"
+
+
+def test_a_table_that_begins_later() -> None:
+    gids = table((V2, LINK), (V2, LINK), (V2, IPV4))
+    assert preferred(gids[1:2]) == 1
+
+
+def half(of: bytes) -> int:
+    """As pyverbs gives it: as it stands in memory."""
+    return int.from_bytes(of, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
+
+
+class Fake:
+    """A pyverbs context of a device with two ports."""
+
+    def __init__(self, entries: list[tuple[int, Gid]]) -> None:
+        self.entries, self.asked, self.closed = entries, 0, False
+
+    def query_gid_table(self, max_entries: int) -> list[Any]:
+        self.asked = max_entries
+        return [
+            SimpleNamespace(
+                gid_subnet_prefix=half(each.gid[:8]),
+                gid_interface_id=half(each.gid[8:]),
+                gid_index=each.index,
+                gid_type=int(each.gid_type),
+                port_num=port,
+            )
+            for port, each in self.entries
+        ]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Ports:
+    """A context of a device with two ports, instead of one of a device that is there."""
+
+    name = "mlx5_7"
+    software = False
+
+    def query_device(self) -> Any:
+        return SimpleNamespace(phys_port_cnt=2)
+
+    def query_port(self, number: int) -> Any:
+        return SimpleNamespace(gid_tbl_len=16 * number)
+
+
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> engine.Context:
+    error = types.ModuleType("pyverbs.pyverbs_error")
+    error.PyverbsError = type("PyverbsError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
+    monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", error)
+    return cast(engine.Context, Ports())
+
+
+def test_a_port_has_its_own(context: engine.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = table((V1, LINK), (V2, LINK), (V2, IPV4)), table((V1, GLOBAL), (V2, GLOBAL))
+    fake = Fake([(1, each) for each in first] + [(2, each) for each in second])
+    monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
+    assert gid_table(context, 1) == first
+    assert gid_table(context, 2) == second
+    assert fake.asked == 16 + 32, "of both ports"
+    assert (gid_index(context, 1), gid_index(context, 2)) == (2, 1)
+    for port in (0, 3):
+        with pytest.raises(ValueError, match=f"mlx5_7 has the ports 1 to 2, and not {port}"):
+            gid_index(context, port)
+    fake.entries.clear()
+    with pytest.raises(ValueError, match="port 2 of mlx5_7 has no GID: give its network interface an address"):
+        gid_index(context, 2)
+
+
+def test_a_context_that_pyverbs_did_not_make(context: engine.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one over another process's descriptor: the device is opened for a moment."""
+    fake, opened = Fake([(1, each) for each in table((V2, IPV4))]), []
+
+    def opens(name: str) -> Fake:
+        opened.append(name)
+        return fake
+
+    monkeypatch.setattr(hardware, "_open", opens)
+    assert gid_index(context, 1) == 0
+    assert (opened, fake.closed) == (["mlx5_7"], True)
+
+
+@pytest.mark.parametrize(("code", "number"), [(-22, errno.EINVAL), (95, errno.EOPNOTSUPP), (-1, errno.EIO)])
+def test_a_verb_that_pyverbs_says_failed(
+    context: engine.Context, monkeypatch: pytest.MonkeyPatch, code: int, number: int
+) -> None:
+    fake = Fake([])
+    error = sys.modules["pyverbs.pyverbs_error"].PyverbsError()
+    error.error_code = code
+
+    def fail(max_entries: int) -> None:
+        raise error
+
+    monkeypatch.setattr(fake, "query_gid_table", fail)
+    monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
+    with pytest.raises(VerbsError, match="ibv_query_gid_table failed") as caught:
+        gid_index(context, 1)
+    assert (caught.value.errno, caught.value.__cause__) == (number, error)
+
+
+async def test_what_the_device_has(device: Device) -> None:
+    found = gid_table(device.handle, 1)
+    assert [device.handle.query_gid(1, each.index) for each in found] == [each.gid for each in found]
+    assert all(any(each.gid) for each in found)
+    (told,) = (each for each in devices() if each.name == device.name)
+    assert told.ports[0].gid_index == gid_index(device.handle, 1) == preferred(found)
+    assert [index for index, _ in told.ports[0].gids] == [each.index for each in found]
+
+
+async def test_queue_pairs_send_from_it_or_from_another_one(device: Device) -> None:
+    index = gid_index(device.handle, 1)
+    for gid in gid_table(device.handle, 1):
+        async with (
+            device.resource_domain() as domain,
+            domain.register(64, REMOTE) as region,
+            domain.completion_queue(128) as cq,
+            domain.queue_pair(cq, gid_index=gid.index) as near,
+            domain.queue_pair(cq, gid_index=gid.index) as far,
+            domain.queue_pair(cq) as third,
+        ):
+            assert (near.gid_index, third.gid_index) == (gid.index, index)
+            assert near.local_endpoint().gid == far.local_endpoint().gid == gid.gid
+            assert third.local_endpoint().gid == device.handle.query_gid(1, index)
+            near.connect(far.local_endpoint(), REMOTE)
+            far.connect(near.local_endpoint(), REMOTE)
+            third.connect(third.local_endpoint(), REMOTE)
+            assert [qp.query().av.sgid_index for qp in (near, far, third)] == [gid.index, gid.index, index]
+            for qp, data in ((near, b"ok"), (third, b"so")):
+                region.buffer[:2] = data
+                await qp.write(region[:2], region.remote()[32:34])
+                assert bytes(region.buffer[32:34]) == data
+
+
+async def test_datagrams_are_sent_from_it(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.register(128) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq, qp_type=QpType.UD) as near,
+        domain.queue_pair(cq, qp_type=QpType.UD) as far,
+        domain.address_handle(far.local_endpoint()) as handle,
+    ):
+        for qp in (near, far):
+            qp.activate()
+        receive = far.receive(region[64:])
+        await near.send(region[:8], to=handle.to())
+        assert (await receive).byte_len == 8
+
+
+async def test_one_that_is_not_there(device: Device) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
+        empty = len(gid_table(device.handle, 1))
+        length = device.port().gid_tbl_len
+        async with domain.queue_pair(cq, gid_index=length) as beyond:
+            with pytest.raises(VerbsError, match="ibv_query_gid"):
+                beyond.local_endpoint()
+        async with domain.queue_pair(cq, port=2) as elsewhere:
+            with pytest.raises((ValueError, VerbsError)):
+                elsewhere.local_endpoint()
+            with pytest.raises(ValueError, match=f"{device.name} has the ports 1 to 1, and not 2"):
+                _ = elsewhere.gid_index
+        if empty < length:
+            async with domain.queue_pair(cq, gid_index=length - 1) as without:
+                with pytest.raises((ValueError, VerbsError), match=r"GID|ibv_query_gid"):
+                    without.local_endpoint()
+        with pytest.raises(ValueError, match="has the ports 1 to 1, and not 2"):
+            await domain.address_handle(Endpoint(bytes(range(16)), 1, 2, Mtu.MTU_1024), port=2).open()
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_table_that_cannot_be_read(device: Device) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
+        device.handle.faults.fail("query_gid", 5)
+        with pytest.raises(VerbsError, match="ibv_query_gid failed: EIO"):
+            qp.local_endpoint()
+        assert qp.local_endpoint().gid == device.handle.query_gid(1, qp.gid_index)

@@ -1,0 +1,166 @@
+"""What is asked for beyond what a device has is refused before the verb, and says what it has."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from aioverbs import CompletionQueue, Device, QpCapabilities, QpType, ResourceDomain, TransitionError, VerbsError
+from aioverbs.attributes import DeviceAttributes
+from aioverbs.limits import check_completion_queue, check_queue_pair, check_shared_receive_queue
+from tests.capabilities import Capability, capabilities
+
+
+@pytest_asyncio.fixture
+async def domain(device: Device) -> AsyncIterator[ResourceDomain]:
+    async with device.resource_domain() as domain:
+        yield domain
+
+
+@pytest_asyncio.fixture
+async def cq(domain: ResourceDomain) -> AsyncIterator[CompletionQueue]:
+    async with domain.completion_queue(256) as cq:
+        yield cq
+
+
+@contextmanager
+def no_verb(device: Device, *verbs: str) -> Iterator[None]:
+    """None of these verbs is called, where the device counts that."""
+    if Capability.FAULT_PLAN not in capabilities(device.name):
+        yield
+        return
+    faults = device.handle.faults
+    faults.count_calls()
+    yield
+    assert [faults.calls(verb) for verb in verbs] == [0] * len(verbs)
+    faults.count_calls(False)
+
+
+def more(value: int) -> str:
+    """How one more is said, and what there is."""
+    return f"is {value + 1:,} and .* has at most {value:,}: ask for less"
+
+
+async def test_queue_pairs(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+    has = device.attributes()
+    for name, most in (
+        ("max_send_wr", has.max_qp_wr),
+        ("max_recv_wr", has.max_qp_wr),
+        ("max_send_sge", has.max_sge),
+        ("max_recv_sge", has.max_sge),
+    ):
+        wanted = replace(QpCapabilities(), **{name: most + 1})
+        with no_verb(device, "create_qp"), pytest.raises(ValueError, match=f"^{name} {more(most)}"):
+            await domain.queue_pair(cq, capabilities=wanted).open()
+        for negative in (-1, -(1 << 40)):
+            with pytest.raises(ValueError, match=f"{name} is {negative:,} and {device.name} has 0 or more"):
+                await domain.queue_pair(cq, capabilities=replace(wanted, **{name: negative})).open()
+    both = QpCapabilities(max_send_sge=has.max_sge + 1, max_recv_sge=has.max_sge + 2)
+    with pytest.raises(ValueError, match=r"max_send_sge is .*; max_recv_sge is .*: ask for less$"):
+        await domain.queue_pair(cq, capabilities=both).open()
+    assert cq.statistics().reserved == 0
+
+
+async def test_as_much_as_there_is(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+    most = device.attributes().max_sge
+    async with domain.queue_pair(cq, capabilities=QpCapabilities(max_send_sge=most, max_recv_sge=most)) as qp:
+        assert qp.capabilities.max_send_sge >= most
+        assert qp.capabilities.max_recv_sge >= most
+    # One piece is for the route of a datagram.
+    for least, works in ((most - 1, True), (most, False)):
+        datagrams = domain.queue_pair(cq, capabilities=QpCapabilities(max_recv_sge=least), qp_type=QpType.UD)
+        if works:
+            async with datagrams:
+                pass
+        else:
+            with pytest.raises(ValueError, match=f"max_recv_sge {more(most - 1)}"):
+                await datagrams.open()
+
+
+async def test_inline_data(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+    """How much a device takes inline it tells only by what it refuses."""
+    low, high = 0, 1 << 20  # granted, refused
+    refused: list[tuple[int, str]] = []
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            async with domain.queue_pair(cq, capabilities=QpCapabilities(max_inline_data=middle)) as qp:
+                low = max(middle, min(qp.capabilities.max_inline_data, high - 1))
+        except VerbsError as error:
+            refused.append((middle, str(error)))
+            high = middle
+    assert refused
+    for size, says in refused:
+        assert f"max_inline_data of {size:,} bytes may be more than it has: ask for less" in says
+    assert low >= 64
+    async with domain.queue_pair(cq, capabilities=QpCapabilities(max_inline_data=low)) as qp:
+        assert qp.capabilities.max_inline_data == low
+    with pytest.raises(ValueError, match=f"max_inline_data is -1 and {device.name} has 0 or more"):
+        await domain.queue_pair(cq, capabilities=QpCapabilities(max_inline_data=-1)).open()
+
+
+async def test_reads_and_atomics_under_way(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+    has = device.attributes()
+    async with domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
+        told = near.local_endpoint()
+        requests, serves = min(has.max_qp_init_rd_atom, 255), min(has.max_qp_rd_atom, 255)
+        assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (requests, serves)
+        for name, most in (("max_rd_atomic", requests), ("max_dest_rd_atomic", serves)):
+            with (
+                no_verb(device, "modify_qp"),
+                pytest.raises(TransitionError, match=f"{name}: {most + 1}, which is not from 0 to {most}"),
+            ):
+                near.connect(far.local_endpoint(), **{name: most + 1})  # type: ignore[arg-type]
+        near.connect(far.local_endpoint())
+        found = near.query()
+        assert (found.max_rd_atomic, found.max_dest_rd_atomic) == (min(requests, serves), min(requests, serves))
+
+
+async def test_completion_queues(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+    most = device.attributes().max_cqe
+    with no_verb(device, "create_cq", "create_cq_ex"), pytest.raises(ValueError, match=f"^depth {more(most)}"):
+        await domain.completion_queue(most + 1).open()
+    with no_verb(device, "resize_cq"), pytest.raises(ValueError, match=f"^depth {more(most)}"):
+        cq.resize(most + 1)
+    vectors = device.handle.num_comp_vectors
+    for vector in (-1, vectors):
+        with pytest.raises(ValueError, match=f"^comp_vector is {vector} and"):
+            await domain.completion_queue(16, comp_vector=vector).open()
+    async with domain.completion_queue(16, comp_vector=vectors - 1):
+        pass
+
+
+async def test_shared_receive_queues(device: Device, domain: ResourceDomain) -> None:
+    has = device.attributes()
+    for max_wr, max_sge, says in (
+        (has.max_srq_wr + 1, 1, f"^max_wr {more(has.max_srq_wr)}"),
+        (16, has.max_srq_sge + 1, f"^max_sge {more(has.max_srq_sge)}"),
+        (-1, 1, f"^max_wr is -1 and {device.name} has 0 or more"),
+    ):
+        with no_verb(device, "create_srq"), pytest.raises(ValueError, match=says):
+            await domain.shared_receive_queue(max_wr, max_sge).open()
+    async with domain.shared_receive_queue(16, has.max_srq_sge):
+        pass
+
+
+async def test_a_device_that_has_less(device: Device) -> None:
+    """As many are: the numbers are its own, and no others."""
+    less: DeviceAttributes = replace(
+        device.attributes(), max_qp_wr=100, max_sge=3, max_cqe=200, max_srq_wr=50, max_srq_sge=2
+    )
+    check_queue_pair("nic0", less, QpCapabilities(100, 100, 3, 3), QpType.RC)
+    check_queue_pair("nic0", less, QpCapabilities(100, 999, 3, 999), QpType.RC, receives=False)
+    with pytest.raises(ValueError, match=r"^max_recv_sge is 3 and nic0 has at most 2: ask for less$"):
+        check_queue_pair("nic0", less, QpCapabilities(100, 100, 3, 3), QpType.UD)
+    with pytest.raises(ValueError, match=r"^max_send_wr is 1,000 and nic0 has at most 100: ask for less$"):
+        check_queue_pair("nic0", less, QpCapabilities(1000), QpType.RC)
+    check_completion_queue("nic0", less, 200, comp_vector=7, comp_vectors=8)
+    with pytest.raises(ValueError, match=r"^depth is 201 and nic0 has at most 200: ask for less$"):
+        check_completion_queue("nic0", less, 201)
+    with pytest.raises(ValueError, match=r"^comp_vector is 8 and nic0 has at most 7: ask for less$"):
+        check_completion_queue("nic0", less, 200, comp_vector=8, comp_vectors=8)
+    check_shared_receive_queue("nic0", less, 50, 2)
+    with pytest.raises(ValueError, match=r"^max_wr is 51 and nic0 has at most 50; max_sge is 3 and nic0 has at most 2"):
+        check_shared_receive_queue("nic0", less, 51, 3)

@@ -1,0 +1,88 @@
+"""rdma_cm where there is no connection manager: what it says, and what is seen before one is asked."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import assert_type
+
+import pytest
+
+from aioverbs import ClosedResourceError, LibraryNotFoundError, VerbsError
+from aioverbs._core import rdma_cm as core
+from aioverbs.identifier import look_up
+from aioverbs.rdma_cm import Channel, Identifier, Listener
+
+DEVICE = Path("/dev/infiniband/rdma_cm")
+
+
+def is_installed() -> bool:
+    try:
+        core.load_librdmacm()
+    except LibraryNotFoundError:
+        return False
+    return True
+
+
+def test_a_library_that_is_not_there() -> None:
+    with pytest.raises(LibraryNotFoundError, match=r"cannot be loaded.*No such file") as caught:
+        core.load_librdmacm("librdmacm.so.99")
+    assert caught.value.library == "librdmacm.so.99"
+
+
+def test_a_library_that_is_another_one() -> None:
+    with pytest.raises(LibraryNotFoundError, match="rdma_create_event_channel"):
+        core.load_librdmacm("libc.so.6")
+
+
+def test_nothing_is_loaded_before_a_channel_is_opened() -> None:
+    code = """
+import aioverbs.rdma_cm
+aioverbs.rdma_cm.Channel()
+print("librdmacm" in open("/proc/self/maps").read())
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(DEVICE.exists(), reason="there is a connection manager: tests/rdma")
+async def test_no_connection_manager() -> None:
+    channel = Channel()
+    if not is_installed():
+        with pytest.raises(LibraryNotFoundError, match="librdmacm1"):
+            await channel.open()
+        return
+    with pytest.raises(VerbsError, match=r"rdma_create_event_channel failed: .*modprobe rdma_ucm") as caught:
+        await channel.open()
+    assert caught.value.errno in (errno.ENODEV, errno.ENOENT)
+    with pytest.raises(ClosedResourceError):
+        await channel.identifier().open()
+    with pytest.raises(ClosedResourceError):
+        await channel.listener("10.77.0.1", 1).open()
+
+
+def test_a_channel_is_of_a_loop() -> None:
+    opening = Channel().open()
+    with pytest.raises(RuntimeError, match=r"asyncio event loop"):
+        opening.send(None)
+
+
+async def test_addresses() -> None:
+    assert await look_up("10.77.0.1", 7174) == ("10.77.0.1", 7174)
+    assert (await look_up("::1", 0))[:2] == ("::1", 0)
+    assert (await look_up("localhost", 1))[1] == 1
+    for port in (-1, 65536):
+        with pytest.raises(ValueError, match="a port is from 0 to 65535"):
+            await look_up("10.77.0.1", port)
+
+
+def test_it_is_typed() -> None:
+    channel = Channel()
+    assert_type(channel.identifier(), Identifier)
+    assert_type(channel.listener("10.77.0.1", 7174), Listener)
+    assert_type(channel.identifier().connected, bool)
+
+
+def test_limits_of_a_listener() -> None:
+    with pytest.raises(ValueError, match="a backlog is 1 or more, not 0"):
+        Channel().listener(backlog=0)

@@ -1,0 +1,53 @@
+"""A process that loses its device: all that it waits for ends, and all that it has can be closed.
+
+python -m tests.rdma.removed DEVICE ADDRESS PORT
+"""
+
+import asyncio
+import sys
+
+from aioverbs import BrokenResourceError, DeviceRemovedError, MemoryRegion, QueuePair, Received, WorkCompletionError
+from aioverbs.rdma_cm import Channel
+from tests.rdma.cm import ACCESS, connected, side_on
+
+
+async def receive(qp: QueuePair, region: MemoryRegion) -> Received:
+    return await qp.receive(region[:])
+
+
+async def main(name: str, address: str, port: int) -> None:
+    async with (
+        side_on(name) as side,
+        Channel() as channel,
+        channel.listener(address, port) as listener,
+        side.queue_pair() as qp,
+        side.queue_pair() as far_qp,
+        side.domain.register(64, ACCESS) as region,
+        channel.identifier() as requested,
+    ):
+        asking, asked = await connected(channel, listener, side, qp, far_qp)
+        await requested.resolve(address, port)
+        waiting = {
+            "asking": asyncio.create_task(asking.wait_disconnected()),
+            "asked": asyncio.create_task(asked.wait_disconnected()),
+            "listener": asyncio.create_task(anext(listener)),
+            "receive": asyncio.create_task(receive(far_qp, region)),
+        }
+        await asyncio.sleep(0)
+        print("ready", flush=True)
+        async with asyncio.timeout(30):
+            ended = dict(zip(waiting, await asyncio.gather(*waiting.values(), return_exceptions=True), strict=True))
+        # The kernel takes away one end first, and the other may hear that its peer left before it is told itself.
+        either = [ended["asking"], ended["asked"]]
+        assert any(isinstance(each, DeviceRemovedError) for each in either), ended
+        assert all(each is None or isinstance(each, DeviceRemovedError) for each in either), ended
+        assert isinstance(ended["listener"], DeviceRemovedError), ended
+        assert isinstance(ended["receive"], WorkCompletionError | BrokenResourceError), ended
+        print("removed", flush=True)
+        await asking.aclose()
+        await asked.aclose()
+    print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

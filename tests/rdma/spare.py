@@ -1,0 +1,72 @@
+"""A soft-RoCE device on an interface of its own, which a test may take down and away: others do not notice."""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from aioverbs.ports import gid_table
+from aioverbs.providers import hardware
+from tests.pace import patience
+
+__all__ = ["SpareDevice", "spare_device"]
+
+_INTERFACE, _DEVICE, _ADDRESS = "spare0", "rxe_spare", "10.78.0.1/24"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(10), check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+@dataclass(frozen=True)
+class SpareDevice:
+    """Its name, and that of the interface that it is on."""
+
+    name: str
+    interface: str
+
+    def set_link(self, state: str) -> None:
+        """Take the interface ``"up"`` or ``"down"``."""
+        _run("ip", "link", "set", self.interface, state)
+
+    def delete_command(self) -> tuple[str, ...]:
+        """What takes the device away."""
+        return ("rdma", "link", "delete", self.name)
+
+
+def _wait_for_its_address(name: str) -> None:
+    """The GID of the address comes a little later than the device."""
+    end = time.monotonic() + patience(5)
+    while True:
+        context = hardware.open_context(name)
+        try:
+            if any(each.ipv4 for each in gid_table(context, 1)):
+                return
+        finally:
+            context.destroy()
+        assert time.monotonic() < end, f"{name} has no GID of {_ADDRESS}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def spare_device() -> Iterator[SpareDevice]:
+    """One that is there for a while, in the virtual machine of `vm.py`; elsewhere the test is skipped.
+
+    A virtual machine can spare what it makes. What is there already is somebody's.
+    """
+    if "AIOVERBS_RESULTS" not in os.environ:
+        pytest.skip("here is no device to spare: this is not the virtual machine of tests/rdma/vm.py")
+    _run("ip", "link", "add", _INTERFACE, "type", "dummy")
+    try:
+        _run("ip", "address", "add", _ADDRESS, "dev", _INTERFACE)
+        _run("ip", "link", "set", _INTERFACE, "up")
+        _run("rdma", "link", "add", _DEVICE, "type", "rxe", "netdev", _INTERFACE)
+        _wait_for_its_address(_DEVICE)
+        yield SpareDevice(_DEVICE, _INTERFACE)
+    finally:
+        _run("ip", "link", "delete", _INTERFACE)  # and the device with it, where it is still there

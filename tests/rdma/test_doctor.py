@@ -1,0 +1,143 @@
+"""`aioverbs doctor` on soft-RoCE, and where something was taken away from it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rdma.seam import rdma_devices
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+
+DOCTOR = [sys.executable, "-P", "-m", "aioverbs.cli", "doctor", "--json"]
+OURS = "av_doctor"  # an interface, and the soft-RoCE link over it
+PATIENCE_S = 10.0
+
+# Another user, who may look into folders: Python may be installed in somebody's home.
+ANOTHER_USER = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+ANOTHER_USER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+
+
+@pytest.fixture(autouse=True)
+def machine_of_our_own() -> None:
+    """These change the machine."""
+    if os.geteuid() != 0 or not Path("/sys/module/rdma_rxe").exists():
+        pytest.skip("this needs soft-RoCE and root, as in the virtual machine")
+
+
+def ask(*command: str) -> dict[str, Any]:
+    """What the doctor says to somebody; its exit status agrees with that."""
+    done = subprocess.run([*command, *DOCTOR], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == ""
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == told["status"]
+    return told
+
+
+def ask_with_mount(mount: str) -> dict[str, Any]:
+    """Where something is mounted that nobody else sees."""
+    return ask("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
+
+
+def findings(told: dict[str, Any], subject: str) -> dict[str, list[str]]:
+    """The commands by the codes of findings."""
+    return {each["code"]: each["commands"] for each in told["findings"] if each["subject"] == subject}
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def another_link(*, up: bool) -> Iterator[None]:
+    """One over an interface that has no IP address."""
+    run("ip", "link", "add", OURS, "type", "dummy")
+    try:
+        if up:
+            run("ip", "link", "set", OURS, "up")
+        run("rdma", "link", "add", OURS, "type", "rxe", "netdev", OURS)
+        state = Path(f"/sys/class/infiniband/{OURS}/ports/1/state")
+        deadline = time.monotonic() + PATIENCE_S
+        while up and "ACTIVE" not in state.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield
+    finally:
+        run("ip", "link", "delete", OURS)  # and the link over it
+
+
+def test_all_is_well() -> None:
+    told = ask()
+    assert told["status"] == 0
+    assert set(rdma_devices()) <= set(told["usable"])
+    assert not told["unusable"]
+    assert not [each for each in told["findings"] if each["severity"] == "error"]
+    libraries = told["machine"]["probe"]
+    assert libraries["libibverbs"]["version"] == libraries["librdmacm"]["version"]
+    assert libraries["trials"][rdma_devices()[0]] == {"problem": None, "number": 0}
+
+
+def test_a_port_that_is_down() -> None:
+    with another_link(up=False):
+        told = ask()
+    assert told["unusable"] == [OURS]
+    assert findings(told, OURS) == {"port": [f"sudo ip link set {OURS} up"]}
+    assert told["status"] == 0  # others can be used
+
+
+def test_a_port_without_addresses() -> None:
+    with another_link(up=True):
+        told = ask()
+    assert OURS in told["usable"]
+    assert findings(told, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
+
+
+def test_no_memory_may_be_locked() -> None:
+    told = ask("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=0:0")
+    assert told["status"] == 1
+    assert set(rdma_devices()) <= set(told["unusable"])
+    assert findings(told, "system")["memlock"][0] == "ulimit -l unlimited"
+
+
+def test_another_user_may_not() -> None:
+    node = next(Path("/sys/class/infiniband_verbs").glob("uverbs*"))
+    path, name = Path("/dev/infiniband", node.name), (node / "ibdev").read_text().strip()
+    mode = path.stat().st_mode & 0o777
+    path.chmod(0o600)
+    try:
+        told = ask(*ANOTHER_USER)
+    finally:
+        path.chmod(mode)
+    assert told["unusable"] == [name]
+    assert findings(told, name) == {"permission": [f"sudo chmod 666 {path}"]}
+
+
+def test_no_provider() -> None:
+    told = ask_with_mount("mount -t tmpfs none /etc/libibverbs.d")
+    assert told["status"] == 1
+    for name in rdma_devices():
+        assert "ibverbs-providers" in findings(told, name)["no-provider"][0]
+
+
+def test_no_libibverbs() -> None:
+    library = ask()["machine"]["probe"]["libibverbs"]["path"]
+    told = ask_with_mount(f"mount --bind /dev/null {library}")
+    assert (told["status"], told["usable"]) == (1, [])
+    assert "libibverbs1" in findings(told, "system")["libibverbs-missing"][0]
+
+
+def test_pyverbs_of_another_libibverbs() -> None:
+    """The release's pyverbs, and the libibverbs that is installed."""
+    library = ask()["machine"]["probe"]["libibverbs"]["path"]
+    if next(Path(library).parent.glob("libibverbs/*-rdmav34.so"), None) is not None:
+        pytest.skip("up to rdma-core 56 all have the same private interface, and others than those are not installed")
+    told = ask_with_mount(f"mount --bind /usr/lib/x86_64-linux-gnu/libibverbs.so.1 {library}")
+    assert (told["status"], told["usable"]) == (1, [])
+    assert findings(told, "system")["pyverbs-version"][0] == "pip uninstall pyverbs"

@@ -1,0 +1,137 @@
+"""examples/rc_pingpong.py against rdma-core's `ibv_rc_pingpong`, in both roles; no one here wrote that."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.rdma.seam import rdma_devices
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+
+GID_INDEX = os.environ.get("AIOVERBS_RDMA_GID_INDEX", "1")
+OURS = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "--timeout", "60"]
+THEIRS = ["ibv_rc_pingpong"]
+LISTENING = "0A"
+NOT_NATIVE = "not native from here on"  # what is said of devices without domains
+PATIENCE_S = 90
+
+# What both are told: the size of messages, the path's MTU, how many. And theirs: whether it polls and looks at what it
+# received, or sleeps.
+SHAPES = [
+    pytest.param((4096, 1024, 200), [*THEIRS, "-c"], id="4096"),
+    pytest.param((1, 256, 100), [*THEIRS, "-e"], id="1"),
+    pytest.param((100_000, 4096, 30), [*THEIRS, "-e"], id="100000"),
+]
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _listens(port: int) -> bool:
+    """Whether somebody waits at a TCP port: to try it would be to be its only peer."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                _, local, _, state = line.split()[:4]
+                if state == LISTENING and int(local.rpartition(":")[2], 16) == port:
+                    return True
+    return False
+
+
+class Match:
+    """Two programs: the one that waits, then the one that goes there."""
+
+    def __init__(self, waiting: list[str], coming: list[str], *options: str) -> None:
+        devices = rdma_devices()
+        port = _free_port()
+        self.programs: list[subprocess.Popen[str]] = []
+        self._start(waiting, devices[0], port, options)
+        deadline = time.monotonic() + PATIENCE_S
+        while not _listens(port):
+            assert self.programs[0].poll() is None, self.programs[0].communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        self._start(coming, devices[-1], port, (*options, "localhost"))
+
+    def _start(self, program: list[str], device: str, port: int, options: tuple[str, ...]) -> None:
+        command = [*program, "-d", device, "-g", GID_INDEX, "-p", str(port), *options]
+        pipe = subprocess.PIPE
+        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self.programs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=unbuffered))
+
+    def outcome(self, which: int) -> tuple[str, str, int]:
+        """What one of them printed, what it complained of, and its exit status."""
+        out, err = self.programs[which].communicate(timeout=PATIENCE_S)
+        complaints = [line for line in err.splitlines() if NOT_NATIVE not in line]
+        return out, "\n".join(complaints), self.programs[which].returncode
+
+    def end(self) -> None:
+        for program in self.programs:
+            program.kill()
+            program.communicate()
+
+
+@contextlib.contextmanager
+def match(waiting: list[str], coming: list[str], *options: str) -> Iterator[Match]:
+    started = Match(waiting, coming, *options)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def _options(shape: tuple[int, int, int]) -> list[str]:
+    return [part for flag, value in zip("smn", shape, strict=True) for part in (f"-{flag}", str(value))]
+
+
+@pytest.mark.parametrize(("shape", "theirs"), SHAPES)
+def test_it_answers_c(shape: tuple[int, int, int], theirs: list[str]) -> None:
+    size, _, count = shape
+    with match(OURS, theirs, *_options(shape)) as played:
+        out, err, status = played.outcome(1)
+        assert (err, status) == ("", 0)
+        assert f"{2 * size * count} bytes in" in out
+        out, err, status = played.outcome(0)
+        assert (err, status) == ("", 0)
+        assert f"answered {count} messages" in out
+
+
+@pytest.mark.parametrize(("shape", "theirs"), SHAPES)
+def test_c_answers_it(shape: tuple[int, int, int], theirs: list[str]) -> None:
+    """It checks each message that comes back, and none is like another one."""
+    size, _, count = shape
+    with match(theirs, OURS, *_options(shape)) as played:
+        out, err, status = played.outcome(1)
+        assert (err, status) == ("", 0)
+        assert re.search(rf"{2 * size * count} bytes in .*\n{count} iters in", out)
+        out, err, status = played.outcome(0)
+        assert (err, status) == ("", 0)
+        assert f"{count} iters in" in out
+
+
+@pytest.mark.parametrize("role", ["answers", "asks"])
+def test_a_peer_that_dies(role: str) -> None:
+    """Whichever was under way, a send or a receive: it ends, and says that it is no success."""
+    ours = [*OURS, "--timeout", "20"]
+    waiting, coming, us = (ours, THEIRS, 0) if role == "answers" else (THEIRS, ours, 1)
+    with match(waiting, coming, "-n", "1000000") as played:
+        stdout = played.programs[us].stdout
+        assert stdout is not None
+        stdout.readline()  # connected
+        time.sleep(0.5)
+        played.programs[1 - us].kill()
+        _, err, status = played.outcome(us)
+        assert status == 1
+        assert re.search("RETRY_EXC_ERR|not done in time", err)

@@ -1,0 +1,581 @@
+"""rdma_cm against the kernel's connection manager: both ends on one event loop."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import pytest_asyncio
+
+from aioverbs import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConnectionRejectedError,
+    QpState,
+    QpType,
+    QueuePair,
+    Resource,
+    StateError,
+    ThreadModel,
+    TransitionError,
+    UnreachableError,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+    open_device,
+)
+from aioverbs._core import rdma_cm as core
+from aioverbs.cm_events import CmEventType
+from aioverbs.rdma_cm import Channel, Identifier, Listener
+from tests.core.pairs import wait_until
+from tests.rdma.cm import ACCESS, Side, connected, free_port, nothing_left, sides
+
+pytestmark = pytest.mark.rdma
+
+CONNECTS = int(os.environ.get("AIOVERBS_TEST_CONNECTS", "100"))
+Ends = tuple[Side, Side]
+REFUSED = 28
+
+
+@pytest_asyncio.fixture
+async def ends() -> AsyncIterator[Ends]:
+    with nothing_left():
+        async with sides() as both:
+            yield both
+
+
+@pytest_asyncio.fixture
+async def channel(ends: Ends) -> AsyncIterator[Channel]:
+    async with Channel() as channel:
+        yield channel
+
+
+@pytest_asyncio.fixture
+async def listener(channel: Channel, ends: Ends) -> AsyncIterator[Listener]:
+    async with channel.listener(ends[1].address, free_port()) as listener:
+        yield listener
+
+
+@contextlib.asynccontextmanager
+async def resolved(channel: Channel, near: Side, listener: Listener | tuple[str, int]) -> AsyncIterator[Identifier]:
+    async with channel.identifier() as identifier:
+        host, port = listener if isinstance(listener, tuple) else listener.address[:2]
+        await identifier.resolve(host, port, source=near.address)
+        yield identifier
+
+
+# ---- What it is for
+
+
+@pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
+async def test_it_connects_queue_pairs_of_ours(model: ThreadModel) -> None:
+    with nothing_left():
+        async with (
+            sides(model) as (near, far),
+            Channel() as channel,
+            channel.listener(far.address, free_port()) as listener,
+            near.queue_pair() as qp,
+            far.queue_pair(receive_depth=4, receive_size=64) as far_qp,
+            near.domain.register(64) as source,
+            far.domain.register(64, ACCESS) as target,
+            channel.identifier() as asking,
+        ):
+            assert (asking.device_name, asking.port_num, asking.peer_address) == (None, 0, None)
+            await asking.resolve(*listener.address[:2], source=near.address)
+            assert (asking.device_name, asking.port_num) == (near.device.name, 1)
+            assert asking.peer_address == listener.address
+
+            async def answer() -> None:
+                async with await anext(listener) as asked:
+                    assert asked.private_data[:5] == b"hello"
+                    assert asked.peer_address == asking.local_address
+                    await asked.accept(far_qp, ACCESS, private_data=b"welcome")
+                    message = await anext(far_qp.messages())
+                    with message:
+                        assert bytes(message.data) == b"over"
+                    await asked.wait_disconnected()
+                    assert far_qp.query().qp_state is QpState.ERR
+
+            answering = asyncio.create_task(answer())
+            reply = await asking.connect(qp, private_data=b"hello")
+            assert reply[:7] == b"welcome"
+            assert asking.private_data == reply
+            assert not any(reply[7:])
+            source.buffer[:4] = b"over"
+            await qp.write(source[:4], target.remote()[:4])
+            assert bytes(target.buffer[:4]) == b"over"
+            found = qp.query()
+            assert (found.retry_cnt, found.rnr_retry, found.min_rnr_timer) == (6, 6, 18)
+            await qp.send(source[:4])
+            await asking.disconnect()
+            assert not asking.connected
+            assert qp.qp_state is QpState.ERR
+            await asking.disconnect()
+            await asking.wait_disconnected()
+            await answering
+
+
+async def test_what_is_given_comes_first(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp, resolved(channel, near, listener) as asking:
+        asked = asyncio.create_task(anext(listener))
+        connecting = asyncio.create_task(
+            asking.connect(qp, timeout=12, retry_cnt=3, rnr_retry=7, min_rnr_timer=5, max_rd_atomic=2)
+        )
+        async with await asked as asked_identifier:
+            await asked_identifier.accept(far_qp, max_dest_rd_atomic=4, max_rd_atomic=1)
+            await connecting
+            found = qp.query()
+            assert (found.timeout, found.retry_cnt, found.rnr_retry) == (12, 3, 7)
+            assert (found.min_rnr_timer, found.max_rd_atomic, found.max_dest_rd_atomic) == (5, 2, 1)
+            assert far_qp.query().max_dest_rd_atomic == 4
+
+
+async def test_all_addresses(channel: Channel, ends: Ends) -> None:
+    near, far = ends
+    async with channel.listener() as listener, channel.listener("::") as six:
+        host, port = listener.address[:2]
+        assert host == "0.0.0.0"
+        assert six.address[0] == "::"
+        assert port
+        assert six.address[1]
+        async with resolved(channel, near, (far.address, port)) as asking, near.queue_pair() as qp:
+            assert asking.local_address is not None
+            assert asking.local_address[0] == near.address
+            connecting = asyncio.create_task(asking.connect(qp))
+            async with await anext(listener) as asked:
+                assert asked.device_name == far.device.name
+                await asked.reject()
+            with pytest.raises(ConnectionRejectedError):
+                await connecting
+
+
+async def test_who_waits_on_the_queue_pair_is_told_when_the_peer_leaves(
+    channel: Channel, listener: Listener, ends: Ends
+) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp, far.domain.register(64, ACCESS) as region:
+        asking, asked = await connected(channel, listener, near, qp, far_qp)
+        receiving = far_qp.receive(region[:])
+        await asking.aclose()
+        with pytest.raises(WorkCompletionError) as caught:
+            await receiving
+        assert caught.value.status is WcStatus.WR_FLUSH_ERR
+        await asked.wait_disconnected()
+        await asked.aclose()
+
+
+async def test_many_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    count = 16
+
+    async def ask() -> None:
+        async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
+            await asking.connect(qp)
+            await asking.wait_disconnected()
+
+    async def answer(asked: Identifier) -> None:
+        async with asked, far.queue_pair() as far_qp:
+            await asked.accept(far_qp)
+            await asked.disconnect()
+
+    async def answer_all() -> None:
+        async with asyncio.TaskGroup() as answering:
+            for _ in range(count):
+                answering.create_task(answer(await anext(listener)))
+
+    await asyncio.gather(answer_all(), *(ask() for _ in range(count)))
+
+
+async def test_both_leave_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+        asking, asked = await connected(channel, listener, near, qp, far_qp)
+        await asyncio.gather(asking.disconnect(), asked.disconnect())
+        await asyncio.gather(asking.aclose(), asked.aclose())
+
+
+# ---- What does not come about
+
+
+async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, _ = ends
+    async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
+        connecting = asyncio.create_task(asking.connect(qp))
+        async with await anext(listener) as asked:
+            await asked.reject(b"not today")
+            with pytest.raises(StateError, match="accept: it is ended"):
+                await asked.accept(qp)
+        with pytest.raises(ConnectionRejectedError, match="the program there refused it") as caught:
+            await connecting
+        assert caught.value.reason == REFUSED
+        assert caught.value.private_data[:10] == b"not today\0"
+        assert qp.query().qp_state is QpState.INIT
+        with pytest.raises(BrokenResourceError, match="it failed before"):
+            await asking.connect(qp)
+        async with resolved(channel, near, listener) as again:  # the queue pair is good for another try
+            connecting = asyncio.create_task(again.connect(qp))
+            await (await anext(listener)).aclose()  # unanswered
+            with pytest.raises(ConnectionRejectedError):
+                await connecting
+
+
+async def test_nobody_listens(channel: Channel, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, channel.identifier() as asking:
+        await asking.resolve(far.address, free_port(), source=near.address)
+        with pytest.raises(ConnectionRejectedError, match="nobody listens at that port"):
+            await asking.connect(qp)
+
+
+async def test_no_way(channel: Channel) -> None:
+    async with channel.identifier() as loopback:
+        with pytest.raises(UnreachableError, match="loopback"):
+            await loopback.resolve("127.0.0.1", 7174)
+    async with channel.identifier() as nowhere:
+        with pytest.raises((UnreachableError, TimeoutError)):
+            await nowhere.resolve("203.0.113.1", 7174, timeout_s=1)
+    async with channel.identifier() as nobody:
+        with pytest.raises(socket.gaierror):
+            await nobody.resolve("no-such-host.invalid", 7174)
+
+
+async def test_a_host_that_is_not_there(channel: Channel, ends: Ends) -> None:
+    neighbour = ends[1].address.rpartition(".")[0] + ".222"
+    async with channel.identifier() as asking:
+        began = time.monotonic()
+        with pytest.raises((UnreachableError, TimeoutError)):
+            await asking.resolve(neighbour, 7174, timeout_s=0.5)
+        assert time.monotonic() - began < 5
+
+
+async def test_a_peer_that_does_not_answer(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+        async with resolved(channel, near, listener) as asking:
+            with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 0.3 s"):
+                await asking.connect(qp, timeout_s=0.3)
+        async with await anext(listener) as asked:  # too late
+            with pytest.raises((ConnectionRejectedError, BrokenResourceError, VerbsError, TimeoutError)):
+                await asked.accept(far_qp, timeout_s=5)
+
+
+class Mute:
+    """A peer that accepts, and then hears nothing any more."""
+
+    def __init__(self, side: Side) -> None:
+        self.channel = core.EventChannel()
+        self.listener = core.Identifier(self.channel)
+        self.listener.bind_addr((side.address, 0))
+        self.listener.listen(16)
+        self.address = self.listener.local_address
+        self.taken: list[core.Identifier] = []
+
+    def accept(self, qp: QueuePair) -> None:
+        asked = len(self.taken)
+        wait_until(lambda: self._take() > asked)
+        identifier = self.taken[-1]
+        qp.to_init(port_num=identifier.port_num)
+        qp.to_rtr(**identifier.init_qp_attr(QpState.RTR))
+        qp.to_rts(**identifier.init_qp_attr(QpState.RTS))
+        identifier.accept(qp_num=qp.qp_num, responder_resources=1, initiator_depth=1)
+
+    def _take(self) -> int:
+        event = self.channel.take_event()
+        if event is not None and event.event_type == CmEventType.CONNECT_REQUEST and event.identifier is not None:
+            self.taken.append(event.identifier)
+        return len(self.taken)
+
+    def destroy(self) -> None:
+        for each in (*self.taken, self.listener, self.channel):
+            each.destroy()
+
+
+async def test_a_peer_that_does_not_hear_goodbye(ends: Ends) -> None:
+    """Who waits for it has a limit, and closing many of these takes no longer than closing one."""
+    near, far = ends
+    async with contextlib.AsyncExitStack() as stack:
+        mute = Mute(far)
+        stack.callback(mute.destroy)
+        channel = await Channel().open()
+        identifiers = []
+        for _ in range(4):
+            qp = await stack.enter_async_context(near.queue_pair())
+            far_qp = await stack.enter_async_context(far.queue_pair())
+            asking = await channel.identifier().open()
+            assert mute.address is not None
+            await asking.resolve(*mute.address[:2], source=near.address)
+            connecting = asyncio.create_task(asking.connect(qp))
+            await asyncio.sleep(0)
+            mute.accept(far_qp)
+            await connecting
+            identifiers.append(asking)
+        with pytest.raises(TimeoutError, match=r"disconnect: the peer did not answer within 0.2 s"):
+            await identifiers[0].disconnect(timeout_s=0.2)
+        began = time.monotonic()
+        await identifiers[0].aclose()
+        with pytest.warns(ResourceWarning, match="was closed before it"):
+            await channel.aclose()
+        assert time.monotonic() - began < 3.5
+
+
+async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with (
+        near.queue_pair() as qp,
+        far.queue_pair() as far_qp,
+        near.domain.queue_pair(near.cq, qp_type=QpType.UC) as uc,
+        open_device("soft0") as soft,
+        soft.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as soft_qp,
+        channel.identifier() as asking,
+    ):
+        with pytest.raises(StateError, match="connect: it is new, and is to be resolved"):
+            await asking.connect(qp)
+        with pytest.raises(StateError, match="is not connected"):
+            await asking.disconnect()
+        with pytest.raises(ValueError, match="a port is from 0 to 65535"):
+            await asking.resolve(far.address, 65536)
+        await asking.aclose()
+        asking = await channel.identifier().open()
+        await asking.resolve(*listener.address[:2], source=near.address)
+        with pytest.raises(VerbsError, match="the software device has no address"):
+            await asking.connect(soft_qp)
+        with pytest.raises(ValueError, match="of type UC"):
+            await asking.connect(uc)
+        with pytest.raises(ValueError, match="56 bytes at most here, not 57"):
+            await asking.connect(qp, private_data=bytes(57))
+        with pytest.raises(TransitionError, match="retry_cnt: 8, which is not from 0 to 7"):
+            await asking.connect(qp, retry_cnt=8)
+        with pytest.raises(TransitionError, match="none of this transition: qkey"):
+            await asking.connect(qp, qkey=1)
+        if near.device.name != far.device.name:
+            with pytest.raises(ValueError, match="and the peer is reached by"):
+                await asking.connect(far_qp)
+        with pytest.raises(StateError, match="accept: it is resolved"):
+            await asking.accept(qp)
+        with pytest.raises(StateError, match="resolve: it is resolved"):
+            await asking.resolve(far.address, 1)
+        assert qp.query().qp_state is QpState.RESET
+        qp.to_init()
+        qp.to_error()
+        with pytest.raises(TransitionError, match="from ERR to RTR"):
+            await asking.connect(qp)
+        await asking.aclose()
+        with pytest.raises(ClosedResourceError):
+            await asking.connect(qp)
+        with pytest.raises(VerbsError, match="EADDRINUSE"):
+            await channel.listener(far.address, listener.address[1]).open()
+        with pytest.raises(VerbsError, match="rdma_bind_addr"):
+            await channel.listener("203.0.113.1").open()
+        with pytest.raises(ValueError, match="backlog"):
+            channel.listener(backlog=0)
+
+
+async def test_one_call_at_a_time(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, _ = ends
+    async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
+        connecting = asyncio.create_task(asking.connect(qp))
+        async with await anext(listener):
+            with pytest.raises(BusyResourceError, match="another call is under way"):
+                await asking.connect(qp)
+        with pytest.raises(ConnectionRejectedError):
+            await connecting
+
+
+async def test_it_is_of_its_loop(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, _ = ends
+    async with near.queue_pair() as qp, channel.identifier() as asking:
+
+        async def elsewhere(what: Callable[[], Awaitable[object]]) -> None:
+            with pytest.raises(AffinityError):
+                await what()
+
+        await asyncio.to_thread(asyncio.run, elsewhere(lambda: asking.resolve(*listener.address[:2])))
+        await asyncio.to_thread(asyncio.run, elsewhere(channel.aclose))
+    async with resolved(channel, near, listener) as asking, near.queue_pair() as qp:
+        await asyncio.to_thread(asyncio.run, elsewhere(lambda: asking.connect(qp)))
+
+
+# ---- Cancellation
+
+
+async def cancel(task: "asyncio.Task[object]") -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_resolving_is_cancelled(channel: Channel, ends: Ends) -> None:
+    neighbour = ends[1].address.rpartition(".")[0] + ".223"
+    async with channel.identifier() as asking:
+        task = asyncio.create_task(asking.resolve(neighbour, 7174))
+        await asyncio.sleep(0.1)
+        await cancel(task)
+
+
+async def test_connecting_is_cancelled(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+        for turns in (0, 1, 2, 5, 10):
+            async with resolved(channel, near, listener) as asking:
+                task = asyncio.create_task(asking.connect(qp))
+                asked = await anext(listener)
+                answering = asyncio.create_task(asked.accept(far_qp, timeout_s=5))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(answering, return_exceptions=True)
+            await asked.aclose()
+            for each in (qp, far_qp):
+                if each.query().qp_state is not QpState.RESET:
+                    each.to_error()
+                    each.to_reset()
+
+
+async def test_accepting_is_cancelled(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp, resolved(channel, near, listener) as asking:
+        connecting = asyncio.create_task(asking.connect(qp))
+        async with await anext(listener) as asked:
+            task = asyncio.create_task(asked.accept(far_qp))
+            await asyncio.sleep(0)
+            await cancel(task)
+            assert far_qp.query().qp_state is QpState.ERR
+        await asyncio.wait([connecting])
+        connecting.exception()
+
+
+async def test_waiting_is_cancelled_and_closed(channel: Channel, listener: Listener, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+        asking, asked = await connected(channel, listener, near, qp, far_qp)
+        waiting = asyncio.create_task(asking.wait_disconnected())
+        await asyncio.sleep(0)
+        await cancel(waiting)
+        waiting = asyncio.create_task(asking.wait_disconnected())
+        listening = asyncio.create_task(anext(listener))
+        await asyncio.sleep(0)
+        await asking.aclose()
+        await waiting
+        await asked.aclose()
+        await listener.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await listening
+    async with resolved(channel, near, (far.address, free_port())) as connecting, near.queue_pair() as qp:
+        task = asyncio.create_task(connecting.connect(qp))
+        await asyncio.sleep(0)
+        await connecting.aclose()
+        with pytest.raises(ClosedResourceError, match="closed meanwhile"):
+            await task
+
+
+# ---- The end, in every order
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(5)))[::3], ids=str)
+async def test_every_order_of_closing(order: tuple[int, ...]) -> None:
+    with nothing_left():
+        async with sides() as (near, far), Channel() as channel:
+            listener = await channel.listener(far.address, free_port()).open()
+            qp, far_qp = await near.queue_pair().open(), await far.queue_pair().open()
+            asking, asked = await connected(channel, listener, near, qp, far_qp)
+            resources: list[Resource] = [asking, asked, qp, far_qp, listener]
+            for each in order:
+                await resources[each].aclose()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+async def test_parents_first(order: tuple[int, ...]) -> None:
+    """The channel and both devices, under a connection and one that is being asked for."""
+    with nothing_left():
+        async with sides() as (near, far):
+            channel = await Channel().open()
+            listener = await channel.listener(far.address, free_port()).open()
+            qp, far_qp = await near.queue_pair().open(), await far.queue_pair().open()
+            asking, asked = await connected(channel, listener, near, qp, far_qp)
+            another, another_qp = await channel.identifier().open(), await near.queue_pair().open()
+            await another.resolve(*listener.address[:2], source=near.address)
+            task = asyncio.create_task(another.connect(another_qp))
+            await asyncio.sleep(0.2)
+            parents: list[Resource] = [channel, near.device, far.device]
+            for each in order:
+                with pytest.warns(ResourceWarning, match="was closed before it"):
+                    await parents[each].aclose()
+            assert asking.closed
+            assert asked.closed
+            (error,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(error, ClosedResourceError | ConnectionRejectedError | BrokenResourceError)
+
+
+async def test_what_is_forgotten_is_closed(listener: Listener, channel: Channel, ends: Ends) -> None:
+    near, far = ends
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+        asking, asked = await connected(channel, listener, near, qp, far_qp)
+        left = [asking]
+        del asking
+        with pytest.warns(ResourceWarning, match="it was forgotten"):
+            left.clear()
+        await asked.wait_disconnected()
+        await asked.aclose()
+        async with asyncio.timeout(10):
+            while channel.statistics().children > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+def test_a_loop_that_is_gone() -> None:
+    """Who closes the channel afterwards takes its place."""
+    channel = Channel()
+
+    async def begin() -> None:
+        await channel.open()
+        await channel.identifier().open()
+
+    with nothing_left():
+        with pytest.warns(ResourceWarning, match="it was forgotten"):
+            asyncio.run(begin())
+        asyncio.run(channel.aclose())
+
+
+def test_the_child_of_a_fork_leaves_it_alone() -> None:
+    async def main() -> None:
+        async with Channel() as channel:
+            pid = os.fork()
+            if not pid:
+                os._exit(0 if channel.closed else 1)
+            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+            assert status == 0
+
+    asyncio.run(main())
+
+
+# ---- Many
+
+
+async def connect_and_disconnect(near: Side, far: Side, channel: Channel, listener: Listener, number: int) -> None:
+    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+        asking, asked = await connected(channel, listener, near, qp, far_qp)
+        first, second = (asking, asked) if number % 2 else (asked, asking)
+        await first.disconnect()
+        await second.wait_disconnected()
+        await asyncio.gather(asking.aclose(), asked.aclose())
+
+
+@pytest.mark.parametrize("batch", range(-(-CONNECTS // 100)))
+async def test_connects_and_disconnects_leave_nothing(
+    channel: Channel, listener: Listener, ends: Ends, batch: int
+) -> None:
+    """AIOVERBS_TEST_CONNECTS=10000 for as many, in batches that are counted one by one."""
+    await connect_and_disconnect(*ends, channel, listener, 0)  # librdmacm keeps the devices open that it meets
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 100):
+        await connect_and_disconnect(*ends, channel, listener, number)
+    assert len(os.listdir("/proc/self/fd")) == descriptors

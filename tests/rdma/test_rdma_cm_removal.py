@@ -1,0 +1,60 @@
+"""A device that is taken away from under its connections: one of the virtual machine's, made for that."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rdma.cm import free_port
+
+NAME, INTERFACE, ADDRESS = "rxe9", "cm9", "10.79.0.1"
+pytestmark = [
+    pytest.mark.rdma,
+    pytest.mark.skipif(
+        "AIOVERBS_RESULTS" not in os.environ, reason="it takes away a device: in the virtual machine only"
+    ),
+]
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, timeout=30)
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    run(f"ip link add {INTERFACE} type dummy")
+    try:
+        run(f"ip address add {ADDRESS}/24 dev {INTERFACE}")
+        run(f"ip link set {INTERFACE} up")
+        run(f"rdma link add {NAME} type rxe netdev {INTERFACE}")
+        deadline = time.monotonic() + 10
+        gid = Path(f"/sys/class/infiniband/{NAME}/ports/1/gids/1")
+        while ":ffff:" not in gid.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield NAME
+    finally:
+        run(f"ip link delete {INTERFACE}")  # and with it the RDMA device
+
+
+def test_everything_ends(device: str) -> None:
+    command = (sys.executable, "-m", "tests.rdma.removed", device, ADDRESS, str(free_port()))
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line == "ready\n" for line in lines)
+        with subprocess.Popen(("rdma", "link", "delete", device)) as removing:  # which waits for the process
+            said, _ = process.communicate(timeout=50)
+        assert process.returncode == 0, said
+        assert said.splitlines()[-2:] == ["removed", "closed"]
+        assert removing.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()

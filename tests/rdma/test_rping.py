@@ -1,0 +1,136 @@
+"""examples/rping.py with rping of rdma-core on the other end, in both roles."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rdma.cm import address_of, free_port, nothing_left
+from tests.rdma.seam import rdma_devices
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(170)]
+
+EXAMPLE = (sys.executable, "-P", "-W", "error", str(Path(__file__).parents[2] / "examples" / "rping.py"))
+RPING = ("stdbuf", "-oL", "rping")
+LIMIT_S = 50  # starting Python takes long in an emulated machine
+
+
+@pytest.fixture(autouse=True)
+def kernel() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@contextlib.contextmanager
+def running(*command: str) -> "Iterator[subprocess.Popen[str]]":
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        if process.stdout is not None and not process.stdout.closed:
+            process.communicate()
+
+
+def output(process: "subprocess.Popen[str]", status: int = 0) -> list[str]:
+    """All that it says until it ends, which it does by itself."""
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == status, said
+    return said.splitlines()
+
+
+def wait_listening(port: int) -> None:
+    """Until somebody listens at a port: rping does not tell."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        told = subprocess.run(("rdma", "-j", "resource", "show", "cm_id"), check=True, capture_output=True, text=True)
+        if any(each["src-addr"].endswith(f":{port}") for each in json.loads(told.stdout)):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"nobody listens at {port}")
+
+
+def wait_for(process: "subprocess.Popen[str]", start: str) -> None:
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith(start):
+            return
+    pytest.fail("".join(said))
+
+
+def pings(count: int, size: int) -> list[str]:
+    """What each ping says, as rping makes them."""
+    letters = "".join(map(chr, range(65, 123)))
+    said = []
+    for number in range(count):
+        head = f"rdma-ping-{number}: "
+        body = (letters * (size // len(letters) + 2))[number % len(letters) :]
+        said.append(f"{head}{body[: size - len(head) - 1]}")
+    return said
+
+
+@pytest.mark.parametrize(("count", "size"), [(3, 64), (70, 26), (3, 8000)])
+def test_their_client(count: int, size: int) -> None:
+    place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()), "-S", str(size))
+    with running(*EXAMPLE, "-s", "-v", *place) as server:
+        wait_for(server, "listening")
+        with running(*RPING, "-c", "-V", "-v", "-C", str(count), *place) as client:
+            said = [line for line in output(client) if line.startswith("ping data: ")]
+        assert said == [f"ping data: {ping}" for ping in pings(count, size)]
+        heard = [line for line in output(server) if "thread_domain.py" not in line]
+        assert heard == [*(f"server ping data: {ping}" for ping in pings(count, size)), f"{count} pings"]
+
+
+@pytest.mark.parametrize(("count", "size"), [(3, 64), (70, 26), (3, 8000)])
+def test_their_server(count: int, size: int) -> None:
+    port = free_port()
+    place = ("-a", address_of(rdma_devices()[-1]), "-p", str(port), "-S", str(size))
+    with running(*RPING, "-s", "-v", *place) as server:
+        wait_listening(port)
+        with running(*EXAMPLE, "-c", "-V", "-v", "-C", str(count), *place) as client:
+            said = [line for line in output(client) if "ping" in line]
+        assert [line for line in said if "data" in line] == [f"ping data: {ping}" for ping in pings(count, size)]
+        assert said[-1] == f"{count} pings"
+        heard = [line for line in output(server) if line.startswith("server ping data: ")]
+        assert heard == [f"server ping data: {ping}" for ping in pings(count, size)]
+
+
+def test_ours_with_ours() -> None:
+    place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()))
+    with running(*EXAMPLE, "-s", *place) as server:
+        wait_for(server, "listening")
+        with running(*EXAMPLE, "-c", "-V", "-C", "5", *place) as client:
+            assert output(client)[-1] == "5 pings"
+        assert output(server)[-1] == "5 pings"
+
+
+def test_their_client_dies() -> None:
+    place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()))
+    with running(*EXAMPLE, "-s", "-v", *place) as server:
+        wait_for(server, "listening")
+        with running(*RPING, "-c", "-v", *place) as client:
+            wait_for(client, "ping data: rdma-ping-20:")
+            client.send_signal(signal.SIGKILL)
+            client.communicate()
+            server.communicate(timeout=LIMIT_S)  # it hears of it, and ends
+
+
+def test_their_server_dies() -> None:
+    port = free_port()
+    place = ("-a", address_of(rdma_devices()[-1]), "-p", str(port))
+    with running(*RPING, "-s", "-v", *place) as server:
+        wait_listening(port)
+        with running(*EXAMPLE, "-c", "-v", *place) as client:
+            wait_for(client, "ping data: rdma-ping-20:")
+            server.send_signal(signal.SIGKILL)
+            server.communicate()
+            said = output(client, status=1)
+            assert any("aioverbs.errors" in line for line in said)

@@ -1,0 +1,167 @@
+"""rdma-core, pyverbs and Python of a later Debian release, unpacked beside this system and not installed.
+
+    python tests/rdma/vm_release.py trixie DIR [PROGRAM ...]
+
+prints the folder with programs that run with that release's C library, loader and libraries: `python`, for which an
+environment is made by `python -m venv --without-pip`, the examples of rdma-core, and what is named of this system's.
+`vm_release.sh` has them find their providers in the guest.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+# This is run as a script, and its parts are found from the project's root.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.rdma.vm_errors import Failure, VmError
+from tests.rdma.vm_packages import apt_get
+
+KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+LIBRARIES = "usr/lib/x86_64-linux-gnu"
+PACKAGES = ("python3-pyverbs", "ibverbs-providers", "ibverbs-utils", "rdmacm-utils")
+
+# It is called by many names, and runs the program of its own name with the release's loader, which is told that name:
+# so Python finds itself, and the environment that it is called from.
+RUN = """#!/bin/sh
+program=${{0##*/}}
+[ -x {root}/usr/bin/"$program" ] || program={python}
+libraries={root}/{libraries}
+exec $libraries/ld-linux-x86-64.so.2 --library-path $libraries --argv0 "$0" {root}/usr/bin/"$program" "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An unpacked release.
+
+    Attributes:
+        root: its files.
+        python: the name of its Python, as `python3.13`.
+    """
+
+    root: Path
+    python: str
+
+    @property
+    def programs(self) -> Path:
+        """The folder of programs that run here."""
+        return self.root / "usr/run"
+
+    def add(self, program: Path) -> None:
+        """Have a program of this system run with the release's libraries, too."""
+        for link, target in ((self.root / "usr/bin", program), (self.programs, Path(self.python))):
+            (link / program.name).unlink(missing_ok=True)
+            (link / program.name).symlink_to(target)
+
+
+def unpack(name: str, cache: Path) -> Release:
+    """Return a release that is kept in `cache`, fetching and unpacking it first where it is not there.
+
+    Raises:
+        VmError: its packages could not be fetched or unpacked.
+    """
+    root = cache / name
+    if not root.is_dir():
+        print(f"vm: fetching rdma-core and Python of {name}", file=sys.stderr, flush=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as scratch:
+            made = Path(scratch, "root")
+            python = _fetch(name, Path(scratch))
+            for package in sorted(Path(scratch).glob("**/*.deb")):
+                _run("dpkg", "-x", str(package), str(made))
+            _write_programs(Release(made, python), root)
+            _copy_providers(made / LIBRARIES / "libibverbs")
+            made.rename(root)
+    (module,) = (root / "usr/lib/python3/dist-packages/pyverbs").glob("device.cpython-*.so")
+    return Release(root, _python_of(module.name))
+
+
+def _python_of(text: str) -> str:
+    """The Python that a file's or a package's name is about."""
+    found = re.search(r"cpython-3(\d+)-|libpython3\.(\d+)", text)
+    if found is None:
+        raise VmError(Failure.NOT_PREPARED, f"python3-pyverbs is built for no Python that is known: {text}")
+    return f"python3.{found[1] or found[2]}"
+
+
+def _fetch(name: str, scratch: Path) -> str:
+    """Download what is needed; the name of the release's Python.
+
+    apt gets lists and a state of its own, in which nothing is installed.
+    """
+    for folder in ("lists/partial", "cache/archives/partial", "state", "headers"):
+        (scratch / folder).mkdir(parents=True)
+    (scratch / "state/status").touch()
+    signed = f"[signed-by={KEYS}] " if KEYS.exists() else ""
+    (scratch / "sources").write_text(f"deb {signed}{_repository()} {name} main\n")
+    (scratch / "apt.conf").write_text(
+        f'Dir::Etc::sourcelist "{scratch}/sources";\n'
+        'Dir::Etc::sourceparts "/dev/null";\n'
+        f'Dir::State "{scratch}/state";\n'
+        f'Dir::State::lists "{scratch}/lists";\n'
+        f'Dir::State::status "{scratch}/state/status";\n'
+        f'Dir::Cache "{scratch}/cache";\n'
+        'APT::Sandbox::User "root";\n'
+    )
+    config = f"--config-file={scratch}/apt.conf"
+    apt_get(config, "update")
+    python = _python_of(_run("apt-cache", config, "depends", PACKAGES[0]))
+    apt_get(config, "install", "-y", "--download-only", "--no-install-recommends", *PACKAGES, python)
+    # Without the C library's, which it depends on: what is built for the release is built with the headers of here.
+    apt_get(config, "download", f"lib{python}-dev", cwd=scratch / "headers")
+    return python
+
+
+def _repository() -> str:
+    """Where this system has its own packages from."""
+    form = "$(ORIGIN) $(COMPONENT) $(CODENAME) $(REPO_URI)"
+    for line in _run("apt-get", "indextargets", "Created-By: Packages", "--format", form).splitlines():
+        origin, component, codename, uri = line.split()
+        if (origin, component) == ("Debian", "main") and "-" not in codename:
+            return uri
+    raise VmError(Failure.NOT_PREPARED, "other releases of Debian are fetched from where this one is, and this is none")
+
+
+def _write_programs(release: Release, final: Path) -> None:
+    """Write what runs the programs; `final` is where they will be."""
+    release.programs.mkdir()
+    run = release.programs / release.python
+    run.write_text(RUN.format(root=final, libraries=LIBRARIES, python=release.python))
+    run.chmod(0o755)
+    names = [path.name for path in (release.root / "usr/bin").iterdir() if path.name.startswith(("ibv_", "rping"))]
+    for name in ("python", "python3", *names):
+        (release.programs / name).symlink_to(release.python)
+
+
+def _copy_providers(folder: Path) -> None:
+    """Have no links among the providers: where the guest has them, these would lead elsewhere."""
+    for provider in folder.iterdir():
+        if provider.is_symlink():
+            library = provider.resolve(strict=True)
+            provider.unlink()
+            shutil.copy(library, provider)
+
+
+def _run(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        raise VmError(Failure.NOT_PREPARED, f"there is no {command[0]} here: this needs Debian")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise VmError(Failure.NOT_PREPARED, f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        release = unpack(sys.argv[1], Path(sys.argv[2]).resolve())
+        for argument in sys.argv[3:]:
+            release.add(Path(argument).resolve())
+        print(release.programs)
+    except VmError as error:
+        print(f"vm: {error}", file=sys.stderr)
+        sys.exit(error.failure)

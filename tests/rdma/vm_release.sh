@@ -1,0 +1,9 @@
+#!/bin/sh
+# vm_release.sh ROOT COMMAND...: run a command in the guest with the programs of an unpacked release, whose providers
+# stand where its libibverbs looks for them from here on. The programs that are installed find none any more.
+set -e
+root=$1
+shift
+mount --bind "$root/usr/lib/x86_64-linux-gnu/libibverbs" /usr/lib/x86_64-linux-gnu/libibverbs
+mount --bind "$root/etc/libibverbs.d" /etc/libibverbs.d
+PATH=$root/usr/run:$PATH exec "$@"

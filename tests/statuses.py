@@ -1,0 +1,18 @@
+"""Statuses of requests that fail, where devices do not agree on them."""
+
+from aioverbs import Device, WcStatus
+from tests.capabilities import Capability, capabilities
+
+__all__ = ["as_said"]
+
+_ALSO = {
+    WcStatus.REM_INV_REQ_ERR: WcStatus.REM_OP_ERR,
+    WcStatus.LOC_PROT_ERR: WcStatus.LOC_QP_OP_ERR,
+}
+
+
+def as_said(device: Device, status: WcStatus) -> frozenset[WcStatus]:
+    """What a device may say where the architecture has a status: that, unless it is not so exact."""
+    if Capability.EXACT_STATUSES in capabilities(device.name):
+        return frozenset({status})
+    return frozenset({status, _ALSO.get(status, status)})

@@ -24,6 +24,7 @@ ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fram
 # too: `-- tests/manager`.
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
+THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 LIMITED = ["timeout", "900"]  # for what has no time limit of its own
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
 
@@ -121,23 +122,36 @@ def sanitize(session: nox.Session) -> None:
     for program in build_native(session, "asan"):
         session.run(*LIMITED, program, env={**strict, "ASAN_OPTIONS": "detect_leaks=1"}, external=True)
 
-    compiler = os.environ.get("CC", "cc").split()
-    runtime = str(session.run(*compiler, "-print-file-name=libasan.so", silent=True, external=True)).strip()
-    if not Path(runtime).is_absolute():
-        session.error(f"{compiler[0]} has no libasan.so: use gcc, with the package libasan8 or newer")
+    runtime = runtime_of(session, "libasan.so")
     env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
     session.run("pytest", "-m", UNDER_SANITIZER, "-o", "timeout=300", *session.posargs, env=env)
 
 
 @nox.session
 def tsan(session: nox.Session) -> None:
-    """Run the C programs under the thread sanitizer."""
+    """Run the C programs, then what several loops do in several threads, under the thread sanitizer."""
     # Its shadow memory wants addresses that are not randomised; where setarch may not do that, it is tried without.
     fixed = ["setarch", platform.machine(), "-R"]
     able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
     env = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
     for program in build_native(session, "tsan"):
         session.run(*(fixed if able else ()), *LIMITED, program, *session.posargs, env=env, external=True)
+    # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
+    install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
+    env |= {"LD_PRELOAD": runtime_of(session, "libtsan.so")}
+    tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
+    tests += ["tests/manager/test_many_loops.py", "tests/manager/test_waking.py", "tests/manager/test_sharing.py"]
+    pytest = ("python", "-P", "-m", "pytest", "-m", UNDER_SANITIZER, "-o", "timeout=300", *tests)
+    session.run(*(fixed if able else ()), *pytest, env=env, external=True)
+
+
+def runtime_of(session: nox.Session, library: str) -> str:
+    """The path of a sanitizer's library, to be loaded before what is compiled for it."""
+    compiler = os.environ.get("CC", "cc").split()
+    path = str(session.run(*compiler, f"-print-file-name={library}", silent=True, external=True)).strip()
+    if not Path(path).is_absolute():
+        session.error(f"{compiler[0]} has no {library}: use gcc, with the package {Path(path).stem} of its release")
+    return path
 
 
 def free_threaded_python(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -13,6 +13,7 @@ cdef class Batch(Sending):
     """
 
     cdef list elements
+    cdef Py_ssize_t count               # of these
     cdef request *requests              # of these, until they are posted
     cdef Py_ssize_t room
     cdef list runs                      # what memory they have
@@ -40,40 +41,38 @@ cdef class Batch(Sending):
         return f"<Batch of {len(self.elements)} for {self._requests.handle!r}>"
 
     cdef request *_place_for(self, request *made) except NULL:
+        if self.operation is None and self.count < self.room:
+            return &self.requests[self.count]
+        return self._more_room()
+
+    cdef request *_more_room(self) except NULL:
         cdef request *larger
+        cdef Py_ssize_t room = min(2 * self.room + ROOM, SLOTS_ELEMENTS)
         if self.operation is not None:
             raise RuntimeError(f"{self!r} was posted: make a new one")
-        if len(self.elements) == SLOTS_ELEMENTS:
+        if self.count == SLOTS_ELEMENTS:
             raise ValueError(f"a batch has {SLOTS_ELEMENTS} requests at most: post it, and begin another")
-        if len(self.elements) == self.room:
-            larger = request_grow(self.requests, self.room, 2 * self.room + ROOM)
-            if larger == NULL:
-                raise MemoryError
-            self.requests = larger
-            self.room = 2 * self.room + ROOM
-        return &self.requests[len(self.elements)]
+        larger = request_grow(self.requests, self.count, room)
+        if larger == NULL:
+            raise MemoryError
+        self.requests = larger
+        self.room = room
+        return &larger[self.count]
 
     cdef int _go(self, Operation operation, request *made, bint nowait) except -1:
-        self._count(operation.pins)
-        if operation.extra is not None and operation.extra.pins is not None:
-            for each in operation.extra.pins:
-                self._count((<_Run>each).pins)
+        self.elements.append(operation)
+        self.count += 1
         self.bytes += operation.bytes
+        operation.phase = PART
         if operation.scratch != UNUSED:
             self.scratch = BY_ELEMENTS
-        operation.phase = PART
-        self.elements.append(operation)
-        return 0
-
-    cdef int _count(self, Pins pins) except -1:
-        # To be pinned. Most requests have the memory of those before them.
-        if pins is None:
-            return 0
-        if self.last_run is not None and self.last_run.pins is pins:
+        # Most requests have the memory of those before them.
+        if operation.extra is None and self.last_run is not None and self.last_run.pins is operation.pins:
             self.last_run.count += 1
             return 0
-        self.last_run = _run(pins)
-        self.runs.append(self.last_run)
+        for each in operation._all_pins():
+            self.runs.append(each)
+            self.last_run = <_Run>each
         return 0
 
     def post(self):
@@ -98,7 +97,7 @@ cdef class Batch(Sending):
             if not self.elements:
                 raise ValueError("there is nothing in the batch")
             operation = _new(requests.send_queue, 0)
-            operation.requests = len(self.elements)
+            operation.requests = self.count
             operation.bytes = self.bytes
             operation.scratch = self.scratch
             _extra(operation).elements = self.elements

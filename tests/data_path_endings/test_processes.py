@@ -254,6 +254,7 @@ def test_keyboard_interrupt_in_the_middle_of_a_spin(loop_name: str) -> None:
     loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
     text = PREAMBLE + textwrap.dedent(f"""
         import signal, threading
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes begin without one
         async def main():
             device = open_device("soft0", engine_mode=True)
             async with device, pair_on(device, MessageModel.FORCE_LOW_LATENCY, spin_ns=300_000_000) as pair:

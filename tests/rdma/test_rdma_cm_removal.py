@@ -42,14 +42,19 @@ def device() -> Iterator[str]:
 
 
 def test_everything_ends(device: str) -> None:
-    command = (sys.executable, "-m", "tests.rdma.removed", device, ADDRESS, str(free_port()))
-    process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    root = str(Path(__file__).parents[2])
+    # What is installed, not what lies in the tree.
+    code = f"import runpy, sys; sys.path.append({root!r}); runpy.run_module('tests.rdma.removed', run_name='__main__')"
+    command = (sys.executable, "-P", "-c", code, device, ADDRESS, str(free_port()))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        assert any(line == "ready\n" for line in lines)
+        lines: list[str] = []
+        for line in iter(process.stdout.readline, ""):
+            lines.append(line)
+            if line == "ready\n":
+                break
+        assert lines[-1:] == ["ready\n"], lines
         with subprocess.Popen(("rdma", "link", "delete", device)) as removing:  # which waits for the process
             said, _ = process.communicate(timeout=50)
         assert process.returncode == 0, said

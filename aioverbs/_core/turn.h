@@ -15,7 +15,7 @@
 
 #define TURN_UNITS 512
 #define TURN_LARGEST_SHARE 64 /* of one queue alone: going round the loop costs as much as a few awaits */
-#define TURN_SMALLEST_SHARE 16
+#define TURN_SMALLEST_SHARE 24
 #define TURN_LUCKY_SHARE 2 /* where others sleep */
 #define TURN_UNIT_BYTES 8192
 

@@ -5,18 +5,13 @@ import errno
 from aioverbs import qp_states
 from aioverbs.attributes import AddressVector
 from aioverbs.errors import TransitionError, VerbsError
+from aioverbs.ports import limits_of
 from aioverbs.qp_states import Changes, Limits
 from aioverbs.queue_pair import QueuePair
+from aioverbs.retries import RETRIES
 from aioverbs.types import Mtu, QpState, QpType
 
-__all__ = ["check_queue_pair", "limits_of", "settle"]
-
-# A peer's manager asks for up to 7 repetitions, which is for ever where no receive is posted, and on soft-RoCE also
-# where nobody answers; and says nothing of how long one waits that finds no receive, which then is 655 ms. Connections
-# made by hand have these, too.
-_MOST_RETRIES = 6
-_MIN_RNR_TIMER = 18
-
+__all__ = ["check_queue_pair", "settle"]
 
 # What librdmacm will say stands for itself here: whether the rest can be is seen before a peer is asked.
 _TOLD = Changes(
@@ -50,8 +45,9 @@ def check_queue_pair(qp: QueuePair, attributes: Changes) -> None:
     try:
         if state not in (QpState.RESET, QpState.INIT):
             raise TransitionError(QpType.RC, state, QpState.RTR, reachable=qp_states.reachable(QpType.RC, state))
+        limits = limits_of(qp.handle.context, 1)
         moves = (QpState.RTR, QpState.RTS)
-        qp_states.plan(QpType.RC, QpState.INIT, moves, attributes, defaults=_TOLD, limits=limits_of(qp))
+        qp_states.plan(QpType.RC, QpState.INIT, moves, attributes, defaults=_TOLD, limits=limits)
     except TransitionError as error:
         error.subject = repr(qp)
         raise
@@ -60,15 +56,17 @@ def check_queue_pair(qp: QueuePair, attributes: Changes) -> None:
 def settle(told: Changes, given: Changes, limits: Limits) -> Changes:
     """PURE: What the managers agreed on, such that nothing waits for ever, within the device's limits, and as given.
 
-    No more reads are under way than the peer said that it serves, whatever is given.
+    A peer's manager asks for up to 7 repetitions, which is for ever, and says nothing of how long one waits that finds
+    no receive, which then is 655 ms: connections made by hand have better ones, and so have these. No more reads are
+    under way than the peer said that it serves, whatever is given.
     """
     settled = told.copy()
     if "retry_cnt" in told:
-        settled["retry_cnt"] = min(told["retry_cnt"], _MOST_RETRIES)
+        settled["retry_cnt"] = min(told["retry_cnt"], RETRIES["retry_cnt"])
     if "rnr_retry" in told:
-        settled["rnr_retry"] = min(told["rnr_retry"], _MOST_RETRIES)
+        settled["rnr_retry"] = min(told["rnr_retry"], RETRIES["rnr_retry"])
     if "min_rnr_timer" in told:
-        settled["min_rnr_timer"] = _MIN_RNR_TIMER
+        settled["min_rnr_timer"] = RETRIES["min_rnr_timer"]
     if "path_mtu" in told:
         settled["path_mtu"] = min(told["path_mtu"], limits.mtu)
     if "max_dest_rd_atomic" in told:
@@ -78,9 +76,3 @@ def settle(told: Changes, given: Changes, limits: Limits) -> Changes:
         wanted = given.get("max_rd_atomic", limits.max_rd_atomic)
         settled["max_rd_atomic"] = min(told["max_rd_atomic"], wanted)
     return settled
-
-
-def limits_of(qp: QueuePair, port_num: int = 1) -> Limits:
-    """What its device and port allow."""
-    context = qp.handle.context
-    return Limits.of(context.query_device(), context.query_port(port_num))

@@ -219,7 +219,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
         self._life.drain = _Watch(self._completer, channel).stop
 
     def _check(self, context: engine.Context, depth: int) -> None:
-        check_completion_queue(context.name, context.query_device(), depth, self._comp_vector, context.num_comp_vectors)
+        check_completion_queue(context.name, context.attributes, depth, self._comp_vector, context.num_comp_vectors)
 
     def _moderate(self, handle: engine.CompletionQueue) -> None:
         try:

@@ -10,24 +10,15 @@ from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.endpoint import Endpoint
 from aioverbs.errors import BusyResourceError, TransitionError
 from aioverbs.events import Eventful
-from aioverbs.ports import gid_index
+from aioverbs.ports import gid_index, limits_of
 from aioverbs.qp_states import Changes, Limits
 from aioverbs.resource import Resource
+from aioverbs.retries import RETRIES
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
 __all__ = ["Connectable"]
 
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
-
-# For what is required and not given. A request that is not answered is sent again after 4.096 us * 2**14 = 67 ms, seven
-# times in all, so that a dead peer is known after half a second (devices may take up to four times that).
-#
-# A request that finds no receive is told to wait for the time of the *receiver's* min_rnr_timer. The codes are a table:
-# 0 is the longest, 655 ms, which makes one missing receive a stand-still; 1 is 10 us, and then seven tries are over in
-# less than a Python loop's turn. 18 is 5.12 ms: with six repetitions the peer's loop may stall for 30 ms, as under a
-# garbage collection, before the connection breaks, and where it was only late little time is lost. rnr_retry ends at 6,
-# because 7 means for ever: an await on a peer that never posts a receive would never end.
-_TIMES = Changes(timeout=14, retry_cnt=6, min_rnr_timer=18, rnr_retry=6)
 
 
 class Connectable(Eventful[engine.QueuePair]):
@@ -222,8 +213,7 @@ class Connectable(Eventful[engine.QueuePair]):
     # ---- How
 
     def _limits(self) -> Limits:
-        context = self.handle.context
-        return Limits.of(context.query_device(), context.query_port(self._port))
+        return limits_of(self.handle.context, self._port)
 
     def _check_peer(self, remote: Endpoint) -> None:
         if self.qp_type is QpType.UD:
@@ -244,7 +234,7 @@ class Connectable(Eventful[engine.QueuePair]):
             sq_psn=self._psn,
             max_rd_atomic=1,
             max_dest_rd_atomic=1,
-            **_TIMES,
+            **RETRIES,
         )
         if remote is not None:
             # As many as both can: who sends more than the other serves breaks the connection.

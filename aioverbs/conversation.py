@@ -14,7 +14,7 @@ import anyio
 from aioverbs import qp_states
 from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Bell
-from aioverbs.agreement import limits_of, settle
+from aioverbs.agreement import settle
 from aioverbs.cm_events import CmEventType, Dispatcher
 from aioverbs.errors import (
     AffinityError,
@@ -28,6 +28,7 @@ from aioverbs.errors import (
     UnreachableError,
     VerbsError,
 )
+from aioverbs.ports import limits_of
 from aioverbs.qp_states import Changes
 from aioverbs.queue_pair import QueuePair
 from aioverbs.types import AccessFlags, QpState, QpType
@@ -43,7 +44,6 @@ class Stage(enum.Enum):
     NEW = "new"
     RESOLVED = "resolved"
     REQUESTED = "asked for by a peer"
-    LISTENING = "listening"
     CONNECTED = "connected"
     DISCONNECTING = "disconnecting"
     ENDED = "ended"
@@ -216,7 +216,7 @@ class Conversation:
 
     def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
         """Take it to RTS, by what the managers agreed on; what it was given."""
-        limits = limits_of(qp, self.handle.port_num)
+        limits = limits_of(qp.handle.context, self.handle.port_num)
         self._qp = qp
         moves: tuple[tuple[QpState, QpState, Callable[..., None]], ...] = (
             (QpState.INIT, QpState.RTR, qp.to_rtr),
@@ -227,7 +227,8 @@ class Conversation:
             takes = qp_states.needs(QpType.RC, before, after)
             names = takes.required | takes.optional
             told = self.handle.init_qp_attr(after)
-            changes = settle(told, cast(Changes, {name: given[name] for name in given if name in names}), limits)  # type: ignore[literal-required]
+            fit = cast(Changes, {name: value for name, value in given.items() if name in names})
+            changes = settle(told, fit, limits)
             move(**changes)
             made.update(changes)
         return made

@@ -120,7 +120,7 @@ def _look_at(name: str) -> DeviceInfo:
     except (OSError, DeviceNotFoundError) as error:  # not found: it went meanwhile
         return DeviceInfo(name, _provider_of(name), (), frozenset(), str(error))
     try:
-        ports = tuple(_port(context, number + 1) for number in range(context.query_device().phys_port_cnt))
+        ports = tuple(_port(context, number + 1) for number in range(context.attributes.phys_port_cnt))
         return DeviceInfo(name, _provider_of(name), ports, frozenset(_native(context)))
     finally:
         context.destroy()

@@ -16,6 +16,7 @@ from aioverbs.errors import StateError, UnreachableError, VerbsError
 from aioverbs.qp_states import Changes
 from aioverbs.queue_pair import QueuePair
 from aioverbs.resource import Handled
+from aioverbs.retries import RETRIES
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Identifier(Handled[core.Identifier]):
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
         conversation, data = self._ready("connect", Stage.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
-        limits = qp.handle.context.query_device()
+        limits = qp.handle.context.attributes
         async with conversation.step("connect", Stage.RESOLVED, timeout_s):
             conversation.to_init(qp, access)
             self.handle.connect(
@@ -213,8 +214,8 @@ class Identifier(Handled[core.Identifier]):
                 private_data=data,
                 responder_resources=attributes.get("max_dest_rd_atomic", min(limits.max_qp_rd_atom, 0xFF)),
                 initiator_depth=attributes.get("max_rd_atomic", min(limits.max_qp_init_rd_atom, 0xFF)),
-                retry_count=attributes.get("retry_cnt", 6),
-                rnr_retry_count=attributes.get("rnr_retry", 6),
+                retry_count=attributes.get("retry_cnt", RETRIES["retry_cnt"]),
+                rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
                 srq=qp.handle.srq is not None,
             )
             answer = await conversation.hear(CmEventType.CONNECT_RESPONSE, "rdma_connect")
@@ -253,7 +254,7 @@ class Identifier(Handled[core.Identifier]):
                 private_data=data,
                 responder_resources=made["max_dest_rd_atomic"],
                 initiator_depth=made["max_rd_atomic"],
-                rnr_retry_count=attributes.get("rnr_retry", 6),
+                rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
                 srq=qp.handle.srq is not None,
             )
             await conversation.hear(CmEventType.ESTABLISHED, "rdma_accept")

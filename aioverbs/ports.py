@@ -1,10 +1,11 @@
-"""What stands in a port's GID table, and from which of it is sent."""
+"""What a port has: its GID table, from which of it is sent, its limits."""
 
 from aioverbs._core import engine
 from aioverbs.gids import Gid, preferred
 from aioverbs.providers import hardware, software
+from aioverbs.qp_states import Limits
 
-__all__ = ["gid_index", "gid_table"]
+__all__ = ["check_port", "gid_index", "gid_table", "limits_of"]
 
 
 def gid_table(context: engine.Context, port: int) -> list[Gid]:
@@ -17,15 +18,31 @@ def gid_table(context: engine.Context, port: int) -> list[Gid]:
     return hardware.gid_table(context, port)
 
 
+def check_port(context: engine.Context, port: int) -> None:
+    """See that the device has that port.
+
+    :raises ValueError: it has not.
+    """
+    count = context.attributes.phys_port_cnt
+    if not 1 <= port <= count:
+        raise ValueError(f"{context.name} has the ports 1 to {count}, and not {port}")
+
+
+def limits_of(context: engine.Context, port: int) -> Limits:
+    """What a device and its port allow queue pairs.
+
+    :raises VerbsError: the device does not tell, or has no such port.
+    """
+    return Limits.of(context.attributes, context.query_port(port))
+
+
 def gid_index(context: engine.Context, port: int) -> int:
     """The index of the GID to send from, of those that the port has now: see `gids.preferred`.
 
     :raises ValueError: it has none, or the device no such port.
     :raises VerbsError: the device does not tell.
     """
-    count = context.query_device().phys_port_cnt
-    if not 1 <= port <= count:
-        raise ValueError(f"{context.name} has the ports 1 to {count}, and not {port}")
+    check_port(context, port)
     found = preferred(gid_table(context, port))
     if found is None:
         raise ValueError(

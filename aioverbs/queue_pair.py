@@ -29,6 +29,7 @@ from aioverbs.life import Life
 from aioverbs.limits import check_queue_pair
 from aioverbs.memory import MemoryRegion, MemoryWindow, own_memory
 from aioverbs.messages import Refiller
+from aioverbs.ports import check_port
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.shared_receive_queue import SharedReceiveQueue
 from aioverbs.types import AccessFlags, QpState, QpType, WcStatus
@@ -196,7 +197,8 @@ class QueuePair(Connectable, Requester):
             return
         context = self._placement.pd.context
         receives = self._recv_cq is not None and self._srq is None
-        check_queue_pair(context.name, context.query_device(), wanted, self.qp_type, receives=receives)
+        check_queue_pair(context.name, context.attributes, wanted, self.qp_type, receives=receives)
+        check_port(context, self._port)
 
     def _make(self, wanted: QpCapabilities) -> engine.QueuePair:
         try:
@@ -230,6 +232,8 @@ class QueuePair(Connectable, Requester):
             send_depth=wanted.max_send_wr,
             receive_depth=wanted.max_recv_wr,
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
+            most_bytes=handle.context.max_message(self._port),
+            read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some tell none
             make_scratch=lambda size: _scratch(life, placement, size),
         )
         end.begin(handle, work)

@@ -81,7 +81,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
     def _open(self) -> None:
         max_wr, max_sge, _ = self._sizes
         context = self._placement.pd.context
-        check_shared_receive_queue(context.name, context.query_device(), max_wr, max_sge)
+        check_shared_receive_queue(context.name, context.attributes, max_wr, max_sge)
         room = Room()
         self._life.hold(room)
         room.reserve(self._cq, max_wr)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioverbs import AccessFlags, MwType, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
+from aioverbs import AccessFlags, MwType, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core import domains, engine
 from aioverbs.types import WcFlags
 from tests.pace import patience
-from tests.rdma.seam import Pair, connect, opened, to_itself
+from tests.rdma.seam import Pair, opened, to_itself
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -40,8 +40,6 @@ class Capability(enum.Enum):
     CHECKS_INVALIDATED_KEYS = "a refusal of messages that are to invalidate a key that is none"
     TELLS_INVALIDATED_KEYS = "the key that a message invalidated, in the completion of its receive"
     INVALIDATES_ON_UC = "invalidation on queue pairs of type UC"
-    FLUSHES_IN_ERROR = "a flush of receives that are posted in ERR"
-    ENDS_READS_BEYOND = "an end of reads where none were agreed on (max_rd_atomic 0)"
     THREAD_DOMAINS = "thread domains"
     PARENT_DOMAINS = "parent domains"
     XRC_DOMAINS = "XRC domains"
@@ -114,20 +112,6 @@ def _moderation(context: engine.Context) -> bool:
     return True
 
 
-def _flushes_in_error(context: engine.Context) -> bool:
-    pd = engine.ProtectionDomain(context)
-    cq = engine.CompletionQueue(context, 16)
-    qp = engine.QueuePair(pd, cq, cq)
-    try:
-        qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
-        qp.modify(QpState.ERR)
-        qp.post_recv()
-        return _end(cq) is not None
-    finally:
-        for handle in (qp, cq, pd):
-            handle.destroy()
-
-
 @contextmanager
 def _pair(context: engine.Context) -> Iterator[Pair]:
     pd = engine.ProtectionDomain(context)
@@ -191,21 +175,6 @@ def _invalidates_on_uc(context: engine.Context) -> bool:
             qp.destroy()
 
 
-def _ends_reads_beyond(context: engine.Context) -> bool:
-    with _pair(context) as pair:
-        near, far = pair.qps
-        near.modify(QpState.RESET)
-        connect(near, far, max_rd_atomic=0)
-        where = pair.regions[1]
-        near.post_send(
-            *(SendOpcode.RDMA_READ, [pair.sge(0, 0, 8)]),
-            flags=SendFlags.SIGNALED,
-            remote_addr=where.address,
-            rkey=where.rkey,
-        )
-        return _end(pair.queues[0]) is not None
-
-
 def _end(cq: engine.CompletionQueue) -> WcStatus | None:
     """How something ends there, where it does before long."""
     end = time.monotonic() + patience(0.2)
@@ -222,8 +191,6 @@ _PROBES: dict[Capability, Callable[[engine.Context], bool]] = {
     Capability.CHECKS_INVALIDATED_KEYS: _checks_invalidated_keys,
     Capability.TELLS_INVALIDATED_KEYS: _tells_invalidated_keys,
     Capability.INVALIDATES_ON_UC: _invalidates_on_uc,
-    Capability.FLUSHES_IN_ERROR: _flushes_in_error,
-    Capability.ENDS_READS_BEYOND: _ends_reads_beyond,
     Capability.THREAD_DOMAINS: lambda context: _made(lambda: domains.ThreadDomain(context)),
     Capability.PARENT_DOMAINS: _parent_domains,
     Capability.XRC_DOMAINS: lambda context: _made(lambda: engine.XrcDomain(context)),

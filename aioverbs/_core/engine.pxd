@@ -86,6 +86,8 @@ cdef class Context(Handle):
     cdef readonly int num_comp_vectors
     cdef readonly bint software
     cdef bint _never_blocks             # async_fd was set so
+    cdef object _attributes             # None: not asked for yet
+    cdef dict _ports                    # likewise, by number
 
     cdef int _halt(self) except -1
 
@@ -179,6 +181,7 @@ cdef class QueuePair(Handle):
     cdef ibv_qp *pointer
     cdef int _type
     cdef int _state                     # that it was last moved to, or is known to be in
+    cdef int _max_rd_atomic             # that it was last given; it has one in RTS
     cdef readonly object qp_type
     cdef readonly ProtectionDomain pd
     cdef readonly CompletionQueue send_cq

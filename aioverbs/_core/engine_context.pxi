@@ -206,6 +206,22 @@ cdef class Context(Handle):
         self._leave()
         return slot
 
+    @property
+    def attributes(self):
+        """What `query_device` told first: what a device can do does not change while it is open."""
+        if self._attributes is None:
+            self._attributes = self.query_device()
+        return self._attributes
+
+    def max_message(self, port_num=1):
+        """How many bytes a message by a port has at most; asked once, likewise."""
+        if self._ports is None:
+            self._ports = {}
+        found = self._ports.get(port_num)
+        if found is None:
+            found = self._ports[port_num] = self.query_port(port_num).max_msg_sz
+        return found
+
     def query_device(self):
         """The device's limits: ``ibv_query_device``."""
         cdef v.ibv_device_attr attr

@@ -258,6 +258,8 @@ cdef class QueuePair(Handle):
         self._check("ibv_modify_qp", error)
         if mask & v.IBV_QP_STATE:
             self._state = attr.qp_state
+        if mask & v.IBV_QP_MAX_QP_RD_ATOMIC:
+            self._max_rd_atomic = attr.max_rd_atomic
 
     @property
     def state(self):

@@ -308,6 +308,11 @@ cdef class Identifier(Handle):
     cdef void _leave_parents(self) noexcept:
         self.channel._leave()
 
+    cdef int _done(self, int failed, int error, str verb) except -1:
+        # The end of a verb that `_use` began.
+        self._unuse()
+        return _check(failed, error, verb)
+
     # ---- Addresses
 
     @property
@@ -351,25 +356,19 @@ cdef class Identifier(Handle):
         cdef int failed, error
         _fill_address(&own, address)
         self._use("rdma_bind_addr")
-        try:
-            with nogil:
-                failed = _table.bind_addr(self.pointer, <sockaddr *>&own)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_bind_addr")
+        with nogil:
+            failed = _table.bind_addr(self.pointer, <sockaddr *>&own)
+            error = errno
+        self._done(failed, error, "rdma_bind_addr")
 
     def listen(self, int backlog):
         """Have connections asked for, that many at once: ``rdma_listen``."""
         cdef int failed, error
         self._use("rdma_listen")
-        try:
-            with nogil:
-                failed = _table.listen(self.pointer, backlog)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_listen")
+        with nogil:
+            failed = _table.listen(self.pointer, backlog)
+            error = errno
+        self._done(failed, error, "rdma_listen")
 
     def resolve_addr(self, address, int timeout_ms, source=None):
         """Find the device by which an address is reached, and bind it to that: ``rdma_resolve_addr``."""
@@ -382,13 +381,10 @@ cdef class Identifier(Handle):
             _fill_address(&own, source)
             start = <sockaddr *>&own
         self._use("rdma_resolve_addr")
-        try:
-            with nogil:
-                failed = _table.resolve_addr(self.pointer, start, <sockaddr *>&to, timeout_ms)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_resolve_addr")
+        with nogil:
+            failed = _table.resolve_addr(self.pointer, start, <sockaddr *>&to, timeout_ms)
+            error = errno
+        self._done(failed, error, "rdma_resolve_addr")
 
     def resolve_route(self, int timeout_ms):
         """Find the way to the address that was resolved: ``rdma_resolve_route``.
@@ -397,13 +393,10 @@ cdef class Identifier(Handle):
         """
         cdef int failed, error
         self._use_bound("rdma_resolve_route")
-        try:
-            with nogil:
-                failed = _table.resolve_route(self.pointer, timeout_ms)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_resolve_route")
+        with nogil:
+            failed = _table.resolve_route(self.pointer, timeout_ms)
+            error = errno
+        self._done(failed, error, "rdma_resolve_route")
 
     # ---- Connections
 
@@ -425,13 +418,10 @@ cdef class Identifier(Handle):
         memset(&attr, 0, sizeof(attr))
         attr.qp_state = <v.ibv_qp_state>qp_state
         self._use_bound("rdma_init_qp_attr")
-        try:
-            with nogil:
-                failed = _table.init_qp_attr(self.pointer, &attr, &mask)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_init_qp_attr")
+        with nogil:
+            failed = _table.init_qp_attr(self.pointer, &attr, &mask)
+            error = errno
+        self._done(failed, error, "rdma_init_qp_attr")
         return {name: value for bit, name, value in (
             (v.IBV_QP_ACCESS_FLAGS, "qp_access_flags", AccessFlags(attr.qp_access_flags)),
             (v.IBV_QP_PKEY_INDEX, "pkey_index", attr.pkey_index),
@@ -457,25 +447,19 @@ cdef class Identifier(Handle):
         cdef bytes data = bytes(private_data)
         _fill(&param, data, qp_num, responder_resources, initiator_depth, retry_count, rnr_retry_count, srq)
         self._use_bound("rdma_connect")
-        try:
-            with nogil:
-                failed = _table.connect(self.pointer, &param)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_connect")
+        with nogil:
+            failed = _table.connect(self.pointer, &param)
+            error = errno
+        self._done(failed, error, "rdma_connect")
 
     def establish(self):
         """Tell the peer, who answered, that the queue pair is ready: ``rdma_establish``."""
         cdef int failed, error
         self._use_bound("rdma_establish")
-        try:
-            with nogil:
-                failed = _table.establish(self.pointer)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_establish")
+        with nogil:
+            failed = _table.establish(self.pointer)
+            error = errno
+        self._done(failed, error, "rdma_establish")
 
     def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
                srq=False):
@@ -485,13 +469,10 @@ cdef class Identifier(Handle):
         cdef bytes data = bytes(private_data)
         _fill(&param, data, qp_num, responder_resources, initiator_depth, 0, rnr_retry_count, srq)
         self._use_bound("rdma_accept")
-        try:
-            with nogil:
-                failed = _table.accept(self.pointer, &param)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_accept")
+        with nogil:
+            failed = _table.accept(self.pointer, &param)
+            error = errno
+        self._done(failed, error, "rdma_accept")
 
     def reject(self, private_data=b""):
         """Refuse it: ``rdma_reject``."""
@@ -500,25 +481,19 @@ cdef class Identifier(Handle):
         cdef const char *start = data
         cdef uint8_t length = len(data)
         self._use("rdma_reject")
-        try:
-            with nogil:
-                failed = _table.reject(self.pointer, start, length)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_reject")
+        with nogil:
+            failed = _table.reject(self.pointer, start, length)
+            error = errno
+        self._done(failed, error, "rdma_reject")
 
     def disconnect(self):
         """End the connection, or say that it was heard that the peer did: ``rdma_disconnect``."""
         cdef int failed, error
         self._use_bound("rdma_disconnect")
-        try:
-            with nogil:
-                failed = _table.disconnect(self.pointer)
-                error = errno
-        finally:
-            self._unuse()
-        _check(failed, error, "rdma_disconnect")
+        with nogil:
+            failed = _table.disconnect(self.pointer)
+            error = errno
+        self._done(failed, error, "rdma_disconnect")
 
 
 cdef int _check(int failed, int error, str verb) except -1:

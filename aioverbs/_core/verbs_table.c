@@ -1,23 +1,15 @@
 #include "verbs_table.h"
 
-#include <dlfcn.h>
+#include "exports.h"
 
 const char *verbs_table_load(struct verbs_table *table, const char *library)
 {
-    /* Kept open for the process: contexts, and pyverbs beside us, live in the same library. */
-    void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-
-    if (!handle)
-        return dlerror();
-#define X(result, name, parameters)                       \
-    *(void **)&table->name = dlsym(handle, "ibv_" #name); \
-    if (!table->name)                                     \
-        goto missing;
-    VERBS_EXPORTED(X)
+#define X(result, name, parameters) "ibv_" #name,
+    static const char *const names[] = {VERBS_EXPORTED(X)};
 #undef X
-    return NULL;
-missing:
-    return dlerror(); /* which closing the library would free; it stays, as it does when it fits */
+    _Static_assert(sizeof(*table) == sizeof(names), "the table has nothing but what is exported");
+
+    return exports_load((void **)table, names, sizeof(names) / sizeof(names[0]), library);
 }
 
 void **verbs_table_slot(struct verbs_table *table, const char *name)

@@ -411,6 +411,8 @@ class Requests:
         send_depth: int = 0,
         receive_depth: int = 0,
         chains: bool = False,
+        most_bytes: int = 0x7FFFFFFF,
+        read_sge: int = 0xFFFFFFFF,
         make_scratch: Callable[[int], RegionSlice] | None = None,
     ) -> None: ...
     @property

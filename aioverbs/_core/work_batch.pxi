@@ -41,9 +41,13 @@ cdef class Batch(Sending):
         return f"<Batch of {len(self.elements)} for {self._requests.handle!r}>"
 
     cdef request *_place_for(self, request *made) except NULL:
+        cdef request *place
         if self.operation is None and self.count < self.room:
-            return &self.requests[self.count]
-        return self._more_room()
+            place = &self.requests[self.count]
+        else:
+            place = self._more_room()
+        request_begin(place)
+        return place
 
     cdef request *_more_room(self) except NULL:
         cdef request *larger
@@ -96,7 +100,7 @@ cdef class Batch(Sending):
                 raise RuntimeError(f"{self!r} was posted: make a new one")
             if not self.elements:
                 raise ValueError("there is nothing in the batch")
-            operation = _new(requests.send_queue, 0)
+            operation = _new(requests.send_queue, 0, False)
             operation.requests = self.count
             operation.bytes = self.bytes
             operation.scratch = self.scratch
@@ -179,6 +183,6 @@ cdef int _end_elements(Operation batch) except -1:
         element.state = DONE
         if batch.raises and not element.raises:
             element._fail(batch.value)
-        elif element.atomic and element.status == SUCCESS and not element.raises:
+        elif element.status == SUCCESS and not element.raises:
             element._take_old_value()
     return 0

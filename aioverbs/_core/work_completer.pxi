@@ -42,7 +42,7 @@ cdef class Completer:
     cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
     cdef list chained                   # queues with something to be posted at the end of the turn
     cdef list refused                   # operations that the verb then refused
-    cdef list lost                      # Requests of which some will never complete
+    cdef list unsettled                 # Requests that are to be moved to another state
     cdef list stalled                   # queues whose waiting operations found another thread inside
     cdef dict shared                    # queue pair number -> its shared receive queue
     cdef object turn                    # the bound method
@@ -61,7 +61,7 @@ cdef class Completer:
         self.spin_ns = spin_ns
         self.chained = []
         self.refused = []
-        self.lost = []
+        self.unsettled = []
         self.stalled = []
         self.shared = {}
         self.turn = self._turn
@@ -82,7 +82,7 @@ cdef class Completer:
             self.loop.call_soon(self.turn)
             self.turn_comes = True
             self.turn_number = turn_now.number
-        elif not self.armed or self.chained or self.refused or self.lost or self.stalled:
+        elif not self.armed or self.chained or self.refused or self.unsettled or self.stalled:
             self.turn_comes = True      # before it does: home may run at once
             try:
                 self.loop.call_soon_threadsafe(self.turn)
@@ -179,12 +179,12 @@ cdef class Completer:
             operation = self.refused.pop()
             if operation.state != DONE:         # as where its queue pair was destroyed meanwhile
                 operation.queue._retire(operation)
-        while self.lost:
-            requests = self.lost.pop()
+        while self.unsettled:
+            requests = self.unsettled.pop()
             try:
-                (<Requests>requests)._reset()
+                (<Requests>requests)._settle()
             except ConcurrentAccessError:
-                self.lost.append(requests)
+                self.unsettled.append(requests)
                 raise
         return 0
 

@@ -40,7 +40,7 @@ cdef class Inbox:
         if self.end is None:            # what came before the end is still given
             self.queue._enter()
             self.queue.handle._unuse()
-        operation = _new(self.queue, 0)
+        operation = _new(self.queue, 0, False)
         _extra(operation).inbox = self
         operation.extra.asks = True
         operation.state = POSTED

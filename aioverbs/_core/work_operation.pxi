@@ -49,7 +49,7 @@ cdef class Operation:
 
     # Few Python objects, since each field for one takes its time in every operation's life.
     cdef WorkQueue queue
-    cdef _Extra extra                    # None: it has nothing of that
+    cdef _Extra extra                   # None: it has nothing of that
     cdef Pins pins                      # of its memory
     cdef object keep                    # alive as long as it is under way: what it was given
     cdef object value                   # what it gives, or raises
@@ -129,7 +129,7 @@ cdef class Operation:
         opcode = WcOpcode.RECV if self.queue.receives else _wc_opcodes.get(self.opcode)
         return WorkCompletionError(_status(self.status), opcode, self.vendor_err, self.queue.qp_num or self.qp_num)
 
-    cdef int _take_old_value(self) except -1:
+    cdef inline int _take_old_value(self) except -1:
         # It succeeded: what an atomic gives lies in its scratch memory, which is another one's soon.
         if self.atomic:
             self.value = (<uint64_t *>self.queue._scratch_of(self))[0]

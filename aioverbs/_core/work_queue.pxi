@@ -23,13 +23,14 @@ cdef class WorkQueue:
     cdef uint32_t limit                 # places
     cdef uint32_t max_sge
     cdef uint32_t max_inline
+    cdef uint32_t most_bytes            # of a message
     cdef uint32_t used                  # places
     cdef uint32_t waiting               # requests that wait for one
     cdef Py_ssize_t awaited             # operations that somebody sleeps for
     cdef PyObject *first                # _Extra of the operations that wait, borrowed: who is dropped takes itself out
     cdef PyObject *last
     cdef list chain                     # operations to be posted together; None: there are none
-    cdef request *chained               # their requests: room for CHAIN, or NULL
+    cdef request *links                 # their requests: room for CHAIN, or NULL
     cdef object idle                    # called when nothing is under way any more; None: nobody waits for that
     cdef object make_scratch            # gives a RegionSlice for `scratch_bytes` a place
     cdef RegionSlice scratch
@@ -44,7 +45,7 @@ cdef class WorkQueue:
 
     def __dealloc__(self):
         slots_end(&self.own_slots)
-        free(self.chained)
+        free(self.links)
 
     # ---- Looking
 
@@ -241,15 +242,15 @@ cdef class WorkQueue:
         return 0
 
     cdef int _chain(self, Operation operation, request *made) except -1:
-        if self.chained == NULL:
-            self.chained = request_grow(NULL, 0, CHAIN)
-            if self.chained == NULL:
+        if self.links == NULL:
+            self.links = request_grow(NULL, 0, CHAIN)
+            if self.links == NULL:
                 self._displace(operation)
                 raise MemoryError
         if self.chain is None:
             self.chain = []
             self.completer.chained.append(self)
-        request_move(&self.chained[len(self.chain)], made)
+        request_move(&self.links[len(self.chain)], made)
         self.chain.append(operation)
         operation.state = CHAINED
         self.posted += 1
@@ -265,15 +266,15 @@ cdef class WorkQueue:
         # check. Of one that is refused the others know nothing: those after it are posted again, and tell of those
         # before it.
         cdef list chain = self.chain
-        cdef request *requests = self.chained
+        cdef request *requests = self.links
         if chain is None:
             return 0
-        self.chain, self.chained = None, NULL   # others may begin another one meanwhile
+        self.chain, self.links = None, NULL   # others may begin another one meanwhile
         try:
             self._post_chains(chain, requests)
         finally:
-            if self.chained == NULL:
-                self.chained = requests
+            if self.links == NULL:
+                self.links = requests
             else:
                 free(requests)
         return 0
@@ -456,7 +457,7 @@ cdef class WorkQueue:
             operation.qp_num = wc.qp_num
         elif self.receives:
             operation.value = _received(operation, wc)
-        elif operation.atomic:
+        else:
             operation._take_old_value()
         if operation.status != SUCCESS:
             self._failed(operation)

@@ -67,6 +67,8 @@ cdef class Requests:
     :param send_depth: how many sends may be under way.
     :param receive_depth: how many receives may.
     :param chains: its sends are posted at the end of the loop's turn, together.
+    :param most_bytes: of a message that it sends.
+    :param read_sge: how many pieces a read may be scattered to.
     :param make_scratch: gives a `RegionSlice` of so many bytes, for atomics and the routes of datagrams.
     """
 
@@ -75,7 +77,9 @@ cdef class Requests:
     cdef readonly WorkQueue receive_queue
     cdef ProtectionDomain pd
     cdef uint32_t opcodes               # bits of those that its type has
+    cdef uint32_t read_sge
     cdef readonly object broken         # the first cause
+    cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
 
     def __init__(
         self,
@@ -87,9 +91,12 @@ cdef class Requests:
         uint32_t send_depth=0,
         uint32_t receive_depth=0,
         bint chains=False,
+        uint32_t most_bytes=MOST_BYTES,
+        uint32_t read_sge=0xFFFFFFFF,
         make_scratch=None,
     ):
         self.handle = handle
+        self.read_sge = read_sge
         self.pd = pd
         self.opcodes = _opcodes_of_type.get(handle._type, 0)
         depths = handle.capabilities
@@ -97,6 +104,7 @@ cdef class Requests:
             self.send_queue = _queue(handle, self, sends, send_depth, depths.max_send_sge, make_scratch)
             self.send_queue.max_inline = depths.max_inline_data
             self.send_queue.chains = chains
+            self.send_queue.most_bytes = most_bytes if most_bytes < <uint32_t>MOST_BYTES else MOST_BYTES
             self.send_queue.scratch_bytes = 8
         if receives is not None:
             self.receive_queue = _queue(handle, self, receives, receive_depth, depths.max_recv_sge, make_scratch)
@@ -144,26 +152,31 @@ cdef class Requests:
     cdef int _lose(self, object error) except -1:
         # Requests were posted without a completion, and those refused that would have told of them.
         self.broken = error
-        self.send_queue.completer.lost.append(self)
-        return self.send_queue.completer._need_turn()
+        self.torn = True
+        return self._unsettle(self.send_queue.completer)
 
-    cdef int _reset(self) except -1:
-        # What is under way never completes: reset the queue pair, so that the device has the use of no memory any more.
-        # Where that fails, its end is theirs.
-        cdef v.ibv_qp_attr attr
-        cdef int error
-        if self.handle.closed:
+    cdef int _unsettle(self, Completer completer) except -1:
+        completer.unsettled.append(self)
+        return completer._need_turn()
+
+    cdef int _settle(self) except -1:
+        # At home, by a verb: RESET where what is under way never completes, so that the device has the use of no memory
+        # any more. To ERR once more where receives are under way: they may have been posted between the failure and its
+        # being known, and soft-RoCE flushes such ones only then.
+        cdef bint forgets = self.torn
+        self.torn = False
+        if self.handle.closed or not (forgets or (self.receive_queue.used and self.handle._state == ERR)):
             return 0
-        memset(&attr, 0, sizeof(attr))
-        attr.qp_state = <v.ibv_qp_state><int>RESET
-        self.handle._use("ibv_modify_qp")
-        error = self.handle.context.table.modify_qp(self.handle.pointer, &attr, v.IBV_QP_STATE)
-        self.handle._unuse()
-        if error:
-            _log.error("%r cannot be reset (error %d): what is under way ends when it is closed", self.handle, error)
+        try:
+            self.handle.modify(QpState.RESET if forgets else QpState.ERR)
+        except ConcurrentAccessError:
+            self.torn = forgets
+            raise
+        except VerbsError as error:
+            _log.error("%r cannot be moved (%s): what is under way ends when it is closed", self.handle, error)
             return 0
-        self.handle._state = RESET
-        self.abandon(self._unknown())
+        if forgets:
+            self.abandon(self._unknown())
         return 0
 
     cdef object _unknown(self):
@@ -187,6 +200,8 @@ cdef class Requests:
             self.handle._state = ERR
             for queue in self.queues():
                 (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+            if self.receive_queue is not None and self.receive_queue.used:
+                self._unsettle(self.receive_queue.completer)
         else:
             self.handle._state = SQE
             self.send_queue._refuse_waiting(FLUSHED, None)
@@ -215,14 +230,16 @@ cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, lim
     queue.slots = &completer.slots if completer is not None else &queue.own_slots
     queue.limit = limit
     queue.max_sge = max_sge
+    queue.most_bytes = MOST_BYTES
     queue.make_scratch = make_scratch
     return queue
 
 
-cdef inline Operation _new(WorkQueue queue, int opcode):
+cdef inline Operation _new(WorkQueue queue, int opcode, bint loose):
     cdef Operation operation = Operation.__new__(Operation)
     operation.queue = queue
     operation.opcode = opcode
+    operation.loose = loose
     operation.requests = 1
     operation.scratch = UNUSED
     return operation
@@ -241,8 +258,11 @@ cdef int _add_piece(Operation operation, request *made, RegionSlice piece, Prote
     operation._pin(piece.pins)
     if not piece.length:
         return 0                            # an entry of no bytes means 2 GiB to some devices
-    if operation.bytes + piece.length > MOST_BYTES:
-        raise ValueError(f"a message has {MOST_BYTES} bytes at most: {piece!r} is too long for it")
+    if operation.bytes + piece.length > operation.queue.most_bytes:
+        raise ValueError(
+            f"a message of {operation.queue.handle!r} has {operation.queue.most_bytes:,} bytes at most: "
+            f"{piece!r} is too long for it"
+        )
     sge = &made.send.sg_list[made.send.num_sge]
     sge.addr = piece._address
     sge.length = piece.length
@@ -298,11 +318,26 @@ cdef inline Requests _entered(Sending sending, str verb):
     return sending._requests
 
 
-cdef inline int _posted(Sending sending, Requests requests, Operation operation) except -1:
+cdef inline int _posted(Handle handle, Operation operation) except -1:
     # Or not: then what it has is given back.
-    requests.handle._unuse()
-    if operation is not None and operation.state == NEW and not sending._loose:
+    handle._unuse()
+    if operation is not None and operation.state == NEW and not operation.loose:
         return operation._unpin()
+    return 0
+
+
+cdef inline int _check_answered(Requests requests, request *made) except -1:
+    # A read or an atomic: some devices wait for ever where the ends agreed on none.
+    if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
+        raise StateError(
+            f"{requests.handle!r} may have no reads and atomics under way: connect it with max_rd_atomic, "
+            "and its peer with max_dest_rd_atomic"
+        )
+    if <uint32_t>made.send.num_sge > requests.read_sge:
+        raise ValueError(
+            f"a read of {requests.handle!r} is scattered to {requests.read_sge} pieces at most, "
+            f"not {made.send.num_sge}"
+        )
     return 0
 
 
@@ -334,6 +369,7 @@ cdef class Sending:
 
     cdef request *_place_for(self, request *made) except NULL:
         # Where the request is made: there, or where it is kept.
+        request_begin(made)
         return made
 
     cdef int _go(self, Operation operation, request *made, bint nowait) except -1:
@@ -353,9 +389,7 @@ cdef class Sending:
         try:
             queue = _sending(requests, opcode)
             made = self._place_for(&own)
-            request_begin(made)
-            operation = _new(queue, opcode)
-            operation.loose = self._loose
+            operation = _new(queue, opcode, self._loose)
             _gather(operation, made, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0)
             if operation.bytes != remote.length:
                 raise ValueError(
@@ -363,7 +397,9 @@ cdef class Sending:
                     "give it slices of one length"
                 )
             made.send.opcode = <v.ibv_wr_opcode>opcode
-            if opcode != RDMA_READ and operation.bytes <= queue.max_inline:
+            if opcode == RDMA_READ:
+                _check_answered(requests, made)
+            elif operation.bytes <= queue.max_inline:
                 flags |= INLINE
             made.send.send_flags = flags
             made.send.wr.rdma.remote_addr = remote.address
@@ -374,7 +410,7 @@ cdef class Sending:
                 _to_srq(requests, made, srq_number)
             self._go(operation, made, nowait)
         finally:
-            _posted(self, requests, operation)
+            _posted(requests.handle, operation)
         return operation
 
     cdef Operation _message(
@@ -389,9 +425,7 @@ cdef class Sending:
         try:
             queue = _sending(requests, opcode)
             made = self._place_for(&own)
-            request_begin(made)
-            operation = _new(queue, opcode)
-            operation.loose = self._loose
+            operation = _new(queue, opcode, self._loose)
             _gather(operation, made, local, requests.pd, 0)
             made.send.opcode = <v.ibv_wr_opcode>opcode
             if operation.bytes <= queue.max_inline:
@@ -407,7 +441,7 @@ cdef class Sending:
                 _to_srq(requests, made, srq_number)
             self._go(operation, made, nowait)
         finally:
-            _posted(self, requests, operation)
+            _posted(requests.handle, operation)
         return operation
 
     cdef Operation _atomic(
@@ -420,9 +454,7 @@ cdef class Sending:
         cdef request own
         try:
             made = self._place_for(&own)
-            request_begin(made)
-            operation = _new(_sending(requests, opcode), opcode)
-            operation.loose = self._loose
+            operation = _new(_sending(requests, opcode), opcode, self._loose)
             if remote.length != 8:
                 raise ValueError(f"an atomic is of 8 bytes, {remote!r} has {remote.length}: give it a slice of 8")
             if remote.address % 8:
@@ -431,6 +463,7 @@ cdef class Sending:
             operation.bytes = 8
             operation.atomic = True
             made.send.num_sge = 1
+            _check_answered(requests, made)
             made.send.opcode = <v.ibv_wr_opcode>opcode
             made.send.send_flags = flags
             made.send.wr.atomic.remote_addr = remote.address
@@ -441,7 +474,7 @@ cdef class Sending:
                 _to_srq(requests, made, srq_number)
             self._go(operation, made, nowait)
         finally:
-            _posted(self, requests, operation)
+            _posted(requests.handle, operation)
         return operation
 
     cdef Operation _invalidate(self, object rkey, unsigned int flags, bint nowait):
@@ -451,15 +484,13 @@ cdef class Sending:
         cdef request own
         try:
             made = self._place_for(&own)
-            request_begin(made)
-            operation = _new(_sending(requests, LOCAL_INV), LOCAL_INV)
-            operation.loose = self._loose
+            operation = _new(_sending(requests, LOCAL_INV), LOCAL_INV, self._loose)
             made.send.opcode = <v.ibv_wr_opcode><int>LOCAL_INV
             made.send.send_flags = flags
             made.send.invalidate_rkey = _number(rkey, 32, "rkey")
             self._go(operation, made, nowait)
         finally:
-            _posted(self, requests, operation)
+            _posted(requests.handle, operation)
         return operation
 
     cdef Operation _bind(self, MemoryWindow window, RegionSlice piece, object access, unsigned int flags, bint nowait):
@@ -469,9 +500,7 @@ cdef class Sending:
         cdef request own
         try:
             made = self._place_for(&own)
-            request_begin(made)
-            operation = _new(_sending(requests, BIND_MW), BIND_MW)
-            operation.loose = self._loose
+            operation = _new(_sending(requests, BIND_MW), BIND_MW, self._loose)
             if piece._handle.context is not window.context:
                 raise ValueError(f"{piece!r} is of another context than {window!r}")
             if MW_BIND & ~piece._access:
@@ -487,7 +516,7 @@ cdef class Sending:
             made.send.send_flags = flags
             self._go(operation, made, nowait)
         finally:
-            _posted(self, requests, operation)
+            _posted(requests.handle, operation)
         return operation
 
     # ---- Their names
@@ -635,20 +664,18 @@ cdef class Requester(Sending):
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef Requests requests = _entered(self, "ibv_post_recv")
         cdef Operation operation = None
-        cdef request *made
         cdef request own
         try:
             if requests.receive_queue is None:
                 raise ValueError(f"{requests.handle!r} has no receive queue of its own")
-            made = &own
-            request_begin(made)
-            operation = _new(requests.receive_queue, 0)
-            _scatter(operation, made, local, requests.pd, requests.handle._type == UD)
+            request_begin(&own)
+            operation = _new(requests.receive_queue, 0, False)
+            _scatter(operation, &own, local, requests.pd, requests.handle._type == UD)
             if inbox is not None:
                 _extra(operation).inbox = inbox
-            self._go(operation, made, nowait)
+            self._go(operation, &own, nowait)
         finally:
-            _posted(self, requests, operation)
+            _posted(requests.handle, operation)
         return operation
 
 
@@ -692,23 +719,19 @@ cdef class ReceiveRequester:
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef WorkQueue queue = self._queue
         cdef Operation operation = None
-        cdef request *made
         cdef request own
         if queue is None:
             raise ClosedResourceError(f"{self!r} is not open")
         queue.handle._use("ibv_post_srq_recv")
         try:
-            made = &own
-            request_begin(made)
-            operation = _new(queue, 0)
-            _scatter(operation, made, local, self._queue_pd, False)
+            request_begin(&own)
+            operation = _new(queue, 0, False)
+            _scatter(operation, &own, local, self._queue_pd, False)
             if inbox is not None:
                 _extra(operation).inbox = inbox
-            queue._submit(operation, made, nowait)
+            queue._submit(operation, &own, nowait)
         finally:
-            queue.handle._unuse()
-            if operation is not None and operation.state == NEW:
-                operation._unpin()
+            _posted(queue.handle, operation)
         return operation
 
 

@@ -93,7 +93,7 @@ def gid_table(context: engine.Context, port: int) -> list[Gid]:
 
     :raises VerbsError: the device does not tell.
     """
-    ports = range(1, context.query_device().phys_port_cnt + 1)
+    ports = range(1, context.attributes.phys_port_cnt + 1)
     most = sum(context.query_port(each).gid_tbl_len for each in ports)
     theirs = _pyverbs_contexts.get(context)
     with contextlib.ExitStack() as stack:

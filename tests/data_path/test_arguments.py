@@ -1,6 +1,7 @@
 """What is asked for is checked before it is posted: refused, it leaves nothing behind."""
 
 import errno
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
+from aioverbs._core.work import Requester, Requests
 from aioverbs.errors import StateError
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import ACCESS, PEERS, Ends, ends
@@ -317,3 +319,34 @@ async def test_a_shared_instance_is_as_good(device: Device) -> None:
         there.buffer[:2] = b"ok"
         await qp.write(there[:2], here.remote()[:2])
         assert bytes(here.buffer[:2]) == b"ok"
+
+
+async def test_a_message_longer_than_the_port_takes(device: Device) -> None:
+    """Of many pieces, which may be one place: no device has that much memory registered for it."""
+    most = device.port().max_msg_sz
+    pieces = min(device.attributes().max_sge, 16)
+    with mmap.mmap(-1, most // pieces + mmap.PAGESIZE) as memory:
+        async with (
+            ends(device, capabilities=QpCapabilities(max_send_sge=pieces)) as pair,
+            pair.domain.register(memory, ACCESS) as region,
+        ):
+            with pytest.raises(ValueError, match=f"has {most:,} bytes at most"):
+                _ = pair.near.write([region] * pieces, RemoteRegion(0, pieces * len(memory), 0))
+            with pytest.raises(ValueError, match=f"has {most:,} bytes at most"):
+                _ = pair.near.send([region] * pieces)
+            assert len(region.pins) == 0
+            await pair.near.write(pair.source[:8], _remote(pair))
+
+
+async def test_a_read_into_more_pieces_than_the_device_scatters_to(device: Device) -> None:
+    """Some devices have fewer pieces for reads than for the rest, as it is made believe here."""
+    async with ends(device) as pair:
+        completer = pair.cq.completer
+        asks = Requester()
+        base = pair.source.handle.pd
+        asks._requests_begin(Requests(pair.near.handle, base, completer, None, send_depth=1, read_sge=2))
+        pieces = [pair.source[:4], pair.source[4:6], pair.source[6:8]]
+        with pytest.raises(ValueError, match="scattered to 2 pieces at most, not 3"):
+            _ = asks.read(pieces, _remote(pair))
+        assert len(pair.source.pins) == 0
+        await pair.near.read(pieces, _remote(pair))

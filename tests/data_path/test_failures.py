@@ -16,6 +16,7 @@ from aioverbs import (
     QpState,
     QpType,
     RemoteRegion,
+    StateError,
     WcOpcode,
     WcStatus,
     WorkCompletionError,
@@ -68,12 +69,6 @@ MISUSE: dict[str, Misuse] = {
         {"peer": AccessFlags.REMOTE_WRITE},
         lambda p: p.near.fetch_and_add(p.target.remote()[:8], 1),
     ),
-    "no answers asked for": (
-        WcStatus.LOC_QP_OP_ERR,
-        WcOpcode.COMP_SWAP,
-        {"max_rd_atomic": 0},
-        lambda p: p.near.compare_and_swap(p.target.remote()[:8], 1, 2),
-    ),
     "no receive": (
         WcStatus.RNR_RETRY_EXC_ERR,
         WcOpcode.SEND,
@@ -115,7 +110,6 @@ MISUSE: dict[str, Misuse] = {
 
 # What a device may not notice.
 MISUSE_NEEDS = {
-    "no answers asked for": needs(Capability.ENDS_READS_BEYOND),
     "a key that is none": needs(Capability.CHECKS_INVALIDATED_KEYS),
 }
 
@@ -174,8 +168,23 @@ async def test_misuse(
         await pair.near.read(pair.source[:8], pair.target.remote()[:8])
 
 
+async def test_reads_that_were_not_agreed_on(device: Device) -> None:
+    """Some devices would let them wait for ever: they are refused, and nothing is broken by that."""
+    async with ends(device) as pair:
+        connect_badly(pair, max_rd_atomic=0)
+        remote = pair.target.remote()[:8]
+        for ask in (
+            lambda: pair.near.read(pair.source[:8], remote),
+            lambda: pair.near.compare_and_swap(remote, 1, 2),
+            lambda: pair.near.batch().fetch_and_add(remote, 1),
+        ):
+            with pytest.raises(StateError, match="connect it with max_rd_atomic"):
+                ask()
+        await good(pair)
+        assert pair.nothing_is_left()
+
+
 @every_model
-@needs(Capability.FLUSHES_IN_ERROR)
 async def test_a_receive_that_comes_after_the_failure(device: Device, model: MessageModel) -> None:
     """It is posted before anybody knows of that, and flushed all the same."""
     async with ends(device, message_model=model) as pair:

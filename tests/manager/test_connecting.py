@@ -372,8 +372,9 @@ class Port:
     def query_gid(self, port_num: int, index: int) -> bytes:
         return self.gid
 
-    def query_device(self) -> DeviceAttributes:
-        return self.real.query_device()
+    @property
+    def attributes(self) -> DeviceAttributes:
+        return self.real.attributes
 
 
 class OnPort(Connectable):

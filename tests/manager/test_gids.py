@@ -89,7 +89,8 @@ class Ports:
     name = "mlx5_7"
     software = False
 
-    def query_device(self) -> Any:
+    @property
+    def attributes(self) -> Any:
         return SimpleNamespace(phys_port_cnt=2)
 
     def query_port(self, number: int) -> Any:
@@ -208,11 +209,8 @@ async def test_one_that_is_not_there(device: Device) -> None:
         async with domain.queue_pair(cq, gid_index=length) as beyond:
             with pytest.raises(VerbsError, match="ibv_query_gid"):
                 beyond.local_endpoint()
-        async with domain.queue_pair(cq, port=2) as elsewhere:
-            with pytest.raises((ValueError, VerbsError)):
-                elsewhere.local_endpoint()
-            with pytest.raises(ValueError, match=f"{device.name} has the ports 1 to 1, and not 2"):
-                _ = elsewhere.gid_index
+        with pytest.raises(ValueError, match=f"{device.name} has the ports 1 to 1, and not 2"):
+            await domain.queue_pair(cq, port=2).open()
         if empty < length:
             async with domain.queue_pair(cq, gid_index=length - 1) as without:
                 with pytest.raises((ValueError, VerbsError), match=r"GID|ibv_query_gid"):

@@ -20,9 +20,11 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 EXTENSIONS = ("engine", "allocators", "domains", "work", "rdma_cm", "pyverbs_bridge")
 COMPILED = [f"aioverbs._core.{name}" for name in EXTENSIONS]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
-# Those that are run on RDMA devices where none are named. manager, data_path, data_path_endings and sources have some,
-# too: `-- tests/manager`.
+# Those that are run on RDMA devices: of what any device can do, and of what only these have around them.
+SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
+RDMA_LIMIT_S = 1500
+SOAK_LIMIT_S = 7200
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 LIMITED = ["timeout", "900"]  # for what has no time limit of its own
@@ -251,24 +253,42 @@ def on_release(
     env = {**env, "AIOVERBS_TEST_PROBE": str(programs / Path(probe).name), "AIOVERBS_RDMA_RELEASE": str(root)}
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
     command = ("sh", "tests/rdma/vm_release.sh", str(root), python, *tests)
-    session.run(*vm, *settings, "--timeout", "1500", "--", *command)
+    session.run(*vm, *settings, "--timeout", str(RDMA_LIMIT_S), "--", *command)
+
+
+def bench_program(session: nox.Session) -> str:
+    """Compile the yardsticks of the benchmarks on RDMA devices."""
+    program = str(folder(session, "bench") / "rdma_yard")
+    flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-Iaioverbs/_core")
+    sources = ("tests/bench/rdma_yard.c", "aioverbs/_core/verbs_table.c")
+    session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-ldl", "-o", program, external=True)
+    return program
 
 
 @nox.session
 def rdma(session: nox.Session) -> None:
     """Run `pytest -m rdma` on the RDMA device that is here, else on soft-RoCE in a virtual machine; `-- --shell`.
 
-    `-- --matrix` runs it there with the rdma-core and pyverbs of later Debian releases as well.
+    `-- --matrix` runs what is about RDMA devices there with the rdma-core and pyverbs of later Debian releases as well.
+    `-- --soak` runs what takes long instead: 10,000 connects and disconnects, and storms. `-- --bench` runs the
+    benchmarks on RDMA devices instead, with `-- --bench window` some of them.
     """
     python = f"{session.bin}/python"
     vm = ("python", "tests/rdma/vm.py", "--cwd", str(ROOT))
     devices = Path("/sys/class/infiniband")
     here = "AIOVERBS_DEVICE" in os.environ or (devices.is_dir() and any(devices.iterdir()))
 
-    install_project(session, *group("test"))
+    bench = "--bench" in session.posargs
+    install_project(session, *(group("rdma-bench") if bench else (*group("test"), *group("arrays"))))
     if not here:  # also installs what the tests need of the distribution, pyverbs among it
         session.run(*vm, "--prepare")
     session.run("python", "tests/rdma/pyverbs_path.py")
+    if bench:
+        program = bench_program(session)
+        arguments = [each for each in session.posargs if each != "--bench"]
+        command = (python, "-P", "tests/bench/rdma.py", "--yard", program, *arguments)
+        session.run(*(() if here else (*vm, "--timeout", str(RDMA_LIMIT_S), "--")), *command)
+        return
     shim = folder(session, "shim") / "shim.so"
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-fPIC", "-shared", "-pthread", "-Iaioverbs/_core")
     sources = sorted(map(str, Path("tests/rdma").glob("shim*.c")))
@@ -282,24 +302,28 @@ def rdma(session: nox.Session) -> None:
         "AIOVERBS_TEST_DEVICES": "rdma",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    arguments = [each for each in session.posargs if each not in ("--shell", "--matrix")]
-    selected = arguments if any(each.startswith("tests") for each in arguments) else [*RDMA_TESTS, *arguments]
-    tests = (python, "-P", "-m", "pytest", "-m", "rdma and not slow", "-p", "no:cacheprovider", *selected)
+    soak, matrix, shell = (each in session.posargs for each in ("--soak", "--matrix", "--shell"))
+    arguments = [each for each in session.posargs if each not in ("--soak", "--matrix", "--shell")]
+    named = any(each.startswith("tests") for each in arguments)
+    marked = "rdma and slow" if soak else "rdma and not slow"
+    tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", *arguments)
+    everything = () if named else (*SHARED_TESTS, *RDMA_TESTS)
     if here:
-        if "--matrix" in session.posargs:
+        if matrix:
             session.error("--matrix is for the virtual machine; an RDMA device is tested with what is installed")
-        session.run(*tests, env=env)
+        session.run(*tests, *everything, env=env)
         return
     tests = (*tests, "-o", "timeout=240")  # where it is emulated, minutes may pass for what takes seconds
     # The guest's copy of the tree is read-only.
     env["HYPOTHESIS_STORAGE_DIRECTORY"] = "/run/tmp/hypothesis"
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
-    if "--shell" in session.posargs:
+    if shell:
         session.run(*vm, *settings, "--shell", *(("--", *arguments) if arguments else ()))
     else:
-        session.run(*vm, *settings, "--timeout", "1500", "--", *tests)
-    for release in RELEASES if "--matrix" in session.posargs else ():
-        on_release(session, release, vm, env, tests[1:])
+        limit = str(SOAK_LIMIT_S if soak else RDMA_LIMIT_S)
+        session.run(*vm, *settings, "--timeout", limit, "--", *tests, *everything)
+    for release in RELEASES if matrix else ():
+        on_release(session, release, vm, env, (*tests[1:], *(() if named else RDMA_TESTS)))
 
 
 if __name__ == "__main__":

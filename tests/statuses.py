@@ -6,6 +6,7 @@ from tests.capabilities import Capability, capabilities
 __all__ = ["as_said"]
 
 _ALSO = {
+    WcStatus.LOC_LEN_ERR: WcStatus.LOC_QP_OP_ERR,
     WcStatus.REM_INV_REQ_ERR: WcStatus.REM_OP_ERR,
     WcStatus.LOC_PROT_ERR: WcStatus.LOC_QP_OP_ERR,
 }

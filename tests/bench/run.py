@@ -18,12 +18,12 @@ from pathlib import Path
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 from tests.bench import basics, data_path, growth, many, neighbours
 from tests.bench.measuring import Result
+from tests.bench.table import add, empty_table
 
 ROUNDS = 1001
 
@@ -90,19 +90,6 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
     }
 
 
-def add(table: Table, result: Result) -> None:
-    """A result's rows."""
-    name = result.name
-    for figure, value in result.figures.items():
-        limit = result.limits.get(figure)
-        met = {None: "", True: "yes", False: "[bold]no[/bold]"}[result.met(figure)]
-        shown = f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1000 else value
-        shown = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
-        table.add_row(name, figure, shown, "" if limit is None else str(limit), met)
-        name = ""
-    table.add_section()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -117,9 +104,7 @@ def main() -> int:
     if unknown := set(options.parts).difference(known):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
-    table = Table("benchmark", "figure", "value", "limit", "met")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = empty_table()
     failed = False
     try:
         for part in options.parts or known:

@@ -226,9 +226,10 @@ async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
         with pytest.raises(WorkCompletionError, match="RECV") as caught:
             await receive
         error = caught.value
-        assert (error.status, error.opcode, error.qp_num) == (WcStatus.LOC_LEN_ERR, WcOpcode.RECV, pair.far.qp_num)
+        assert error.status in as_said(device, WcStatus.LOC_LEN_ERR)
+        assert (error.opcode, error.qp_num) == (WcOpcode.RECV, pair.far.qp_num)
         assert await status_of(second) is WcStatus.WR_FLUSH_ERR
-        with pytest.raises(BrokenResourceError, match="LOC_LEN_ERR"):
+        with pytest.raises(BrokenResourceError, match=error.status.name):
             _ = pair.far.send(None)
         assert bytes(pair.target.buffer[:8]) == bytes(8)
 

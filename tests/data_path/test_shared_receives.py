@@ -90,7 +90,8 @@ async def test_one_that_is_too_small(device: Device, queues: int) -> None:
         with pytest.raises(WorkCompletionError) as caught:
             await receive
         error = caught.value
-        assert (error.status, error.opcode, error.qp_num) == (WcStatus.LOC_LEN_ERR, WcOpcode.RECV, qps[1].qp_num)
+        assert error.status in as_said(device, WcStatus.LOC_LEN_ERR)
+        assert (error.opcode, error.qp_num) == (WcOpcode.RECV, qps[1].qp_num)
         await qps[2].send(pair.source[:8])  # others go on
         assert (await second).qp_num == qps[2].qp_num
 

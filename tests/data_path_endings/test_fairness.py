@@ -54,7 +54,7 @@ async def test_a_timer_and_an_echo_go_on_beside_endless_writes(device: Device, m
 
         writing = asyncio.create_task(write())
         echoes = 0
-        while echoes < 50 or writes < 1000:
+        while echoes < fewer(50, least=20) or writes < fewer(1000, least=400):
             echoes += 1
             writer.write(b"echo")
             assert await asyncio.wait_for(reader.readexactly(4), PATIENCE_S) == b"echo"

@@ -10,9 +10,9 @@ import pytest
 
 from aioverbs import AffinityError, BrokenResourceError, ConcurrentAccessError, Device, MessageModel, ThreadModel
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
-from tests.pace import patience
+from tests.pace import fewer, patience
 
-TURNS = 300
+TURNS = fewer(300, least=100)
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
@@ -108,7 +108,7 @@ async def test_each_waiter_of_a_shared_queue_is_woken_on_its_own_loop(device: De
             here = threading.get_ident(), asyncio.get_running_loop()
 
             async def one(offset: int) -> None:
-                for turn in range(50):
+                for turn in range(fewer(50, least=20)):
                     data = (turn << 8 | number).to_bytes(8, "big")
                     await pair.write(offset, data)
                     assert (threading.get_ident(), asyncio.get_running_loop()) == here

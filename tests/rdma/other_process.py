@@ -1,7 +1,7 @@
 """The other one of two processes that share a protection domain; it does what it reads, line by line.
 
-Its arguments are the device, the descriptor of a socket and, where it is to import, the id of what is shared; without
-one it shares. Each line of its input is a command, each line of its output what came of it.
+Its arguments are the device and the descriptor of a socket. Each line of its input is a command, each line of its
+output what came of it; the first command is to share or to import, and so is the next one when all is closed.
 """
 
 import asyncio
@@ -11,7 +11,16 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from aioverbs import AccessFlags, Device, Endpoint, ProtectionDomain, QueuePair, import_device, open_device
+from aioverbs import (
+    AccessFlags,
+    Device,
+    Endpoint,
+    MemoryRegion,
+    ProtectionDomain,
+    QueuePair,
+    import_device,
+    open_device,
+)
 from tests.rdma.imports import imports
 
 KEY = 0xFEDCBA9876543210
@@ -29,24 +38,29 @@ async def queue_pair(device: Device, pd: ProtectionDomain) -> AsyncIterator[Queu
         yield qp
 
 
-async def main(name: str, fd: int, shared_id: int | None) -> None:
+async def main(name: str, fd: int) -> None:
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
     stack = contextlib.AsyncExitStack()
     before = set(os.listdir("/proc/self/fd"))
-    if shared_id is None:
-        device = await open_device(name).open()
-        pd = await device.protection_domain().open()
-        async with pd.share(KEY) as shared:
-            print(shared.id, flush=True)
-            await shared.send(sock)
-    else:
-        device = await import_device(sock, shared_id, KEY).open()
-        pd = await device.shared_protection_domain(shared_id, KEY).open()
-        print(device.name, flush=True)
-    region = await pd.register(4096, ACCESS).open()
+    device: Device
+    pd: ProtectionDomain
+    region: MemoryRegion
     while command := (await asyncio.to_thread(sys.stdin.readline)).split():
         match command:
+            case ["share"]:
+                device = await open_device(name).open()
+                pd = await device.protection_domain().open()
+                async with pd.share(KEY) as shared:
+                    print(shared.id, flush=True)
+                    await shared.send(sock)
+                region = await pd.register(4096, ACCESS).open()
+            case ["import", number]:
+                shared_id = int(number)
+                device = await import_device(sock, shared_id, KEY).open()
+                pd = await device.shared_protection_domain(shared_id, KEY).open()
+                region = await pd.register(4096, ACCESS).open()
+                print(device.name, flush=True)
             case ["memory"]:
                 print(region.address, region.rkey, flush=True)
             case ["look", count]:
@@ -78,4 +92,4 @@ async def main(name: str, fd: int, shared_id: int | None) -> None:
 def run() -> None:
     """The process."""
     with imports():
-        asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None))
+        asyncio.run(main(sys.argv[1], int(sys.argv[2])))

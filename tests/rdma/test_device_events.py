@@ -94,16 +94,14 @@ async def test_a_device_that_is_taken_away(spare: SpareDevice, model: MessageMod
             writing = asyncio.create_task(write(near, region))
             taking = await asyncio.create_subprocess_exec(*spare.delete_command())
             taken = asyncio.create_task(taking.wait())
-            await asyncio.wait({fatal, taken}, timeout=patience(0.5), return_when=asyncio.FIRST_COMPLETED)
-            if fatal.done() or taken.done():
-                async with asyncio.timeout(patience(10)):
+            await asyncio.wait({fatal, taken}, timeout=patience(0.1), return_when=asyncio.FIRST_COMPLETED)
+            before = written
+            async with asyncio.timeout(patience(10)):
+                while not writing.done() and written == before:  # noqa: ASYNC110  (others write)
+                    await asyncio.sleep(0)
+                if fatal.done() or taken.done() or writing.done():
                     with pytest.raises((VerbsError, BrokenResourceError, WorkCompletionError)):
                         await writing
-            else:
-                before = written
-                async with asyncio.timeout(patience(10)):
-                    while written == before:  # noqa: ASYNC110  (others write)
-                        await asyncio.sleep(0)
             writing.cancel()
             await asyncio.wait([writing])
         fatal.cancel()

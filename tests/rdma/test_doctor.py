@@ -1,6 +1,7 @@
 """`aioverbs doctor` on soft-RoCE, and where something was taken away from it."""
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -49,6 +50,13 @@ def ask_with_mount(mount: str) -> dict[str, Any]:
 def findings(told: dict[str, Any], subject: str) -> dict[str, list[str]]:
     """The commands by the codes of findings."""
     return {each["code"]: each["commands"] for each in told["findings"] if each["subject"] == subject}
+
+
+@functools.cache
+def libibverbs() -> str:
+    """The path of the library, to those who find it."""
+    path: str = ask()["machine"]["probe"]["libibverbs"]["path"]
+    return path
 
 
 def run(*command: str) -> None:
@@ -127,15 +135,14 @@ def test_no_provider() -> None:
 
 
 def test_no_libibverbs() -> None:
-    library = ask()["machine"]["probe"]["libibverbs"]["path"]
-    told = ask_with_mount(f"mount --bind /dev/null {library}")
+    told = ask_with_mount(f"mount --bind /dev/null {libibverbs()}")
     assert (told["status"], told["usable"]) == (1, [])
     assert "libibverbs1" in findings(told, "system")["libibverbs-missing"][0]
 
 
 def test_pyverbs_of_another_libibverbs() -> None:
     """The release's pyverbs, and the libibverbs that is installed."""
-    library = ask()["machine"]["probe"]["libibverbs"]["path"]
+    library = libibverbs()
     if next(Path(library).parent.glob("libibverbs/*-rdmav34.so"), None) is not None:
         pytest.skip("up to rdma-core 56 all have the same private interface, and others than those are not installed")
     told = ask_with_mount(f"mount --bind /usr/lib/x86_64-linux-gnu/libibverbs.so.1 {library}")

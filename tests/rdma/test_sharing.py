@@ -8,7 +8,6 @@ was passed, the kernel sees what it would see of a provider that has them.
 """
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import json
@@ -81,20 +80,25 @@ def descriptors() -> set[str]:
 class OtherProcess:
     """`other_process`, running."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, end: socket.socket) -> None:
+        self.name = name
         self.process = process
+        self.our_end = end
 
     @classmethod
-    async def start(cls, *arguments: object, end: socket.socket) -> Self:
-        """Start it with one end of a pair, which goes there."""
-        with end:
+    async def start(cls, name: str, ends: tuple[socket.socket, socket.socket]) -> Self:
+        """Start it on a device, with a pair of which the second end goes there."""
+        ours, theirs = ends
+        with theirs:
             return cls(
+                name,
                 await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-c", START, *map(str, arguments)),
-                    pass_fds=[end.fileno()],
+                    *(sys.executable, "-P", "-c", START, name, str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                )
+                ),
+                ours,
             )
 
     async def answer(self) -> str:
@@ -106,9 +110,20 @@ class OtherProcess:
 
     async def do(self, command: str) -> str:
         """Have something done."""
+        self.tell(command)
+        return await self.answer()
+
+    def tell(self, command: str) -> None:
+        """Have something done that is not over before something else is."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
-        return await self.answer()
+
+    async def take(self, pd: ProtectionDomain) -> None:
+        """Have it import a domain."""
+        async with pd.share(KEY) as shared:
+            self.tell(f"import {shared.id}")
+            await shared.send(self.our_end)
+            assert await self.answer() == self.name
 
     async def end(self) -> None:
         """The end of its input."""
@@ -126,17 +141,23 @@ class OtherProcess:
 
 
 @asynccontextmanager
-async def importer(device: Device, pd: ProtectionDomain) -> AsyncIterator[OtherProcess]:
-    """A process that has an instance."""
+async def other_process(name: str) -> AsyncIterator[OtherProcess]:
+    """One that is killed at the end, if it is still there."""
     near, far = socket.socketpair()
     near.setblocking(False)
-    async with contextlib.AsyncExitStack() as stack:
-        with near:
-            async with pd.share(KEY) as shared:
-                other = await OtherProcess.start(device.name, far.fileno(), shared.id, end=far)
-                stack.push_async_callback(other.kill)
-                await shared.send(near)
-                assert await other.answer() == device.name
+    with near:
+        other = await OtherProcess.start(name, (near, far))
+        try:
+            yield other
+        finally:
+            await other.kill()
+
+
+@asynccontextmanager
+async def importer(device: Device, pd: ProtectionDomain) -> AsyncIterator[OtherProcess]:
+    """A process that has an instance."""
+    async with other_process(device.name) as other:
+        await other.take(pd)
         yield other
 
 
@@ -287,27 +308,28 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
-async def test_every_order_of_closing(name: str, shim: Imports, order: list[str]) -> None:
+async def test_every_order_of_closing(name: str, shim: Imports) -> None:
     """The domain goes with the last instance, whosever that is, and what is left works until then."""
     domains = kernel_domains(name)
-    device = await open_device(name).open()
-    pd = await device.protection_domain().open()
-    async with importer(device, pd) as other:
-        instances = {"our pd", "pd"}
-        for what in order:
-            if what in THEIRS:
-                # The last of it leaves no descriptor.
-                assert await other.do(f"close {what}") == "closed"
-            else:
-                await (pd if what == "our pd" else device).aclose()
-            instances.discard(what)
-            assert kernel_domains(name) == domains + bool(instances)
-            if "pd" in instances:
-                assert await other.do("work") == "done"
-            if "our pd" in instances:
-                async with pd.register(64):
-                    pass
+    async with other_process(name) as other:
+        for order in ORDERS:
+            device = await open_device(name).open()
+            pd = await device.protection_domain().open()
+            await other.take(pd)
+            instances = {"our pd", "pd"}
+            for what in order:
+                if what in THEIRS:
+                    # The last of it leaves no descriptor.
+                    assert await other.do(f"close {what}") == "closed", order
+                else:
+                    await (pd if what == "our pd" else device).aclose()
+                instances.discard(what)
+                assert kernel_domains(name) == domains + bool(instances), order
+                if "pd" in instances:
+                    assert await other.do("work") == "done", order
+                if "our pd" in instances:
+                    async with pd.register(64):
+                        pass
         await other.end()
     assert kernel_domains(name) == domains
 
@@ -327,9 +349,9 @@ async def test_the_importer_dies(name: str, shim: Imports) -> None:
 
 async def test_the_sharer_dies(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
     domains = kernel_domains(name)
-    near, far = ends
-    other = await OtherProcess.start(name, far.fileno(), end=far)
-    shared_id = int(await other.answer())
+    near, _ = ends
+    other = await OtherProcess.start(name, ends)
+    shared_id = int(await other.do("share"))
     async with import_device(near, shared_id, KEY) as device:
         async with device.shared_protection_domain(shared_id, KEY) as pd, pd.register(64, ACCESS):
             await other.kill()

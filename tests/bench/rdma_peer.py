@@ -1,0 +1,222 @@
+"""The echo of `rdma_yard.c` by hand: uvloop, and the bindings of the package `ibverbs`, with the same arguments.
+
+    python rdma_peer.py ask|answer awaits|bare LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
+
+`awaits` has what the library has: requests that can be awaited, so a future for each. `bare` has nothing but this echo:
+one task, which deals with completions itself and has a future for each time that it sleeps. Both poll before they
+sleep, and make their requests once, to post them again and again.
+"""
+
+import asyncio
+import ctypes
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import ibverbs as ib
+import uvloop
+
+BATCH = 16
+
+
+def meet(line: str) -> str:
+    """Say a line to the other process, and hear its line."""
+    print(line, flush=True)
+    return sys.stdin.readline().strip()
+
+
+class End:
+    """A queue pair, and memory of so many messages, each of which has a request to send it and one to receive it."""
+
+    def __init__(self, device: str, length: int, places: int, gid_index: int) -> None:
+        (named,) = (each for each in ib.get_device_list() if each.name == device)
+        self.context = named.open()
+        self.gid_index = gid_index
+        self.pd = self.context.alloc_pd()
+        self.channel = self.context.create_comp_channel()
+        os.set_blocking(self.channel.fd, False)
+        self.cq = self.context.create_cq(2 * places, channel=self.channel)
+        self.memory = ctypes.create_string_buffer(places * length)
+        self.mr = self.pd.reg_mr(ctypes.addressof(self.memory), places * length, ib.AccessFlags.LOCAL_WRITE)
+        self.qp = self.pd.create_qp(
+            ib.QPInitAttr(
+                send_cq=self.cq, recv_cq=self.cq, qp_type=ib.QPType.RC, max_send_wr=places, max_recv_wr=places
+            )
+        )
+        self.qp.to_init(1, ib.AccessFlags.LOCAL_WRITE)
+        pieces = [self.mr.sge(length, place * length) for place in range(places)]
+        # A list each, as posting takes it; wr_id is the place, and of a receive beyond all places.
+        self.sends = [
+            [ib.SendWR(place, [piece], int(ib.WROpcode.SEND), int(ib.SendFlags.SIGNALED))]
+            for place, piece in enumerate(pieces)
+        ]
+        self.receives = [[ib.RecvWR(places + place, [piece])] for place, piece in enumerate(pieces)]
+        self.loop = asyncio.get_running_loop()
+        self.waiter: asyncio.Future[None] | None = None
+        self.futures: dict[int, asyncio.Future[None]] = {}
+        self.places = places
+        self.events = 0
+        self.loop.add_reader(self.channel.fd, self.readable)
+
+    def connect(self) -> None:
+        here = ib.local_qp_info(self.qp, self.context.query_port(1), self.context.query_gid(1, self.gid_index), port=1)
+        there = ib.QPInfo.from_bytes(bytes.fromhex(meet(here.to_bytes().hex())))
+        self.qp.to_rtr(there, self.gid_index, hop_limit=64)
+        self.qp.to_rts(0, retry_cnt=6, rnr_retry=6)
+        self.cq.req_notify()
+        meet("ready")
+
+    def readable(self) -> None:
+        self.channel.get_cq_event()
+        self.events += 1
+        self.cq.ack_events(1)
+        self.cq.req_notify()
+        if self.waiter is not None:
+            self.waiter.set_result(None)
+            self.waiter = None
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Tell those who await what is done."""
+        futures = self.futures
+        if not futures:
+            return
+        while found := self.cq.poll(BATCH):
+            for completion in found:
+                if completion.status:
+                    completion.raise_for_status()
+                futures.pop(completion.wr_id).set_result(None)
+
+    def send(self, place: int) -> asyncio.Future[None]:
+        """Post it; the future is done when it is."""
+        future = self.futures[place] = self.loop.create_future()
+        self.qp.post_send(self.sends[place])
+        return future
+
+    def receive(self, place: int) -> asyncio.Future[None]:
+        """Likewise."""
+        future = self.futures[self.places + place] = self.loop.create_future()
+        self.qp.post_recv(self.receives[place])
+        return future
+
+    async def until(self, future: asyncio.Future[None]) -> None:
+        """Poll once, then sleep."""
+        if not future.done():
+            self.dispatch()
+            if not future.done():
+                await future
+
+    async def take(self) -> list[ib.WC]:
+        """Some completions, at least one."""
+        while not (found := self.cq.poll(BATCH)):
+            self.waiter = self.loop.create_future()
+            await self.waiter
+        for completion in found:
+            if completion.status:
+                completion.raise_for_status()
+        return found
+
+
+async def ask_bare(end: End, window: int, operations: int) -> None:
+    """Messages out of the first `window` places, and their echoes into as many others."""
+    places = 2 * window
+    sends, receives, post_send, post_recv = end.sends, end.receives, end.qp.post_send, end.qp.post_recv
+    posted = sent = came = 0
+    for posted in range(min(window, operations)):
+        post_send(sends[posted])
+    posted = min(window, operations)
+    while sent < operations or came < operations:
+        for completion in await end.take():
+            wr_id = completion.wr_id
+            if wr_id >= places:
+                came += 1
+                post_recv(receives[wr_id - places])
+            else:
+                sent += 1
+            if posted < operations and posted - sent < window and posted - came < window:
+                post_send(sends[posted % window])
+                posted += 1
+
+
+async def answer_bare(end: End, window: int, operations: int) -> None:
+    """Each one goes back from where it came to, which is received into again when it is sent."""
+    places = 2 * window
+    sends, receives, post_send, post_recv = end.sends, end.receives, end.qp.post_send, end.qp.post_recv
+    sent = 0
+    while sent < operations:
+        for completion in await end.take():
+            wr_id = completion.wr_id
+            if wr_id >= places:
+                post_send(sends[wr_id - places])
+            else:
+                sent += 1
+                post_recv(receives[wr_id])
+
+
+Receives = deque[tuple[asyncio.Future[None], int]]
+
+
+async def ask_awaiting(end: End, window: int, receives: Receives, operations: int) -> None:
+    """As `rdma_library.py` does it."""
+    sends = deque((end.send(place), place) for place in range(min(window, operations)))
+    for remaining in range(operations, 0, -1):
+        arriving, free = receives.popleft()
+        await end.until(arriving)
+        receives.append((end.receive(free), free))
+        sent, place = sends.popleft()
+        await end.until(sent)
+        if remaining > window:
+            sends.append((end.send(place), place))
+
+
+async def answer_awaiting(end: End, window: int, receives: Receives, operations: int) -> None:
+    """Likewise."""
+    sending: Receives = deque()
+    for _ in range(operations):
+        arriving, place = receives.popleft()
+        await end.until(arriving)
+        sending.append((end.send(place), place))
+        if len(sending) == window:
+            sent, free = sending.popleft()
+            await end.until(sent)
+            receives.append((end.receive(free), free))
+    for sent, free in sending:
+        await end.until(sent)
+        receives.append((end.receive(free), free))
+
+
+async def timed(work: Callable[[int], Awaitable[None]], end: End, operations: int) -> str:
+    """The answer: what the operations took, after a tenth of them that do not count."""
+    await work(operations // 10 + 1)
+    slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.perf_counter_ns()
+    end.events = 0
+    await work(operations)
+    took = time.perf_counter_ns() - began
+    slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
+    return f"{took / operations} {slept / operations} {end.events / operations}"
+
+
+async def echo(what: str, how: str, length: int, window: int, operations: int, gid_index: int, near: str) -> None:
+    end = End(near, length, 2 * window, gid_index)
+    places = range(window, 2 * window) if what == "ask" else range(2 * window)
+    if how == "bare":
+        for place in places:
+            end.qp.post_recv(end.receives[place])
+        work = partial(ask_bare if what == "ask" else answer_bare, end, window)
+    else:
+        receives: Receives = deque((end.receive(place), place) for place in places)
+        work = partial(ask_awaiting if what == "ask" else answer_awaiting, end, window, receives)
+    end.connect()
+    answer = await timed(work, end, operations)
+    meet("done")
+    print(answer)
+
+
+if __name__ == "__main__":
+    what, how, *numbers, near, _ = sys.argv[1:]
+    length, window, operations, gid_index = map(int, numbers)
+    uvloop.run(echo(what, how, length, window, operations, gid_index, near))

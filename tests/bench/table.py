@@ -1,0 +1,28 @@
+"""The table that the benchmarks print."""
+
+from rich.table import Table
+
+from tests.bench.measuring import Result
+
+__all__ = ["add", "empty_table"]
+
+
+def empty_table() -> Table:
+    """One without results."""
+    table = Table("benchmark", "figure", "value", "limit", "met")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    return table
+
+
+def add(table: Table, result: Result) -> None:
+    """A result's rows."""
+    name = result.name
+    for figure, value in result.figures.items():
+        limit = result.limits.get(figure)
+        met = {None: "", True: "yes", False: "[bold]no[/bold]"}[result.met(figure)]
+        shown = f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1000 else value
+        shown = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
+        table.add_row(name, figure, shown, "" if limit is None else str(limit), met)
+        name = ""
+    table.add_section()

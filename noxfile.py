@@ -236,7 +236,7 @@ def build(session: nox.Session) -> None:
 
 
 def on_release(
-    session: nox.Session, release: str, vm: tuple[str, ...], env: dict[str, str], tests: tuple[str, ...]
+    session: nox.Session, release: str, vm: tuple[str, ...], env: dict[str, str], limit: str, tests: tuple[str, ...]
 ) -> None:
     """Run tests with the rdma-core, pyverbs and Python of a later Debian release, in the virtual machine."""
     probe = env["AIOVERBS_TEST_PROBE"]
@@ -253,7 +253,7 @@ def on_release(
     env = {**env, "AIOVERBS_TEST_PROBE": str(programs / Path(probe).name), "AIOVERBS_RDMA_RELEASE": str(root)}
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
     command = ("sh", "tests/rdma/vm_release.sh", str(root), python, *tests)
-    session.run(*vm, *settings, "--timeout", str(RDMA_LIMIT_S), "--", *command)
+    session.run(*vm, *settings, "--timeout", limit, "--", *command)
 
 
 def bench_program(session: nox.Session) -> str:
@@ -306,7 +306,8 @@ def rdma(session: nox.Session) -> None:
     arguments = [each for each in session.posargs if each not in ("--soak", "--matrix", "--shell")]
     named = any(each.startswith("tests") for each in arguments)
     marked = "rdma and slow" if soak else "rdma and not slow"
-    tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", *arguments)
+    hang = f"faulthandler_timeout={SOAK_LIMIT_S if soak else 400}"  # beyond the limits of single tests
+    tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "-o", hang, *arguments)
     everything = () if named else (*SHARED_TESTS, *RDMA_TESTS)
     if here:
         if matrix:
@@ -317,13 +318,13 @@ def rdma(session: nox.Session) -> None:
     # The guest's copy of the tree is read-only.
     env["HYPOTHESIS_STORAGE_DIRECTORY"] = "/run/tmp/hypothesis"
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
+    limit = str(SOAK_LIMIT_S if soak else RDMA_LIMIT_S)
     if shell:
         session.run(*vm, *settings, "--shell", *(("--", *arguments) if arguments else ()))
     else:
-        limit = str(SOAK_LIMIT_S if soak else RDMA_LIMIT_S)
         session.run(*vm, *settings, "--timeout", limit, "--", *tests, *everything)
     for release in RELEASES if matrix else ():
-        on_release(session, release, vm, env, (*tests[1:], *(() if named else RDMA_TESTS)))
+        on_release(session, release, vm, env, limit, (*tests[1:], *(() if named else RDMA_TESTS)))
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ def rdma(session: nox.Session) -> None:
     arguments = [each for each in session.posargs if each not in ("--soak", "--matrix", "--shell")]
     named = any(each.startswith("tests") for each in arguments)
     marked = "rdma and slow" if soak else "rdma and not slow"
-    hang = f"faulthandler_timeout={SOAK_LIMIT_S if soak else 400}"  # beyond the limits of single tests
+    hang = f"faulthandler_timeout={SOAK_LIMIT_S if soak else 700}"  # beyond the limits of single tests
     tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "-o", hang, *arguments)
     everything = () if named else (*SHARED_TESTS, *RDMA_TESTS)
     if here:

@@ -90,6 +90,10 @@ async def scene(device: Device, qp_type: QpType = RC) -> AsyncIterator[Scene]:
         yield Scene(domain, near, far, sent, received, region, srq)
 
 
+def port_mtu(device: Device) -> Mtu:
+    return Mtu(device.handle.query_port(1).active_mtu)
+
+
 # ---- By hand
 
 
@@ -116,8 +120,8 @@ async def test_each_step_by_hand(device: Device, qp_type: QpType) -> None:
         if connected:
             near.to_rtr(remote)
             told = near.query()
-            assert (told.dest_qp_num, told.rq_psn, told.path_mtu) == (remote.qp_num, remote.psn, Mtu.MTU_4096)
-            assert (told.av.dgid, told.av.sgid_index, told.av.port_num) == (remote.gid, 1, 1)
+            assert (told.dest_qp_num, told.rq_psn, told.path_mtu) == (remote.qp_num, remote.psn, port_mtu(device))
+            assert (told.av.dgid, told.av.sgid_index, told.av.port_num) == (remote.gid, near.gid_index, 1)
             serves = device.attributes().max_qp_rd_atom
             assert (told.max_dest_rd_atomic, told.min_rnr_timer) == ((serves, 18) if responds else (0, 0))
             assert near.remote_endpoint == remote
@@ -313,7 +317,7 @@ async def test_what_is_told_of_an_end(device: Device) -> None:
         async with scene(device, qp_type) as of:
             told = of.near.local_endpoint()
             assert (told.qp_type, told.qp_num, told.lid) == (qp_type, of.near.qp_num, 0)
-            assert (told.gid, told.mtu) == (device.handle.query_gid(1, 1), Mtu.MTU_4096)
+            assert (told.gid, told.mtu) == (device.handle.query_gid(1, of.near.gid_index), port_mtu(device))
             assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (reads, served)
             assert bool(told.qkey) == (qp_type is UD)
             assert told == of.near.local_endpoint() == Endpoint.from_bytes(bytes(told))

@@ -16,7 +16,7 @@ GID_INDEX = 1
 PATIENCE_S = 5.0
 QUIET_S = 0.03
 GRH = 40
-MTU = 4096
+MTU = 4096  # the largest
 SLOT, SLOTS = MTU + GRH + 24, 8
 QKEYS = (0x11, 0x22, 0x33)  # of the queue pairs
 
@@ -40,13 +40,13 @@ class Datagram:
         return self.qkey == QKEYS[self.target] and not self.to_nobody
 
 
-def draw(seed: int) -> list[Datagram]:
-    """The sequence of a seed."""
+def draw(seed: int, mtu: int = MTU) -> list[Datagram]:
+    """The sequence of a seed, for a port that takes so many bytes in a datagram."""
     rng = random.Random(seed)
     sequence = []
     for _ in range(rng.randrange(4, 25)):
         target = rng.randrange(len(QKEYS))
-        length = rng.choice((0, 1, rng.randrange(1, 256), rng.randrange(MTU), MTU - 1, MTU))
+        length = rng.choice((0, 1, rng.randrange(1, 256), rng.randrange(mtu), mtu - 1, mtu))
         sequence.append(
             Datagram(
                 source=rng.randrange(len(QKEYS)),

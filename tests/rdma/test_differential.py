@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from aioverbs import Mtu
 from aioverbs._core import engine
 from tests.core.contexts import opened as opened_software
 from tests.rdma import differential_rc, differential_ud
@@ -97,7 +98,8 @@ def test_datagrams_in_both_modes(software: dict[str, engine.ProtectionDomain]) -
 def test_datagrams_on_soft_roce(
     software: dict[str, engine.ProtectionDomain], soft_roce: engine.ProtectionDomain
 ) -> None:
+    mtu = Mtu(soft_roce.context.query_port(1).active_mtu).size
     for seed in SEEDS:
-        sequence = differential_ud.draw(seed)
+        sequence = differential_ud.draw(seed, mtu)
         ours = differential_ud.execute(software["inline"], seed, sequence)
         assert ours == differential_ud.execute(soft_roce, seed, sequence), f"seed {seed}"

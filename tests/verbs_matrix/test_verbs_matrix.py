@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rdma.seam import rdma_devices
+from aioverbs import Mtu
+from tests.rdma.seam import opened, rdma_devices
 from tests.verbs_matrix import table
 from tests.verbs_matrix.build import build
 
@@ -52,6 +53,9 @@ def test_soft_roce(probe: Path) -> None:
     device = rdma_devices()[0]
     if not device.startswith("rxe"):
         pytest.skip(f"the table is about soft-RoCE, and {device} is not")
+    with opened(device) as context:
+        if (mtu := context.query_port(1).active_mtu) != Mtu.MTU_4096:
+            pytest.skip(f"the table is about a port with an MTU of 4096 bytes, not {Mtu(mtu).size}")
     compare(answers(probe, device), "rxe")
 
 

@@ -97,6 +97,7 @@ class _Waker:
         self._loop = loop
         self._fd = os.dup(fd)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # a daemon thread's loop may poll it until the process ends
         loop.add_reader(self._fd, readable)
 
     def stop(self) -> None:

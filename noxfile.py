@@ -208,6 +208,33 @@ def bench(session: nox.Session) -> None:
     session.run("python", "tests/bench/run.py", *session.posargs)
 
 
+@nox.session(python=False)
+def fuzz(session: nox.Session) -> None:
+    """Have libFuzzer talk to the parsers of the fabric and to a device for a minute; `-- --seconds 600`."""
+    seconds = int(session.posargs[session.posargs.index("--seconds") + 1]) if "--seconds" in session.posargs else 60
+    compiler = os.environ.get("CLANG", "clang")
+    trial = folder(session, "trial.dir") / "trial"
+    empty = "int LLVMFuzzerTestOneInput(const unsigned char *data, unsigned long size) { return !data && size; }"
+    command = [compiler, "-x", "c", "-", "-fsanitize=fuzzer,address,undefined", "-o", str(trial)]
+    if not shutil.which(compiler) or subprocess.run(command, input=empty.encode(), capture_output=True).returncode:
+        session.error(
+            f"{compiler} is no clang with libFuzzer: on Debian and Ubuntu `apt-get install clang libclang-rt-14-dev` "
+            "brings it (or -15 and so on, as clang's own version is); $CLANG names another"
+        )
+    flags = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-Iaioverbs/_core")
+    checks = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all")
+    core = ["aioverbs/_core/verbs_table.c", *sorted(map(str, Path("aioverbs/_core").glob("soft_*.c")))]
+    pure = [f"aioverbs/_core/soft_{name}.c" for name in ("frame", "hello", "hmac")]
+    for name, sources in (("frame", pure), ("stream", core)):
+        program = folder(session, "programs") / name
+        source = f"tests/fuzz/fuzz_{name}.c"
+        session.run(compiler, *flags, *checks, source, *sources, "-ldl", "-o", str(program), external=True)
+        found = f"{folder(session, name)}/"  # grows from run to run; what broke it is there, too
+        limits = (f"-max_total_time={seconds // 2}", "-timeout=20", "-max_len=4096", "-print_final_stats=1")
+        seeds = f"tests/fuzz/corpus/{name}"
+        session.run(str(program), *limits, f"-artifact_prefix={found}", found, seeds, external=True)
+
+
 @nox.session
 def soak(session: nox.Session) -> None:
     """Move data for five minutes, and cancel, close and forget at random; `-- --seconds 60 --seed 1`."""

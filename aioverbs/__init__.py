@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .imported_device import import_device
     from .life import ResourceInfo, State
     from .memory import MemoryRegion, MemoryWindow, Pins, RegionSlice, RemoteRegion
+    from .peers import Peer, Refusal
     from .protection_domain import ParentDomain, ProtectionDomain, SharedProtectionDomain
     from .queue_pair import (
         Batch,
@@ -142,6 +143,7 @@ __all__ = [
     "NumaAllocator",
     "Operation",
     "ParentDomain",
+    "Peer",
     "Pins",
     "PortAttributes",
     "PortInfo",
@@ -157,6 +159,7 @@ __all__ = [
     "ReceiveRequester",
     "Received",
     "RecordingAllocator",
+    "Refusal",
     "RegionSlice",
     "RegistrationCache",
     "RegistrationCacheStatistics",
@@ -224,6 +227,7 @@ _LAZY = {
     "NumaAllocator": "allocators",
     "Operation": "queue_pair",
     "ParentDomain": "protection_domain",
+    "Peer": "peers",
     "Pins": "memory",
     "PortInfo": "device",
     "ProtectionDomain": "protection_domain",
@@ -232,6 +236,7 @@ _LAZY = {
     "Received": "queue_pair",
     "ReceiveRequester": "shared_receive_queue",
     "RecordingAllocator": "allocators",
+    "Refusal": "peers",
     "RegionSlice": "memory",
     "RegistrationCache": "registration_cache",
     "RegistrationCacheStatistics": "registration_cache",

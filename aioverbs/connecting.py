@@ -12,6 +12,7 @@ from aioverbs.errors import BusyResourceError, TransitionError
 from aioverbs.events import Eventful
 from aioverbs.ports import gid_index, limits_of
 from aioverbs.qp_states import Changes, Limits
+from aioverbs.refusals import attend
 from aioverbs.resource import Resource
 from aioverbs.retries import RETRIES
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
@@ -275,3 +276,4 @@ class Connectable(Eventful[engine.QueuePair]):
             self._qkey = changes.get("qkey", self._qkey)
             if wanted is _RTR:
                 self._remote = remote
+                attend(self.handle.context)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -19,9 +20,11 @@ from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.gids import preferred
 from aioverbs.life import ResourceInfo, State, reap
+from aioverbs.peers import Peer, Refusal
 from aioverbs.ports import gid_table
 from aioverbs.protection_domain import ProtectionDomain
 from aioverbs.providers import hardware, software
+from aioverbs.refusals import attend, log
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.resource_domain import ResourceDomain
 from aioverbs.sharing import check_share
@@ -97,7 +100,7 @@ def devices() -> list[DeviceInfo]:
 
 
 def _provider_of(name: str) -> str:
-    return "software" if name in software.names() else "hardware"
+    return "software" if software.is_software(name) else "hardware"
 
 
 def _open_context(name: str, *, engine_mode: bool = False, delay_ns: int = 0) -> engine.Context:
@@ -117,11 +120,11 @@ def _open_context(name: str, *, engine_mode: bool = False, delay_ns: int = 0) ->
 def _look_at(name: str) -> DeviceInfo:
     try:
         context = _open_context(name)
-    except (OSError, DeviceNotFoundError) as error:  # not found: it went meanwhile
+    except (OSError, DeviceNotFoundError, ValueError) as error:  # not found: it went meanwhile
         return DeviceInfo(name, _provider_of(name), (), frozenset(), str(error))
     try:
         ports = tuple(_port(context, number + 1) for number in range(context.attributes.phys_port_cnt))
-        return DeviceInfo(name, _provider_of(name), ports, frozenset(_native(context)))
+        return DeviceInfo(context.name, _provider_of(name), ports, frozenset(_native(context)))
     finally:
         context.destroy()
 
@@ -204,7 +207,9 @@ class Device(Handled[engine.Context]):
         self._life.label = context.name
         self._pump = EventPump.of(context)
         self._pump.find = self._life.find
-        self._life.drain = self._pump.drain  # and nothing of the device's own, or it could not be forgotten
+        # Nothing of the device's own, or it could not be forgotten.
+        self._life.drain = functools.partial(_drain, context, self._pump)
+        attend(context)
         with contextlib.suppress(RuntimeError):  # in a trio task, or nowhere
             self._life.opener = asyncio.get_running_loop()
         if self._life.opener is not None:
@@ -219,12 +224,12 @@ class Device(Handled[engine.Context]):
 
     @property
     def name(self) -> str:
-        """Its name, as ``"soft0"`` or ``"mlx5_0"``."""
+        """Its name, as ``"mlx5_0"``, ``"soft0"`` or ``"soft0@10.0.0.1:7470"``."""
         return self.handle.name
 
     @property
     def software(self) -> bool:
-        """Whether it is the software device."""
+        """Whether it is a software device."""
         return self.handle.software
 
     def attributes(self) -> DeviceAttributes:
@@ -256,8 +261,8 @@ class Device(Handled[engine.Context]):
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
         """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.
 
-        On the software device any other context of this process can have it. On RDMA devices it is the context that has
-        it, or one that `import_device` made over that one.
+        On a software device any other context that this process has of it can have it. On RDMA devices it is the
+        context that has it, or one that `import_device` made over that one.
 
         Opening raises `VerbsError`: with ENOENT where nothing is shared by that id, with EACCES where the key is
         another one, with EXDEV where the id is of another device, with EOPNOTSUPP where the provider does not have what
@@ -345,6 +350,21 @@ class Device(Handled[engine.Context]):
         """It and all that was made from it, as they are now. Rich prints it as a tree."""
         return self._life.info()
 
+    def peers(self) -> tuple[Peer, ...]:
+        """The streams between a software device and those of other processes, those of all its contexts here.
+
+        An RDMA device has none.
+        """
+        return log(self.handle).peers if self.software else ()
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The last peers that a software device turned away, or whose streams it closed for what came over them.
+
+        Each of them is a warning of the logger ``aioverbs.fabric``, too: once it is asked for here or by `peers`, when
+        the device is closed, or by the loop that uses the device about a second later. An RDMA device has none.
+        """
+        return log(self.handle).refusals if self.software else ()
+
     def statistics(self) -> DeviceStatistics:
         """Counts of what is open. Those of objects are the software device's own; for others there are none."""
         counts = dict(self.handle.counts()) if self.software else {}
@@ -352,6 +372,12 @@ class Device(Handled[engine.Context]):
         assert isinstance(overlaps, int)
         objects = tuple((kind, count) for kind, count in counts.items() if isinstance(count, int))
         return DeviceStatistics(len(self._life.children), self._budget.used, objects, overlaps)
+
+
+async def _drain(context: engine.Context, pump: EventPump) -> None:
+    if context.has_fabric:
+        log(context)
+    await pump.drain()
 
 
 def open_device(
@@ -364,14 +390,17 @@ def open_device(
     """A device to be opened, by ``async with`` or by `Device.open`.
 
     :param name: its name; without one what the environment variable AIOVERBS_DEVICE says; without that the first RDMA
-        device with an active port, or else the software device, with a warning to the log that says why.
+        device with an active port, or else the software device, with a warning to the log that says why. A software
+        device that other hosts are to find has its address, and a TCP port, in its name: ``"soft0@10.0.0.1:7470"`` or
+        ``"soft0@[fd00::1]:7470"``, and ``"soft0"`` is the one with the address that AIOVERBS_SOFT_ADDRESS has, if any.
+        Each is a device of its own.
     :param max_native_thread_domains: how many thread domains may be native at once; None: as many as it has. Those
         beyond are open without being native.
     :param engine_mode: for the software device only: a thread of its own executes requests, as hardware does.
     :param delay_ns: for the software device in that mode only: nanoseconds from posting to execution at the earliest.
 
     Opening raises `DeviceNotFoundError`, `LibraryNotFoundError` or `VerbsError`; `ValueError` where it is an RDMA
-    device and one of the last two was given.
+    device and one of the last two was given, or where the address in a software device's name is none.
     """
     return Device(name, max_native_thread_domains, engine_mode, delay_ns)
 

@@ -8,7 +8,6 @@ from aioverbs.types import GidType
 __all__ = ["Gid", "preferred"]
 
 _NONE = bytes(16)
-_IPV4 = bytes(10) + b"\xff\xff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class Gid:
 
     @property
     def ipv4(self) -> bool:
-        """Whether it is made of an IPv4 address."""
-        return self.gid.startswith(_IPV4)
+        """Whether it is made of an IPv4 address; bytes 8 and 9 may be a port, as the software device has it there."""
+        return not any(self.gid[:8]) and self.gid[10:12] == b"\xff\xff"
 
 
 def preferred(gids: Iterable[Gid]) -> int | None:

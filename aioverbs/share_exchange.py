@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from aioverbs._core import engine
 from aioverbs.affinity import running_loop
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
-from aioverbs.providers import software
 from aioverbs.share_message import Reply, Request
 from aioverbs.sharing import Share, check_device, id_of, import_context, in_one_process, other_device, refusal
 
@@ -130,14 +129,13 @@ async def answer(sock: socket.socket, context: engine.Context, shared: Share) ->
 
 
 def _check_hardware(shared_id: int) -> None:
-    for name in software.names():
-        context = software.open_context(name)
-        try:
-            ours = shared_id == id_of(context, shared_id & 0xFFFFFFFF)
-        finally:
-            context.destroy()
-        if ours:
-            raise in_one_process(name)
+    for handle in engine.open_handles():
+        if isinstance(handle, engine.Context) and handle.software:
+            ours = None
+            with contextlib.suppress(ClosedResourceError, VerbsError):  # closed meanwhile, or lost
+                ours = id_of(handle, shared_id & 0xFFFFFFFF)
+            if shared_id == ours:
+                raise in_one_process(handle.name)
 
 
 def _check(sock: socket.socket) -> None:

@@ -15,7 +15,16 @@ from aioverbs.device import Device, open_device
 from tests.capabilities import skip_where_missing
 from tests.rdma.seam import rdma_devices
 
-__all__ = ["device", "device_name"]
+__all__ = ["device", "device_name", "far_device", "far_devices"]
+
+# What the far ends of connections are made on, where that is another device than the near ends': see tests/fabric.
+far_devices: dict[Device, Device] = {}
+
+
+def far_device(device: Device) -> Device:
+    """Where the far end of a connection goes whose near end is there."""
+    return far_devices.get(device, device)
+
 
 _RDMA = pytest.param("rdma", marks=pytest.mark.rdma)
 # `nox -s rdma` has none but these collected: an emulated machine takes a minute for the others.

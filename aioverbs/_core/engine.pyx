@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import warnings
+from datetime import UTC, datetime
 
 from aioverbs.attributes import (
     AddressVector,
@@ -48,6 +49,7 @@ from aioverbs.errors import (
     LibraryNotFoundError,
     VerbsError,
 )
+from aioverbs.peers import FabricStatistics, Peer, Refusal
 from aioverbs.types import (
     AccessFlags,
     AtomicCap,
@@ -66,8 +68,8 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.errno cimport EAGAIN, EBUSY, EIO, ENOENT, EOPNOTSUPP, errno
-from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.errno cimport EAGAIN, EBUSY, EINVAL, EIO, ENOENT, EOPNOTSUPP, errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 cimport cython
@@ -369,6 +371,7 @@ cdef void _leave_all(list handles):
 
 # One extension, since handles use each other's insides; a file per kind of object.
 include "engine_affinity.pxi"
+include "engine_fabric.pxi"
 include "engine_context.pxi"
 include "engine_events.pxi"
 include "engine_memory.pxi"

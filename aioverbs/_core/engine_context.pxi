@@ -64,26 +64,39 @@ cdef class Context(Handle):
         raise TypeError("use Context.open_software or Context.adopt")
 
     @staticmethod
-    def open_software(*, engine=False, delay_ns=0):
-        """Open the software device.
+    def open_software(*, engine=False, delay_ns=0, address=None, settings=None):
+        """Open a software device.
 
         :param engine: execute requests in a C thread, as hardware does, instead of in the call that posts them.
         :param delay_ns: with `engine`, how long after its posting a request is executed at the earliest.
-        :raises ValueError: `delay_ns` is negative, or given without `engine`.
-        :raises VerbsError: with EMFILE or ENOMEM.
+        :param address: which one: None for "soft0"; else an IP address, 4 or 16 bytes, and a TCP port, by which other
+            hosts find it.
+        :param settings: `SoftSettings` for its peers in other processes, taken over where no other context of it is
+            open; None: what the environment of the process says.
+        :raises ValueError: `delay_ns` is negative, or given without `engine`; `address` is none.
+        :raises VerbsError: with EINVAL where no device can have the address; with what listening there answers, as
+            EADDRINUSE; with EMFILE or ENOMEM.
         """
         cdef v.soft_options options
         cdef int error
+        cdef v.soft_settings filled
+        cdef char why[v.SOFT_WHY]
         cdef Context self = Context.__new__(Context)
         if delay_ns < 0 or (delay_ns and not engine):
             raise ValueError("delay_ns is for engine=True, and not negative")
         options.mode = v.SOFT_ENGINE if engine else v.SOFT_INLINE
         options.delay_ns = delay_ns
+        options.why = why
+        options.settings = NULL
+        _fill_address(&options.address, address)
+        if settings is not None:
+            _fill_settings(&filled, settings)
+            options.settings = &filled
         with nogil:
             self.pointer = v.soft_open(&options)
             error = errno
         if not self.pointer:
-            raise VerbsError("ibv_open_device", error)
+            raise VerbsError("ibv_open_device", error, _text(why) or None)
         self.table = v.soft_verbs
         self.software = True
         self.context = self
@@ -359,6 +372,27 @@ cdef class Context(Handle):
             "qps": counts.qps,
             "overlaps": counts.overlaps,
         }
+
+    def fabric(self):
+        """What a software device has to do with those of other processes: `FabricStatistics`."""
+        if not self.software:
+            raise ValueError(f"{self!r} is not of the software device: only that one tells of its peers")
+        self._enter()
+        try:
+            return _fabric(self)
+        finally:
+            self._leave()
+
+    @property
+    def has_fabric(self):
+        """Whether a software device may have peers in other processes: from the first queue pair that has one."""
+        if not self.software:
+            return False
+        self._enter()
+        try:
+            return v.soft_has_fabric(self.pointer)
+        finally:
+            self._leave()
 
     @property
     def faults(self):

@@ -194,6 +194,7 @@ cdef class QueuePair(Handle):
         """
         cdef v.ibv_qp_attr attr
         cdef int mask = 0, error
+        cdef str problem = ""
         memset(&attr, 0, sizeof(attr))
         if qp_state is not None:
             mask |= v.IBV_QP_STATE
@@ -253,8 +254,12 @@ cdef class QueuePair(Handle):
         try:
             with nogil:
                 error = self.context.table.modify_qp(self.pointer, &attr, mask)
+            if error not in (0, EINVAL, EBUSY) and self.context.software:
+                problem = _problem(self.context)    # peers cannot find the device
         finally:
             self._unuse()
+        if problem:
+            raise VerbsError("ibv_modify_qp", error, problem)
         self._check("ibv_modify_qp", error)
         if mask & v.IBV_QP_STATE:
             self._state = attr.qp_state

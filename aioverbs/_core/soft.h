@@ -9,6 +9,7 @@
 #define AIOVERBS_SOFT_H
 
 #include "soft_device.h"
+#include "soft_fabric.h"
 #include "soft_fault.h"
 #include "soft_sync.h"
 #include "soft_table.h"
@@ -66,19 +67,34 @@ void soft_memory_put(struct soft_memory *memory);
 
 struct soft_context;
 
-/* One for the process and for all contexts; a child of a fork gets a new one. */
+#define SOFT_GIDS 2u
+
+/* The last of a run of acknowledgements to one queue pair, which tells of all of them. */
+struct soft_gathered {
+    bool some;
+    struct soft_frame frame;
+};
+
+/* A port for all contexts that were opened by one address, or by none; a child of a fork gets a new one. */
 struct soft_device {
     struct ibv_device device;
-    struct soft_table qps;        /* struct soft_qp by number */
-    struct soft_table keys;       /* struct soft_key by key >> 8: memory regions and windows */
-    struct soft_table srqs;       /* struct soft_srq by number */
-    atomic_bool port_down;        /* written under `lock` */
-    atomic_ullong serial;         /* the next queue pair's */
-    pthread_mutex_t lock;         /* guards the lists; before any lock of an object */
-    struct soft_context *first;   /* all contexts */
-    struct soft_domain *shared;   /* protection domains that have a share key */
-    struct soft_xrc_inode *xrcds; /* XRC domains that have an inode */
-    uint32_t next_share;          /* the next identifier of a shared protection domain */
+    struct soft_device *next;      /* const: the one that was made before */
+    struct soft_address address;   /* const */
+    union ibv_gid gids[SOFT_GIDS]; /* const, and nobody else's */
+    struct soft_table qps;         /* struct soft_qp by number */
+    struct soft_table keys;        /* struct soft_key by key >> 8: memory regions and windows */
+    struct soft_table srqs;        /* struct soft_srq by number */
+    atomic_bool port_down;         /* written under `lock` */
+    atomic_ullong serial;          /* the next queue pair's */
+    pthread_mutex_t lock;          /* guards the lists; before any lock of an object */
+    struct soft_context *first;    /* all contexts */
+    struct soft_domain *shared;    /* protection domains that have a share key */
+    struct soft_xrc_inode *xrcds;  /* XRC domains that have an inode */
+    uint32_t next_share;           /* the next identifier of a shared protection domain */
+    struct soft_fabric *fabric;    /* const: the way to the devices of others */
+    struct soft_gathered gathered; /* under the fabric's progress */
+    atomic_uint tokens;            /* the next life's of a queue pair */
+    atomic_uint moving;            /* parts of requests of which a peer moves the bytes itself */
 };
 
 /* ---- Asynchronous events --------------------------------------------------------------------------------- */
@@ -181,9 +197,6 @@ static inline bool soft_stale(const struct soft_context *context)
     return context->generation != soft_generation;
 }
 
-extern const union ibv_gid soft_gids[];
-#define SOFT_GIDS 2u
-
 int soft_close_device(struct ibv_context *context);
 int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr);
 int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
@@ -192,7 +205,19 @@ int soft_query_rt_values(struct ibv_context *context, struct ibv_values_ex *valu
 int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out, size_t size);
 int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid);
 int soft_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *pkey);
-bool soft_gid_is_local(const union ibv_gid *gid);
+
+/* soft_gids.c: addresses, and the GIDs and the name made from them. Whether a device can be there; one that has a
+ * family. */
+bool soft_address_is_usable(const struct soft_address *address);
+bool soft_address_is_same(const struct soft_address *one, const struct soft_address *other);
+void soft_device_name(const struct soft_address *address, char *name, size_t size);
+
+/* Fills the GIDs of a device that has its address. 0 or an errno. */
+int soft_gids_init(struct soft_device *device);
+bool soft_gid_is_local(const struct soft_device *device, const union ibv_gid *gid);
+
+/* Whether it is made of an IPv4 address, which its last four bytes are; bytes 8 and 9 may be a port. */
+bool soft_gid_is_ipv4(const union ibv_gid *gid);
 
 /* ---- Domains --------------------------------------------------------------------------------------------- */
 
@@ -596,6 +621,52 @@ static inline void *soft_ring_entry(const struct soft_ring *ring, uint32_t count
     return ring->entries + (size_t)(counter & ring->mask) * ring->stride;
 }
 
+/* A receive that was taken. */
+struct soft_taken {
+    uint64_t wr_id;
+    uint32_t num_sge;
+    uint32_t index; /* in the queue pair's own queue */
+    const struct ibv_sge *sges;
+    struct soft_receive copy; /* of a shared queue's */
+};
+
+/* A message that comes in parts, or of which a part was given up: the receive that it took is still taken. */
+struct soft_inbound {
+    bool active;
+    struct soft_srq *srq; /* where that came from, or NULL */
+    struct soft_taken taken;
+};
+
+struct soft_kept {
+    bool valid;
+    uint32_t psn;
+    uint64_t value;
+};
+
+/* A part whose bytes the peer moves itself, until it says that it did. */
+struct soft_moving {
+    uint32_t psn; /* of its last packet */
+    uint32_t serial;
+    uint16_t lease;
+};
+enum { SOFT_MOVING = 16 };
+
+/* The requests [sq.taken, sent) were sent whole to a remote peer and not answered, of the one at `sent` `offset` bytes.
+ * What is answered is known by its sequence number: `next_psn` is that of the request at sq.taken. */
+struct soft_outbound {
+    uint32_t token; /* of this life of the queue pair: an answer to an earlier one is none */
+    uint32_t sent, offset;
+    uint32_t psn;      /* of the next part */
+    uint32_t answered; /* bytes of the read at sq.taken */
+    uint32_t reads;    /* reads and atomics under way, that at `sent` included when a part of it is */
+    uint64_t
+        deadline;   /* when the oldest one counts as lost; UINT64_MAX: nothing is under way, or it is waited for ever */
+    uint64_t pause; /* the peer had no receive: nothing is sent before; 0: it had */
+    uint64_t give_up;                    /* of a datagram: when it is dropped at last; 0: it does not wait */
+    uint32_t moving_first, moving_count; /* free-running */
+    struct soft_moving moving[SOFT_MOVING];
+};
+
 struct soft_qp {
     struct ibv_qp qp;
     struct soft_half half;
@@ -617,6 +688,7 @@ struct soft_qp {
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
     bool leads_here;         /* as attr: its path ends at this device */
+    struct soft_link *link;  /* as attr: the way to a remote peer; of a datagram's queue, to the last one. Or NULL */
     bool leaving;            /* as attr: it is being destroyed, and stays in RESET */
 
     struct soft_lock sq_lock;        /* the sending device half */
@@ -627,16 +699,21 @@ struct soft_qp {
     bool unanswered;                 /* sq: ... since nobody answered */
     uint64_t retry_ns;               /* sq: when; UINT64_MAX: never */
     bool drain_notify;               /* sq: SQ_DRAINED is to be raised */
+    struct soft_outbound out;        /* sq: what is under way to a remote peer */
 
-    struct soft_lock rq_lock; /* the receiving device half */
-    uint32_t expected_psn;    /* rq */
-    bool established;         /* rq: COMM_EST was raised */
-    bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
+    struct soft_lock rq_lock;                  /* the receiving device half */
+    uint32_t expected_psn;                     /* rq */
+    bool established;                          /* rq: COMM_EST was raised */
+    bool last_wqe;                             /* rq: QP_LAST_WQE_REACHED was raised */
+    struct soft_inbound in;                    /* rq: what came of a message in parts */
+    struct soft_kept kept[SOFT_MAX_RD_ATOMIC]; /* rq: what atomics of a remote peer were answered, for repetitions */
+    uint32_t kept_next;                        /* rq */
 
     bool queued; /* under engine.lock, like the next two */
     struct soft_qp *next_queued;
     struct soft_timer timer;
     struct soft_event_source events;
+    struct soft_waiter waiter;             /* for room on a link to a remote peer */
     struct soft_fault_counts fault_counts; /* under the fault plan's lock */
 };
 
@@ -701,8 +778,12 @@ void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, 
 /* ---- Delivery to a peer ---------------------------------------------------------------------------------- */
 
 struct soft_request {
-    struct soft_qp *from; /* its sq_lock is held */
+    struct soft_qp *from; /* its sq_lock is held; NULL: it came from a remote one */
     const struct soft_wqe *wqe;
+    uint32_t src_qp;              /* its number */
+    const union ibv_gid *sgid;    /* and where it is; of a datagram */
+    struct soft_carrier *carrier; /* of a remote one's: moves the bytes; NULL: `local` is in this process */
+    uint32_t total, offset;       /* bytes: of the message, and where this part of it begins */
     uint32_t psn, packets;
     uint32_t reads; /* of a read or atomic: how many the requester would have in flight, with this one */
     uint32_t length;
@@ -722,11 +803,27 @@ struct soft_reply {
     struct soft_qp *broken; /* a peer of this process that went to ERR and is to be kicked, else NULL */
 };
 
+/* What moves the bytes of a remote peer's request that are not here already. */
+struct soft_carrier {
+    /* `length` bytes to or from memory here that was checked: 0, or ESTALE: the peer gave the request up; or another
+     * errno: it cannot be done. */
+    int (*bring)(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length);
+    int (*give)(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length);
+};
+
 /* In a grace section. Finds the peer of `request->from` and executes the request there. */
 void soft_link_deliver(const struct soft_request *request, struct soft_reply *reply);
 
 /* soft_respond.c: what a peer does with a request that reached it. In a grace section, under the peer's rq_lock. */
 void soft_respond(struct soft_qp *peer, const struct soft_request *request, struct soft_reply *reply);
+
+/* Whether the queue pair's device and its port work; and whether it receives at all. */
+bool soft_is_up(const struct soft_qp *qp);
+bool soft_listens(const struct soft_qp *peer);
+
+/* Under rq_lock: a message in parts ends in the middle. Flushed, its receive completes; else it is as if it had never
+ * been posted. */
+void soft_inbound_end(struct soft_qp *qp, bool flushed);
 
 /* Whether a queue pair waits for answers: the others send and forget. */
 static inline bool soft_is_reliable(const struct soft_qp *qp)

@@ -1,13 +1,13 @@
-/* The device of this process, its contexts, and what happens to them. */
+/* The devices of this process, their contexts, and what happens to them. */
 #define _GNU_SOURCE
 #include "soft.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- The one device -------------------------------------------------------------------------------------- */
+/* ---- Devices --------------------------------------------------------------------------------------------- */
 
-static struct soft_device *the_device; /* under device_lock; never freed, contexts and tables refer to it */
+static struct soft_device *devices; /* under device_lock; never freed, contexts and tables refer to them */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static int fork_error;
@@ -16,7 +16,7 @@ static void child_after_fork(void)
 {
     /* Another thread may have held the lock at the moment of the fork: it is made anew, not released. */
     pthread_mutex_init(&device_lock, NULL);
-    the_device = NULL;
+    devices = NULL;
     soft_sync_after_fork();
 }
 
@@ -31,7 +31,35 @@ int soft_watch_forks(void)
     return fork_error;
 }
 
-static struct soft_device *device_get(void)
+static struct soft_device *device_new(const struct soft_address *address)
+{
+    struct soft_device *device = calloc(1, sizeof(*device));
+    int error;
+
+    if (!device)
+        return NULL;
+    device->address = *address;
+    error = soft_gids_init(device);
+    if (!error &&
+        (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
+         soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
+         soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) || pthread_mutex_init(&device->lock, NULL)))
+        error = ENOMEM;
+    if (!error)
+        error = soft_fabric_new(device, &soft_remote_user);
+    if (error) {
+        free(device);
+        errno = error;
+        return NULL;
+    }
+    device->device.node_type = IBV_NODE_CA;
+    device->device.transport_type = IBV_TRANSPORT_IB;
+    soft_device_name(address, device->device.name, sizeof(device->device.name));
+    memcpy(device->device.dev_name, device->device.name, sizeof(device->device.dev_name));
+    return device;
+}
+
+static struct soft_device *device_get(const struct soft_address *address)
 {
     struct soft_device *device;
 
@@ -39,37 +67,25 @@ static struct soft_device *device_get(void)
     if (errno)
         return NULL;
     pthread_mutex_lock(&device_lock);
-    device = the_device;
-    if (!device) {
-        device = calloc(1, sizeof(*device));
-        if (device && (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
-                       soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
-                       soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) ||
-                       pthread_mutex_init(&device->lock, NULL))) {
-            free(device);
-            device = NULL;
-        }
-        if (device) {
-            device->device.node_type = IBV_NODE_CA;
-            device->device.transport_type = IBV_TRANSPORT_IB;
-            strcpy(device->device.name, "soft0");
-            strcpy(device->device.dev_name, "soft0");
-            the_device = device;
-        }
+    for (device = devices; device && !soft_address_is_same(&device->address, address);)
+        device = device->next;
+    if (!device && (device = device_new(address))) {
+        device->next = devices;
+        devices = device;
     }
     pthread_mutex_unlock(&device_lock);
-    if (!device)
-        errno = ENOMEM;
     return device;
 }
 
 /* ---- Contexts -------------------------------------------------------------------------------------------- */
 
-static void link_context(struct soft_context *context)
+static void link_context(struct soft_context *context, const struct soft_settings *settings)
 {
     struct soft_device *device = context->device;
 
     pthread_mutex_lock(&device->lock);
+    if (!device->first && settings)
+        soft_fabric_configure(device, settings);
     context->next = device->first;
     context->link = &device->first;
     if (context->next)
@@ -84,6 +100,8 @@ static void unlink_context(struct soft_context *context)
     *context->link = context->next;
     if (context->next)
         context->next->link = context->link;
+    if (!context->device->first) /* under the lock: another context begins with a fabric of its own */
+        soft_fabric_stop(context->device);
     pthread_mutex_unlock(&context->device->lock);
 }
 
@@ -94,12 +112,15 @@ struct ibv_context *soft_open(const struct soft_options *options)
     struct verbs_context *verbs;
     int error;
 
+    if (options->why)
+        options->why[0] = 0;
     if ((options->mode != SOFT_INLINE && options->mode != SOFT_ENGINE) ||
-        (options->mode == SOFT_INLINE && options->delay_ns)) {
+        (options->mode == SOFT_INLINE && options->delay_ns) ||
+        (options->address.family && !soft_address_is_usable(&options->address))) {
         errno = EINVAL;
         return NULL;
     }
-    device = device_get();
+    device = device_get(&options->address);
     if (!device)
         return NULL;
     context = calloc(1, sizeof(*context));
@@ -132,9 +153,15 @@ struct ibv_context *soft_open(const struct soft_options *options)
     error = pthread_mutex_init(&verbs->context.mutex, NULL);
     if (error)
         goto destroy_events;
-    link_context(context);
-    return &verbs->context;
+    link_context(context, options->settings);
+    error = options->address.family ? soft_fabric_listen(device) : 0; /* who has an address is found by it */
+    if (!error)
+        return &verbs->context;
 
+    if (options->why)
+        soft_fabric_error(device, options->why, SOFT_WHY);
+    unlink_context(context);
+    pthread_mutex_destroy(&verbs->context.mutex);
 destroy_events:
     soft_events_destroy(context);
 destroy_engine:
@@ -196,6 +223,28 @@ int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
         return EINVAL;
     atomic_store(&context->delay_ns, delay_ns);
     return 0;
+}
+
+/* ---- What the fabric tells ------------------------------------------------------------------------------- */
+
+void soft_tell_fabric(struct ibv_context *context, struct soft_fabric_stats *stats)
+{
+    soft_fabric_get_stats(to_soft_context(context)->device, stats);
+}
+
+size_t soft_tell_streams(struct ibv_context *context, struct soft_stream_stats *streams, size_t room)
+{
+    return soft_fabric_get_streams(to_soft_context(context)->device, streams, room);
+}
+
+void soft_tell_problem(struct ibv_context *context, char *why)
+{
+    soft_fabric_error(to_soft_context(context)->device, why, SOFT_WHY);
+}
+
+bool soft_has_fabric(const struct ibv_context *context)
+{
+    return soft_fabric_has_begun(to_soft_context(context)->device);
 }
 
 /* ---- What happens to a device ---------------------------------------------------------------------------- */

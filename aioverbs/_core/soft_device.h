@@ -4,6 +4,10 @@
 #ifndef AIOVERBS_SOFT_DEVICE_H
 #define AIOVERBS_SOFT_DEVICE_H
 
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
 #include "soft_fault.h"
 #include "verbs_table.h"
 
@@ -12,10 +16,27 @@ enum soft_mode {
     SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
 };
 
+#define SOFT_PORT 7470u /* of TCP, where no other one is said */
+
+/* Where other hosts find a device. */
+struct soft_address {
+    int family; /* AF_INET or AF_INET6; 0: nowhere */
+    uint16_t port;
+    uint8_t bytes[16]; /* of IPv4 the first 4; network byte order */
+};
+
+struct soft_settings;
+
 struct soft_options {
     enum soft_mode mode;
-    uint64_t delay_ns; /* engine mode only */
+    uint64_t delay_ns;           /* engine mode only */
+    struct soft_address address; /* which device of this process: "soft0", or for each address one more */
+    /* Of the fabric, taken over by who opens the device while nobody else has it open; NULL: the environment's. */
+    const struct soft_settings *settings;
+    char *why; /* NULL, or SOFT_WHY characters for what errno does not tell where opening fails; "" where it does */
 };
+
+enum { SOFT_WHY = 256 };
 
 /* What is alive in a context. */
 struct soft_counts {
@@ -25,7 +46,9 @@ struct soft_counts {
 
 extern const struct verbs_table soft_verbs;
 
-/* NULL and errno: EINVAL (mode; a delay in inline mode), ENOMEM, EMFILE. */
+/* NULL and errno: EINVAL (mode; a delay in inline mode; an address that no host has for its own, or that is that of one
+ * network interface only; what the environment says), ENOMEM, EMFILE; with an address, why nobody can be let in there,
+ * such as EADDRINUSE and EADDRNOTAVAIL. */
 struct ibv_context *soft_open(const struct soft_options *options);
 
 /* Counts forks from here on (soft_open does it by itself): how many lie between the first process that asked and
@@ -45,6 +68,21 @@ void soft_count(struct ibv_context *context, struct soft_counts *counts);
 
 /* For measurements and tests: changes the delay of requests posted from here on. EINVAL in inline mode. */
 int soft_set_delay(struct ibv_context *context, uint64_t delay_ns);
+
+/* ---- Peers of other processes ------------------------------------------------------------------------------ */
+
+struct soft_fabric_stats;
+struct soft_stream_stats;
+
+/* For all contexts of the device at once. Streams: how many there are, of which the first `room` are told. */
+void soft_tell_fabric(struct ibv_context *context, struct soft_fabric_stats *stats);
+size_t soft_tell_streams(struct ibv_context *context, struct soft_stream_stats *streams, size_t room);
+
+/* Why peers do not find the device, "" where nothing is wrong with that: SOFT_WHY characters. */
+void soft_tell_problem(struct ibv_context *context, char *why);
+
+/* Whether there may be peers: from the first queue pair that has one, until the last context is closed. */
+bool soft_has_fabric(const struct ibv_context *context);
 
 /* ---- Shared protection domains ---------------------------------------------------------------------------- */
 
@@ -73,7 +111,7 @@ int soft_break_qp(struct ibv_qp *qp);
 int soft_break_cq(struct ibv_cq *cq);
 int soft_break_srq(struct ibv_srq *srq);
 
-/* Stops the context's C thread for good, before memory that requests refer to goes away (end of the process). */
+/* Stops the context's C thread for good, and the device's fabric, before memory that requests refer to goes away (end of the process). */
 void soft_halt(struct ibv_context *context);
 
 #endif

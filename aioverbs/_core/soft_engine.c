@@ -246,8 +246,10 @@ static void halt(struct soft_engine *engine)
 
 void soft_halt(struct ibv_context *context)
 {
-    if (!soft_is_stale(context))
-        halt(&to_soft_context(context)->engine);
+    if (soft_is_stale(context))
+        return;
+    soft_fabric_halt(to_soft_context(context)->device);
+    halt(&to_soft_context(context)->engine);
 }
 
 void soft_engine_destroy(struct soft_context *context)

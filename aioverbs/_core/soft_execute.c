@@ -1,5 +1,5 @@
 /* Execution of send queues: what the hardware does with a work request, in whichever thread it is done. */
-#include "soft.h"
+#include "soft_execute.h"
 
 /* ---- Completions ----------------------------------------------------------------------------------------- */
 
@@ -37,8 +37,8 @@ static void fail_sender(struct soft_qp *qp)
 
 /* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
  * breaks the queue; so does a completion that found no room, and then an event tells what it would have told. */
-static void complete(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
-                     uint32_t byte_len)
+void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
+                           uint32_t vendor_err, uint32_t byte_len)
 {
     struct soft_cqe cqe;
 
@@ -70,6 +70,7 @@ void soft_flush_receives(struct soft_qp *qp)
 {
     uint32_t posted = atomic_load(qp->rq.posted);
 
+    soft_inbound_end(qp, true);
     while (qp->rq.taken != posted) {
         const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
         struct soft_cqe cqe = {
@@ -87,24 +88,14 @@ void soft_flush_receives(struct soft_qp *qp)
     }
 }
 
-/* One queue's turn, in bytes, where a request counts for its data and for REQUEST_COST. Whoever posts as fast as we
- * execute must keep neither other queue pairs waiting nor those who wait for a grace period. */
-#define TURN_BYTES (1 << 20)
-#define REQUEST_COST 4096
-
 /* ---- One request ----------------------------------------------------------------------------------------- */
 
-static bool is_atomic(uint8_t opcode)
-{
-    return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
-}
-
 /* Checks the local side of a request and finds its memory. */
-static enum ibv_wc_status resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
-                                  struct soft_request *request)
+enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                struct soft_request *request)
 {
     const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
-    bool answer = wqe->opcode == IBV_WR_RDMA_READ || is_atomic(wqe->opcode);
+    bool answer = soft_is_answered(wqe->opcode);
     uint64_t length = 0;
     unsigned int i;
 
@@ -127,7 +118,7 @@ static enum ibv_wc_status resolve(struct soft_qp *qp, const struct soft_wqe *wqe
         if (!segments[request->local_count++].address)
             return IBV_WC_LOC_PROT_ERR;
     }
-    if (length > SOFT_MAX_MESSAGE || (is_atomic(wqe->opcode) && length != 8))
+    if (length > SOFT_MAX_MESSAGE || (soft_is_atomic(wqe->opcode) && length != 8))
         return IBV_WC_LOC_LEN_ERR;
     if (answer && !qp->attr.max_rd_atomic) /* no reads in flight were agreed on: it could never be sent */
         return IBV_WC_LOC_QP_OP_ERR;
@@ -136,7 +127,7 @@ static enum ibv_wc_status resolve(struct soft_qp *qp, const struct soft_wqe *wqe
 }
 
 /* How many packets a message, or a read's answer, takes: sequence numbers count them. */
-static uint32_t packets(const struct soft_qp *qp, uint32_t length)
+uint32_t soft_packets(const struct soft_qp *qp, uint32_t length)
 {
     unsigned int shift = 7 + qp->attr.path_mtu; /* of the MTU */
 
@@ -197,7 +188,7 @@ static uint32_t reads_in_flight(const struct soft_qp *qp)
 
         if (wqe->flags & IBV_SEND_FENCE)
             break;
-        if (wqe->opcode != IBV_WR_RDMA_READ && !is_atomic(wqe->opcode))
+        if (!soft_is_answered(wqe->opcode))
             continue;
         if (wqe->due_ns && wqe->due_ns > soft_now_ns())
             break;
@@ -214,14 +205,9 @@ static enum ibv_wc_status execute_locally(struct soft_qp *qp, const struct soft_
     return soft_mw_invalidate(qp, qp->pd, wqe->imm_data) ? IBV_WC_SUCCESS : IBV_WC_LOC_QP_OP_ERR;
 }
 
-static bool is_local(uint8_t opcode)
-{
-    return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
-}
-
 /* What the fault plan makes of a request, the first time that it is tried; else whether it can be sent at all. */
-static enum ibv_wc_status begin(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
-                                struct soft_request *request, uint32_t *vendor_err)
+enum ibv_wc_status soft_begin_request(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                      struct soft_request *request, uint32_t *vendor_err)
 {
     enum ibv_wc_status status = IBV_WC_SUCCESS;
 
@@ -229,19 +215,33 @@ static enum ibv_wc_status begin(struct soft_qp *qp, const struct soft_wqe *wqe, 
         status = soft_fault_status(qp, false, vendor_err);
     qp->begun = true;
     if (status == IBV_WC_SUCCESS)
-        status = is_local(wqe->opcode) ? execute_locally(qp, wqe) : resolve(qp, wqe, segments, request);
+        status = soft_is_local(wqe->opcode) ? execute_locally(qp, wqe) : soft_resolve(qp, wqe, segments, request);
     return status;
 }
 
-/* Sends and forgets: all that the requester can tell is that it left. */
-static void send_unreliably(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request,
+/* Sends and forgets: all that the requester can tell is that it left. A datagram may wait a little for the way. */
+static void send_unreliably(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_request *request,
                             struct soft_reply *reply)
 {
-    /* A datagram that is larger than the port's MTU goes nowhere, which is no error (C10-93.1.1). */
-    if (qp->qp.qp_type != IBV_QPT_UD || request->length <= SOFT_MTU)
+    bool datagram = qp->qp.qp_type == IBV_QPT_UD;
+    struct soft_device *device = qp->context->device;
+    uint64_t until;
+
+    if (datagram) {
+        request->sgid = &device->gids[wqe->path.sgid_index];
+        /* One that is larger than the port's MTU goes nowhere, which is no error (C10-93.1.1). */
+        if (request->length <= SOFT_MTU && !soft_gid_is_local(device, &wqe->dgid)) {
+            until = soft_ask_datagram(qp, wqe, request);
+            if (until && wait_until(qp, until, false) == IBV_WC_SUCCESS)
+                return;
+        } else if (request->length <= SOFT_MTU) {
+            soft_link_deliver(request, reply);
+        }
+    } else {
         soft_link_deliver(request, reply);
+    }
     qp->next_psn = (qp->next_psn + request->packets) & SOFT_PSN_MASK;
-    complete(qp, wqe, IBV_WC_SUCCESS, 0, request->length);
+    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length);
 }
 
 /* Under sq_lock, in RTS: executes the request at `taken`, completes it or makes the queue wait. Returns a peer that
@@ -253,22 +253,24 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         .from = qp,
         .wqe = wqe,
         .psn = qp->next_psn,
+        .src_qp = qp->qp.qp_num,
     };
     struct soft_reply reply = {.kind = SOFT_SILENT};
     uint32_t vendor_err = 0;
-    enum ibv_wc_status status = begin(qp, wqe, segments, &request, &vendor_err);
+    enum ibv_wc_status status = soft_begin_request(qp, wqe, segments, &request, &vendor_err);
 
-    *left -= REQUEST_COST + (int64_t)request.length;
-    if (status != IBV_WC_SUCCESS || is_local(wqe->opcode)) {
-        complete(qp, wqe, status, vendor_err, 0);
+    *left -= SOFT_REQUEST_COST + (int64_t)request.length;
+    if (status != IBV_WC_SUCCESS || soft_is_local(wqe->opcode)) {
+        soft_complete_request(qp, wqe, status, vendor_err, 0);
         return NULL;
     }
-    request.packets = packets(qp, request.length);
+    request.total = request.length;
+    request.packets = soft_packets(qp, request.length);
     if (!soft_is_reliable(qp)) {
         send_unreliably(qp, wqe, &request, &reply);
         return reply.broken;
     }
-    if (wqe->opcode == IBV_WR_RDMA_READ || is_atomic(wqe->opcode))
+    if (soft_is_answered(wqe->opcode))
         request.reads = reads_in_flight(qp);
     soft_link_deliver(&request, &reply);
     switch (reply.kind) {
@@ -276,7 +278,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         qp->next_psn = (qp->next_psn + request.packets) & SOFT_PSN_MASK;
         qp->retries_left = qp->attr.retry_cnt;
         qp->rnr_left = qp->attr.rnr_retry;
-        complete(qp, wqe, IBV_WC_SUCCESS, 0, request.length);
+        soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, request.length);
         return reply.broken;
     case SOFT_NAK:
         status = reply.status;
@@ -289,14 +291,14 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         break;
     }
     if (status != IBV_WC_SUCCESS)
-        complete(qp, wqe, status, 0, 0);
+        soft_complete_request(qp, wqe, status, 0, 0);
     return reply.broken;
 }
 
 /* ---- A queue --------------------------------------------------------------------------------------------- */
 
 /* Under sq_lock, in SQD with no request under way. */
-static void drained(struct soft_qp *qp)
+void soft_drained(struct soft_qp *qp)
 {
     if (qp->drain_notify)
         soft_raise(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
@@ -315,20 +317,22 @@ static void last_wqe_reached(struct soft_qp *qp)
 /* Under sq_lock. Returns when to come again: 0 when its turn is over but not its work. */
 static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
 {
-    int64_t left = TURN_BYTES;
+    int64_t left = SOFT_QUEUE_TURN;
 
+    if (soft_asks(qp))
+        return soft_ask(qp);
     while (left > 0) {
         const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, qp->sq.taken);
         unsigned int state = atomic_load(&qp->state);
         struct soft_qp *peer;
 
         if (state == IBV_QPS_SQD && !qp->waiting)
-            drained(qp);
+            soft_drained(qp);
         if (qp->sq.taken == atomic_load_explicit(qp->sq.posted, memory_order_acquire))
             return UINT64_MAX;
         if (state == IBV_QPS_ERR || state == IBV_QPS_SQE) {
-            complete(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0, 0);
-            left -= REQUEST_COST;
+            soft_complete_request(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0, 0);
+            left -= SOFT_REQUEST_COST;
             continue;
         }
         /* Draining: what was begun is brought to its end. */
@@ -338,7 +342,7 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
             if (qp->retry_ns > soft_now_ns())
                 return qp->retry_ns;
             if (!may_retry(qp)) {
-                complete(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0);
+                soft_complete_request(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0);
                 continue;
             }
         } else if (wqe->due_ns && wqe->due_ns > soft_now_ns()) {

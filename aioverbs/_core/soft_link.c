@@ -1,20 +1,20 @@
 /* Delivery: finds the peer of a queue pair and has a request done there.
  *
- * The only part that knows where a peer is. All peers are in this process: one that is elsewhere does not answer. */
+ * Peers of this device only: how others are reached is in soft_ask.c. */
 #include "soft.h"
 
-static bool is_up(const struct soft_qp *qp)
+bool soft_is_up(const struct soft_qp *qp)
 {
     return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
            !(atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST);
 }
 
 /* Whether it receives at all. */
-static bool listens(const struct soft_qp *peer)
+bool soft_listens(const struct soft_qp *peer)
 {
     unsigned int state = atomic_load(&peer->state);
 
-    return is_up(peer) &&
+    return soft_is_up(peer) &&
            (state == IBV_QPS_RTR || state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_SQE);
 }
 
@@ -46,7 +46,8 @@ void soft_link_deliver(const struct soft_request *request, struct soft_reply *re
     bool datagram = from->qp.qp_type == IBV_QPT_UD;
 
     reply->kind = SOFT_SILENT;
-    if (!(datagram ? soft_gid_is_local(&request->wqe->dgid) : from->leads_here) || !is_up(from))
+    if (!(datagram ? soft_gid_is_local(from->context->device, &request->wqe->dgid) : from->leads_here) ||
+        !soft_is_up(from))
         return;
     if ((atomic_load_explicit(&from->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
         soft_fault_loses(from))
@@ -56,7 +57,7 @@ void soft_link_deliver(const struct soft_request *request, struct soft_reply *re
     if (!peer)
         return;
     soft_lock_take(&peer->rq_lock);
-    if (listens(peer) && (datagram ? accepts_datagram(peer, request) : accepts_connected(peer, request))) {
+    if (soft_listens(peer) && (datagram ? accepts_datagram(peer, request) : accepts_connected(peer, request))) {
         soft_respond(peer, request, reply);
         if (reply->kind == SOFT_ACK)
             peer->expected_psn = (request->psn + request->packets) & SOFT_PSN_MASK;

@@ -1,6 +1,6 @@
 /* Memory regions: keys, rights and bounds. */
 #define _GNU_SOURCE
-#include "soft.h"
+#include "soft_execute.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -91,6 +91,8 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
         return ENODEV;
     if (atomic_load(&mr->windows)) /* who uses it meanwhile is not to notice */
         return EBUSY;
+    if (!grace_ready())
+        return ENOMEM;
     soft_table_withdraw(&context->device->keys, number);
     grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
     if (atomic_load(&mr->windows)) {
@@ -98,6 +100,7 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
         return EBUSY;
     }
     soft_pd_release(mr->pd, &mr->key);
+    soft_ask_without(context->device, ibv_mr->lkey);
     soft_table_release(&context->device->keys, number);
     atomic_fetch_sub(&context->mrs, 1);
     free(mr);

@@ -6,10 +6,16 @@
 
 /* ---- The driver half ------------------------------------------------------------------------------------- */
 
+static bool is_empty(const struct soft_cq *cq)
+{
+    return atomic_load_explicit(cq->consumer, memory_order_relaxed) ==
+           atomic_load_explicit(&cq->producer, memory_order_acquire);
+}
+
 static struct soft_cqe *peek(struct soft_cq *cq, uint32_t *consumer)
 {
     *consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
-    if (*consumer == atomic_load_explicit(&cq->producer, memory_order_acquire))
+    if (is_empty(cq))
         return NULL;
     return &cq->ring[*consumer & cq->mask];
 }
@@ -39,6 +45,8 @@ int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
     error = soft_half_enter(&cq->half, "poll_cq");
     if (error)
         return -error;
+    if (is_empty(cq)) /* perhaps a remote peer has answered */
+        soft_fabric_progress(to_soft_context(ibv_cq->context)->device);
     for (n = 0; n < count && (cqe = peek(cq, &consumer)); n++) {
         wc[n] = (struct ibv_wc){
             .wr_id = cqe->wr_id,
@@ -150,6 +158,8 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
     error = soft_half_enter(&cq->half, "start_poll");
     if (error)
         return error;
+    if (is_empty(cq))
+        soft_fabric_progress(to_soft_context(ex->context)->device);
     error = show(cq);
     if (error)
         soft_half_leave(&cq->half);

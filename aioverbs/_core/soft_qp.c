@@ -1,6 +1,6 @@
 /* Queue pairs: creation, destruction, queries, and changes of state. */
 #define _GNU_SOURCE
-#include "soft.h"
+#include "soft_execute.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -169,6 +169,15 @@ static void refer(struct soft_qp *qp, int by)
     atomic_fetch_add(&qp->context->qps, (unsigned int)by);
 }
 
+/* Under both locks, but where nobody knows it yet. */
+static void begin_life(struct soft_qp *qp)
+{
+    /* Answers to an earlier life, and to other queue pairs that had its number, are none. */
+    uint32_t token = (uint32_t)atomic_fetch_add(&qp->context->device->tokens, 1);
+
+    qp->out = (struct soft_outbound){.token = token, .deadline = UINT64_MAX};
+}
+
 static void describe(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
 {
     bool target = attr->qp_type == IBV_QPT_XRC_RECV;
@@ -189,6 +198,7 @@ static void describe(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
     qp->sq_sig_all = attr->sq_sig_all;
     qp->serial = 1 + atomic_fetch_add(&qp->context->device->serial, 1);
     qp->timer.of = SOFT_TIMER_QP;
+    begin_life(qp);
     qp->events.element = &qp->qp;
 }
 
@@ -310,6 +320,8 @@ static void retire(struct soft_qp *qp)
     soft_lock_take(&qp->rq_lock);
     qp->leaving = true;
     atomic_store(&qp->state, IBV_QPS_RESET);
+    soft_ask_no_more(qp);
+    soft_inbound_end(qp, false);
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
 }
@@ -344,6 +356,8 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
 
     soft_engine_unreserve(context);
     soft_table_release(&context->device->qps, ibv_qp->qp_num);
+    if (qp->link)
+        soft_link_put(qp->link);
     soft_memory_put(&qp->record);
     soft_memory_put(&qp->buffer);
     refer(qp, -1);
@@ -451,11 +465,11 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     TAKE(IBV_QP_RNR_RETRY, rnr_retry);
 #undef TAKE
     if (mask & IBV_QP_AV)
-        qp->leads_here = soft_gid_is_local(&attr->ah_attr.grh.dgid);
+        qp->leads_here = soft_gid_is_local(qp->context->device, &attr->ah_attr.grh.dgid);
     if (mask & IBV_QP_RQ_PSN)
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
-        qp->next_psn = attr->sq_psn;
+        qp->next_psn = qp->out.psn = attr->sq_psn;
     /* A change of something else leaves a request that is tried again the attempts that it has. */
     if (mask & IBV_QP_RETRY_CNT)
         qp->retries_left = own->retry_cnt;
@@ -471,6 +485,13 @@ static void reset(struct soft_qp *qp)
     memset(&qp->attr, 0, sizeof(qp->attr));
     qp->attr.cap = cap;
     qp->leads_here = false;
+    soft_ask_no_more(qp);
+    if (qp->link)
+        soft_link_put(qp->link);
+    qp->link = NULL;
+    begin_life(qp);
+    soft_inbound_end(qp, false);
+    memset(qp->kept, 0, sizeof(qp->kept));
     qp->begun = qp->waiting = qp->drain_notify = false;
     qp->established = qp->last_wqe = false;
     qp->next_psn = qp->expected_psn = 0;
@@ -481,8 +502,9 @@ static void reset(struct soft_qp *qp)
     atomic_store(&qp->rq.reaped, 0);
 }
 
-/* Inside of the driver half. */
-static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
+/* Inside of the driver half. `link`, where the path leads to a remote peer, becomes the queue pair's, and what it had
+ * the caller's. */
+static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
 {
     enum ibv_qp_state from, to;
     int error;
@@ -501,8 +523,16 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
             reset(qp);
         else
             take_over(qp, attr, mask);
-        if (to != IBV_QPS_RTS && to != IBV_QPS_SQD)
+        if (mask & IBV_QP_AV) {
+            struct soft_link *before = qp->link;
+
+            qp->link = *link;
+            *link = before;
+        }
+        if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
+            soft_ask_no_more(qp);
             qp->waiting = false;
+        }
         if (to != IBV_QPS_SQD)
             qp->drain_notify = false;
         else if (from != IBV_QPS_SQD)
@@ -515,10 +545,33 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
     return error;
 }
 
+/* A remote peer is to be found, and to find us: 0 or an errno. A datagram's queue, whose peers are not known, is as
+ * good without: its way here is closed then. */
+static int find_way(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
+{
+    struct soft_device *device = qp->context->device;
+    int error;
+
+    if (qp->qp.qp_type == IBV_QPT_UD) {
+        if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RTR)
+            soft_fabric_listen(device);
+        return 0;
+    }
+    if (!(mask & IBV_QP_AV) || soft_gid_is_local(device, &attr->ah_attr.grh.dgid))
+        return 0;
+    error = soft_fabric_listen(device);
+    if (!error)
+        error = soft_engine_start(qp->context); /* the clock of what is repeated */
+    if (!error && !(*link = soft_link_get(device, &attr->ah_attr.grh.dgid)))
+        error = errno;
+    return error;
+}
+
 int soft_modify_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask)
 {
     struct soft_qp *qp = to_soft_qp(ibv_qp);
     bool to_reset = (mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET;
+    struct soft_link *link = NULL;
     int error;
 
     if (soft_stale(qp->context))
@@ -531,7 +584,11 @@ int soft_modify_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask)
     error = soft_half_enter(&qp->half, "modify_qp");
     if (error)
         goto leave;
-    error = change(qp, attr, mask);
+    error = find_way(qp, attr, mask, &link);
+    if (!error)
+        error = change(qp, attr, mask, &link);
+    if (link)
+        soft_link_put(link);
     if (!error && to_reset)
         purge_cqs(qp);
     if (!error)

@@ -4,24 +4,7 @@
 
 #include <string.h>
 
-#define SOFT_GUID 0x0241494fff564253ull /* locally administered */
-#define SOFT_CLOCK_KHZ 1000000u         /* timestamps are CLOCK_MONOTONIC's nanoseconds */
-
-/* Index 0 is the link-local address made from the GUID, index 1 an IPv4-mapped one (RoCE v2), as RoCE NICs have. */
-const union ibv_gid soft_gids[SOFT_GIDS] = {
-    {.raw = {0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0x02, 0x41, 0x49, 0x4f, 0xff, 0x56, 0x42, 0x53}},
-    {.raw = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 127, 0, 0, 1}},
-};
-
-bool soft_gid_is_local(const union ibv_gid *gid)
-{
-    unsigned int i;
-
-    for (i = 0; i < SOFT_GIDS; i++)
-        if (!memcmp(gid->raw, soft_gids[i].raw, sizeof(gid->raw)))
-            return true;
-    return false;
-}
+#define SOFT_CLOCK_KHZ 1000000u /* timestamps are CLOCK_MONOTONIC's nanoseconds */
 
 /* ---- The device ------------------------------------------------------------------------------------------ */
 
@@ -32,14 +15,11 @@ bool soft_gid_is_local(const union ibv_gid *gid)
      IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_SRQ_RESIZE | IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B | \
      IBV_DEVICE_MEM_MGT_EXTENSIONS | IBV_DEVICE_XRC)
 
-static void fill_attr(struct ibv_device_attr *attr)
+static void fill_attr(const struct soft_device *device, struct ibv_device_attr *attr)
 {
-    unsigned int i;
-
     memset(attr, 0, sizeof(*attr));
     strcpy(attr->fw_ver, "soft-1");
-    for (i = 0; i < 8; i++) /* network byte order, whatever this machine's is */
-        ((uint8_t *)&attr->node_guid)[i] = (uint8_t)(SOFT_GUID >> (56 - 8 * i));
+    memcpy(&attr->node_guid, device->gids[0].raw + 8, sizeof(attr->node_guid)); /* both in network byte order */
     attr->sys_image_guid = attr->node_guid;
     attr->max_mr_size = UINT64_MAX;
     attr->page_size_cap = SOFT_PAGE;
@@ -69,7 +49,7 @@ int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr)
 {
     if (soft_stale(to_soft_context(context)))
         return ENODEV;
-    fill_attr(attr);
+    fill_attr(to_soft_context(context)->device, attr);
     return 0;
 }
 
@@ -91,7 +71,7 @@ int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_dev
         return EINVAL;
     if (size < sizeof(attr.orig_attr))
         return EINVAL;
-    fill_attr(&attr.orig_attr);
+    fill_attr(to_soft_context(context)->device, &attr.orig_attr);
     memset(out, 0, size);
     memcpy(out, &attr, size < sizeof(attr) ? size : sizeof(attr));
     return 0;
@@ -151,7 +131,7 @@ int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union i
         errno = stale ? ENODEV : EINVAL;
         return -1;
     }
-    *gid = soft_gids[index];
+    *gid = to_soft_context(context)->device->gids[index];
     return 0;
 }
 

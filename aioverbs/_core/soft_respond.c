@@ -37,6 +37,37 @@ static inline void copy(const struct soft_segment *to, const struct soft_segment
         copy_pieces(to, from, length);
 }
 
+/* Bytes of a request to memory here that was checked, and those of an answer from there: 0 or an errno. */
+static inline int bring(const struct soft_request *request, const struct soft_segment *to,
+                        const struct soft_segment *from, uint32_t length)
+{
+    if (request->carrier && request->carrier->bring)
+        return request->carrier->bring(request->carrier, to, length);
+    copy(to, from, length);
+    return 0;
+}
+
+static inline int give(const struct soft_request *request, const struct soft_segment *from, uint32_t length)
+{
+    if (request->carrier)
+        return request->carrier->give(request->carrier, from, length);
+    copy(request->local, from, length);
+    return 0;
+}
+
+/* From `offset` on. */
+static void skip(struct soft_segment *segments, uint32_t offset)
+{
+    unsigned int i = 0;
+
+    while (offset && offset >= segments[i].length)
+        offset -= segments[i++].length;
+    if (i)
+        memmove(segments, segments + i, (SOFT_MAX_SGE - i) * sizeof(*segments));
+    segments[0].address += offset;
+    segments[0].length -= offset;
+}
+
 /* ---- Answers --------------------------------------------------------------------------------------------- */
 
 static void break_peer(struct soft_qp *peer, struct soft_reply *reply)
@@ -80,29 +111,47 @@ struct responder {
     struct soft_reply *reply;
 };
 
-/* A receive that was taken. */
-struct taken {
-    uint64_t wr_id;
-    uint32_t num_sge;
-    uint32_t index; /* in the queue pair's own queue */
-    const struct ibv_sge *sges;
-    struct soft_receive copy; /* of a shared queue's */
-};
+/* Whether there is one of a message that was given up. */
+static bool is_held(const struct responder *at)
+{
+    return at->peer->in.active && at->peer->in.srq == at->srq;
+}
 
 static bool has_receive(const struct responder *at)
 {
+    if (is_held(at))
+        return true;
     if (at->srq)
         return soft_srq_has(at->srq);
     return at->peer->rq.taken != atomic_load_explicit(at->peer->rq.posted, memory_order_acquire);
 }
 
-static bool take_receive(const struct responder *at, struct taken *taken)
+/* It stays taken for what comes next of its message, or for the next message. */
+static void hold(const struct responder *at, const struct soft_taken *taken)
+{
+    soft_inbound_end(at->peer, false); /* of another shared receive queue */
+    at->peer->in = (struct soft_inbound){.active = true, .srq = at->srq, .taken = *taken};
+}
+
+static void resume(struct soft_qp *peer, struct soft_taken *taken)
+{
+    *taken = peer->in.taken;
+    if (peer->in.srq)
+        taken->sges = taken->copy.sges;
+    peer->in.active = false;
+}
+
+static bool take_receive(const struct responder *at, struct soft_taken *taken)
 {
     struct soft_ring *ring = &at->peer->rq;
     const struct soft_rwqe *rwqe;
 
     if (!has_receive(at))
         return false;
+    if (is_held(at)) {
+        resume(at->peer, taken);
+        return true;
+    }
     if (at->srq) {
         if (!soft_srq_take(at->srq, &taken->copy))
             return false; /* another queue pair was faster */
@@ -139,7 +188,7 @@ static uint64_t room_of(const struct ibv_sge *sges, uint32_t count)
 }
 
 /* Where a message of `length` bytes goes in a receive. */
-static enum ibv_wc_status resolve_receive(const struct responder *at, const struct taken *taken, uint64_t length,
+static enum ibv_wc_status resolve_receive(const struct responder *at, const struct soft_taken *taken, uint64_t length,
                                           struct soft_segment *segments)
 {
     struct soft_device *device = at->peer->context->device;
@@ -167,8 +216,9 @@ static bool carries_imm(const struct soft_request *request)
     return request->wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || request->wqe->opcode == IBV_WR_SEND_WITH_IMM;
 }
 
-static void complete_receive(const struct responder *at, const struct soft_request *request, const struct taken *taken,
-                             enum ibv_wc_status status, uint32_t vendor_err, uint32_t byte_len)
+static void complete_receive(const struct responder *at, const struct soft_request *request,
+                             const struct soft_taken *taken, enum ibv_wc_status status, uint32_t vendor_err,
+                             uint32_t byte_len)
 {
     struct soft_cqe cqe = {
         .wr_id = taken->wr_id,
@@ -176,7 +226,7 @@ static void complete_receive(const struct responder *at, const struct soft_reque
         .srq = at->srq,
         .byte_len = byte_len,
         .qp_num = at->peer->qp.qp_num,
-        .src_qp = request->from->qp.qp_num,
+        .src_qp = request->src_qp,
         .wqe_index = taken->index,
         .vendor_err = vendor_err,
         .status = (uint8_t)status,
@@ -215,34 +265,50 @@ static enum ibv_wc_status requester_sees(enum ibv_wc_status receive)
     return receive == IBV_WC_LOC_LEN_ERR ? IBV_WC_REM_INV_REQ_ERR : IBV_WC_REM_OP_ERR;
 }
 
-/* A message with what stands before its data. */
+/* A message, or a part of one, with what stands before its data. */
 static void respond_message(const struct responder *at, const struct soft_request *request,
                             const struct soft_segment *from, uint32_t length)
 {
+    uint32_t total = request->total + (length - request->length), vendor_err = 0;
+    bool first = !request->offset, last = request->offset + request->length == request->total;
     struct soft_segment segments[SOFT_MAX_SGE];
-    enum ibv_wc_status status;
-    struct taken taken;
-    uint32_t vendor_err;
+    enum ibv_wc_status status = IBV_WC_SUCCESS;
+    struct soft_taken taken;
+    int error = 0;
 
-    if (!take_receive(at, &taken)) {
-        not_ready(at);
+    if (first ? !take_receive(at, &taken) : !is_held(at)) {
+        if (first)
+            not_ready(at);
         return;
     }
     at->reply->kind = SOFT_ACK;
-    status = planned(at, &vendor_err);
+    if (first)
+        status = planned(at, &vendor_err);
+    else
+        resume(at->peer, &taken);
     if (status == IBV_WC_SUCCESS) {
-        status = resolve_receive(at, &taken, length, segments);
+        status = resolve_receive(at, &taken, total, segments);
         if (status == IBV_WC_LOC_LEN_ERR && !soft_is_reliable(at->peer) && !at->srq) {
             at->peer->rq.taken--; /* dropped: the receive waits for one that fits */
             return;
         }
     }
-    if (status == IBV_WC_SUCCESS)
-        copy(segments, from, length);
+    if (status == IBV_WC_SUCCESS) {
+        if (!first)
+            skip(segments, request->offset);
+        error = bring(request, segments, from, length);
+    }
+    if (error == ESTALE || (status == IBV_WC_SUCCESS && !error && !last)) {
+        hold(at, &taken);
+        at->reply->kind = error ? SOFT_SILENT : SOFT_ACK;
+        return;
+    }
+    if (error)
+        status = IBV_WC_LOC_PROT_ERR;
     if (status == IBV_WC_SUCCESS && request->wqe->opcode == IBV_WR_SEND_WITH_INV &&
         !soft_mw_invalidate(at->peer, at->pd, request->wqe->imm_data))
         status = IBV_WC_MW_BIND_ERR;
-    complete_receive(at, request, &taken, status, vendor_err, length);
+    complete_receive(at, request, &taken, status, vendor_err, total);
     if (status != IBV_WC_SUCCESS)
         refuse(at->peer, at->reply, requester_sees(status), true);
 }
@@ -272,15 +338,15 @@ static void put16(uint8_t *to, uint32_t value)
 /* The route as RoCE v2 delivers it: for IPv4 an IP header in the last 20 bytes, else an IPv6-shaped GRH. */
 static void write_grh(uint8_t *grh, const struct soft_request *request)
 {
-    static const uint8_t mapped[12] = {[10] = 0xff, [11] = 0xff};
     const struct soft_wqe *wqe = request->wqe;
-    const uint8_t *source = soft_gids[wqe->path.sgid_index].raw, *target = wqe->dgid.raw;
+    const union ibv_gid *from = request->sgid, *to = &wqe->dgid;
+    const uint8_t *source = from->raw, *target = to->raw;
     /* What follows: a UDP header, a base and a datagram transport header, an immediate, the data padded to 4, and a
      * checksum. */
     uint32_t payload = 8 + 12 + 8 + (carries_imm(request) ? 4 : 0) + ((request->length + 3) & ~3u) + 4;
 
     memset(grh, 0, SOFT_GRH);
-    if (!memcmp(target, mapped, sizeof(mapped)) && !memcmp(source, mapped, sizeof(mapped))) {
+    if (soft_gid_is_ipv4(to) && soft_gid_is_ipv4(from)) {
         uint8_t *ip = grh + 20;
 
         ip[0] = 0x45;
@@ -340,16 +406,24 @@ static bool has_resources(const struct responder *at, const struct soft_request 
     return enough;
 }
 
-/* The memory that a request names, or NULL: then it is refused. */
+/* The memory that a request names, or NULL: then it is refused. Of one in parts, all that is still to come must be
+ * allowed, as its first packet says how much that is. */
 static inline uint8_t *target(const struct responder *at, const struct soft_request *request,
                               struct soft_remote *remote, int access)
 {
     uint8_t *address = soft_remote_open(remote, at->peer->context->device, at->peer, at->pd, request->wqe->rkey,
-                                        request->wqe->remote_addr, request->length, access);
+                                        request->wqe->remote_addr, request->total - request->offset, access);
 
     if (!address)
         refuse(at->peer, at->reply, IBV_WC_REM_ACCESS_ERR, false);
     return address;
+}
+
+/* Where bytes could not be moved: the peer gave its request up, and nobody is answered; or that is an error. */
+static void not_moved(const struct responder *at, int error)
+{
+    if (error != ESTALE)
+        refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, false);
 }
 
 /* Without a byte to write, the key is not looked at. */
@@ -357,6 +431,7 @@ static void respond_write(const struct responder *at, const struct soft_request 
 {
     struct soft_segment to = {.length = request->length};
     struct soft_remote remote;
+    int error = 0;
 
     if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
         return;
@@ -364,20 +439,24 @@ static void respond_write(const struct responder *at, const struct soft_request 
         to.address = target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
         if (!to.address)
             return;
-        copy(&to, request->local, request->length);
+        error = bring(request, &to, request->local, request->length);
         soft_remote_close(&remote);
     }
-    at->reply->kind = SOFT_ACK;
+    if (error)
+        not_moved(at, error);
+    else
+        at->reply->kind = SOFT_ACK;
 }
 
-/* The receive is taken when nothing speaks against the write any more. */
+/* The last part of it. The receive is taken when nothing speaks against the write any more. */
 static void respond_write_with_imm(const struct responder *at, const struct soft_request *request)
 {
     struct soft_segment to = {.length = request->length};
     struct soft_remote remote = {NULL};
     enum ibv_wc_status status;
-    struct taken taken;
+    struct soft_taken taken;
     uint32_t vendor_err;
+    int error = 0;
 
     if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
         return;
@@ -397,10 +476,15 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
     }
     status = planned(at, &vendor_err);
     if (status == IBV_WC_SUCCESS)
-        copy(&to, request->local, request->length);
+        error = bring(request, &to, request->local, request->length);
     soft_remote_close(&remote);
+    if (error) {
+        hold(at, &taken);
+        not_moved(at, error);
+        return;
+    }
     at->reply->kind = SOFT_ACK;
-    complete_receive(at, request, &taken, status, vendor_err, request->length);
+    complete_receive(at, request, &taken, status, vendor_err, request->total);
     if (status != IBV_WC_SUCCESS)
         refuse(at->peer, at->reply, requester_sees(status), true);
 }
@@ -409,6 +493,7 @@ static void respond_read(const struct responder *at, const struct soft_request *
 {
     struct soft_segment from = {.length = request->length};
     struct soft_remote remote = {NULL};
+    int error;
 
     if (!allows(at, IBV_ACCESS_REMOTE_READ) || !has_resources(at, request))
         return;
@@ -416,10 +501,13 @@ static void respond_read(const struct responder *at, const struct soft_request *
         from.address = target(at, request, &remote, IBV_ACCESS_REMOTE_READ);
         if (!from.address)
             return;
-        copy(request->local, &from, request->length);
-        soft_remote_close(&remote);
     }
-    at->reply->kind = SOFT_ACK;
+    error = give(request, &from, request->length);
+    soft_remote_close(&remote);
+    if (error)
+        not_moved(at, error);
+    else
+        at->reply->kind = SOFT_ACK;
 }
 
 static void respond_atomic(const struct responder *at, const struct soft_request *request)
@@ -445,7 +533,7 @@ static void respond_atomic(const struct responder *at, const struct soft_request
     }
     soft_remote_close(&remote);
     original.address = (uint8_t *)&value;
-    copy(request->local, &original, 8);
+    give(request, &original, 8); /* eight bytes are always to be had */
     at->reply->kind = SOFT_ACK;
 }
 
@@ -485,7 +573,10 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
         respond_write(&at, request);
         break;
     case IBV_WR_RDMA_WRITE_WITH_IMM:
-        respond_write_with_imm(&at, request);
+        if (request->offset + request->length == request->total)
+            respond_write_with_imm(&at, request);
+        else
+            respond_write(&at, request);
         break;
     case IBV_WR_RDMA_READ:
         respond_read(&at, request);
@@ -501,4 +592,28 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
             respond_send(&at, request);
         break;
     }
+}
+
+void soft_inbound_end(struct soft_qp *qp, bool flushed)
+{
+    const struct soft_taken *taken = &qp->in.taken;
+    bool xrc = qp->in.srq && qp->in.srq->type == IBV_SRQT_XRC;
+    struct soft_cq *cq = xrc ? qp->in.srq->cq : qp->recv_cq;
+    struct soft_cqe cqe = {
+        .wr_id = taken->wr_id,
+        .qp = xrc ? NULL : qp,
+        .srq = qp->in.srq,
+        .qp_num = qp->qp.qp_num,
+        .wqe_index = taken->index,
+        .status = IBV_WC_WR_FLUSH_ERR,
+        .opcode = IBV_WC_RECV,
+    };
+
+    if (!qp->in.active)
+        return;
+    qp->in.active = false;
+    if (flushed)
+        soft_complete(to_soft_context(cq->ex.context), cq, &cqe);
+    else if (qp->in.srq)
+        soft_srq_credit(qp->in.srq, 1);
 }

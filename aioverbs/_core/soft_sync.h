@@ -8,11 +8,14 @@
  *
  * Lock order, outermost first; a thread takes a later one while holding an earlier one, never the reverse:
  *
- *   device->lock  >  driver half (CQ, then QP or SRQ)  >  grace section
+ *   device->lock  >  driver half (CQ, then QP or SRQ)  >  fabric->setup  >  fabric->progress  >  grace section
  *                 >  qp->sq_lock  >  peer qp->rq_lock  >  mw->lock  >  srq->lock
  *                 >  the fault plan's lock  >  cq->lock  >  channel->lock | engine->lock | events.lock
+ *   anything but fabric->setup's holder  >  stream->tx  >  fabric->links
  *
- * Of the last three a thread holds one at a time. pd->lock comes after device->lock, and only mw->lock after it. The
+ * Of channel->lock, engine->lock and events.lock a thread holds one at a time, and none of them with stream->tx. Nobody
+ * waits for fabric->progress while he holds a sq_lock or is in a grace section. fabric->setup is also taken, for as
+ * long as starting a thread takes, by who has a sq_lock and finds the fabric not started. pd->lock comes after device->lock, and only mw->lock after it. The
  * fault plan's is a mutex: it is held while completions are released, so that none overtakes another.
  *
  * A thread holds at most one sq_lock: what an execution does to the peer's send queue is done after its own is

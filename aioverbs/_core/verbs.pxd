@@ -494,14 +494,83 @@ cdef extern from "verbs_table.h" nogil:
     ibv_qp *verbs_create_qp_ex(ibv_context *, ibv_qp_init_attr_ex *)
 
 
+cdef extern from "soft_settings.h" nogil:
+    enum:
+        SOFT_MAX_USERS
+        SOFT_MAX_SECRET
+        SOFT_MAX_PATH
+
+    struct soft_settings:
+        char directory[SOFT_MAX_PATH]
+        uint32_t users[SOFT_MAX_USERS]
+        unsigned int user_count
+        uint8_t secret[SOFT_MAX_SECRET]
+        size_t secret_size
+        bint direct
+        uint32_t spin_ns
+
+
+cdef extern from "soft_fabric.h" nogil:
+    struct soft_stream_stats:
+        uint8_t own[16]
+        uint8_t peer[2][16]
+        bint is_link
+        bint connected
+        bint is_unix
+        bint direct
+        uint32_t pid
+        uint32_t uid
+        char why_not_direct[64]
+        char reason[96]
+        uint64_t frames_in
+        uint64_t frames_out
+        uint64_t bytes_in
+        uint64_t bytes_out
+        uint64_t connected_times
+        uint32_t waiting
+
+    struct soft_fabric_event:
+        uint64_t time_ns
+        uint8_t peer[16]
+        char reason[96]
+
+    enum:
+        SOFT_FABRIC_EVENTS
+
+    struct soft_fabric_stats:
+        uint64_t accepted
+        uint64_t connected
+        uint64_t refused_peers
+        uint64_t refused_frames
+        uint64_t lost
+        uint64_t failed_connects
+        uint32_t streams
+        bint listening
+        char path[108]
+        char address[64]
+        uint32_t events
+        soft_fabric_event event[SOFT_FABRIC_EVENTS]
+
+
 cdef extern from "soft_device.h" nogil:
     enum soft_mode:
         SOFT_INLINE
         SOFT_ENGINE
 
+    struct soft_address:
+        int family
+        uint16_t port
+        uint8_t bytes[16]
+
     struct soft_options:
         soft_mode mode
         uint64_t delay_ns
+        soft_address address
+        const soft_settings *settings
+        char *why
+
+    enum:
+        SOFT_WHY
 
     struct soft_counts:
         uint32_t pds
@@ -519,6 +588,10 @@ cdef extern from "soft_device.h" nogil:
 
     const verbs_table soft_verbs
     ibv_context *soft_open(const soft_options *)
+    void soft_tell_fabric(ibv_context *, soft_fabric_stats *)
+    size_t soft_tell_streams(ibv_context *, soft_stream_stats *, size_t)
+    void soft_tell_problem(ibv_context *, char *)
+    bint soft_has_fabric(const ibv_context *)
     void soft_count(ibv_context *, soft_counts *)
     int soft_set_delay(ibv_context *, uint64_t)
     int soft_alloc_shpd(ibv_pd *, uint64_t, uint32_t *)

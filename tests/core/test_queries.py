@@ -1,5 +1,6 @@
 """What the software device tells of itself, its port and its queue pairs."""
 
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 import pytest
@@ -7,14 +8,15 @@ import pytest
 from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, VerbsError
 from aioverbs._core import engine
 from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.core.children import in_child
+from tests.core.contexts import opened
 from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
-
-GUID = bytes.fromhex("0241494fff564253")
 
 
 def test_device(context: engine.Context) -> None:
     attributes = context.query_device()
-    assert attributes.node_guid == attributes.sys_image_guid == GUID
+    assert attributes.node_guid == attributes.sys_image_guid
+    assert attributes.node_guid[0] & 3 == 2  # of one device, and administered locally
     assert attributes.atomic_cap is AtomicCap.GLOB
     assert attributes.phys_port_cnt == 1
     assert attributes.max_sge == 32
@@ -34,9 +36,22 @@ def test_port(context: engine.Context) -> None:
 
 def test_tables(context: engine.Context) -> None:
     # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
-    assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + GUID
-    assert context.query_gid(1, 1) == bytes(10) + b"\xff\xff" + bytes([127, 0, 0, 1])
+    assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
+    mapped = IPv6Address(context.query_gid(1, 1)).ipv4_mapped
+    assert mapped is not None
+    assert mapped.is_loopback
+    assert mapped != IPv4Address("127.0.0.1")
     assert context.query_pkey() == 0xFFFF
+
+
+def test_a_process_has_gids_of_its_own(context: engine.Context) -> None:
+    def gids() -> list[bytes]:
+        with opened("inline") as other:
+            return [other.query_gid(1, index) for index in range(2)]
+
+    ours = gids()
+    assert ours == gids() == [context.query_gid(1, index) for index in range(2)]
+    assert not {*ours} & {*in_child(gids)}
 
 
 def test_what_a_context_is(context: engine.Context) -> None:

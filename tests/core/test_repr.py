@@ -20,7 +20,7 @@ OPEN = {
     "channel": r"<CompletionChannel fd \d+ of soft0>",
     "queue": r"<CompletionQueue of soft0>",
     "window": r"<MemoryWindow of type 1 of soft0>",
-    "ah": r"<AddressHandle to 00000000000000000000ffff7f000001 of soft0>",
+    "ah": r"<AddressHandle to 00000000000000000000ffff7f[0-9a-f]{6} of soft0>",
     "xrc domain": r"<XrcDomain of soft0>",
     "srq": r"<SharedReceiveQueue of soft0>",
     "xrc srq": r"<SharedReceiveQueue of soft0>",

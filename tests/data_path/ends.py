@@ -1,5 +1,6 @@
 """Two ends that are connected, of any type, with memory on both sides."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from aioverbs import (
     ThreadModel,
 )
 from aioverbs._core.work import Operation, Received
+from tests.devices import far_device
+from tests.pace import patience
 
 ACCESS = (
     AccessFlags.LOCAL_WRITE
@@ -36,7 +39,7 @@ TYPES = [*CONNECTED, QpType.UD]
 
 @dataclass
 class Ends:
-    """Near asks, far answers; both complete in one completion queue."""
+    """Near asks, far answers; both complete in one completion queue, but where far is of another device."""
 
     device: Device
     domain: ResourceDomain
@@ -45,7 +48,9 @@ class Ends:
     far: QueuePair
     source: MemoryRegion
     target: MemoryRegion
-    srq: SharedReceiveQueue | None = None
+    srq: SharedReceiveQueue | None
+    far_domain: ResourceDomain
+    far_cq: CompletionQueue
     way: dict[str, Any] = field(default_factory=dict)  # what a request needs to get to far
 
     @property
@@ -70,9 +75,23 @@ class Ends:
             self.near.connect(there, PEERS, **attributes)
             self.far.connect(here, PEERS)
 
+    async def settle(self) -> None:
+        """Until far has heard of all that it is to hear: where it is of another device, that comes later."""
+        async with asyncio.timeout(patience(10)):
+            while self.far.statistics().receives.under_way:  # noqa: ASYNC110  (nobody tells)
+                await asyncio.sleep(0.001)
+
+    async def arrives(self, data: bytes, offset: int = 0) -> None:
+        """Until that is in the target: what nobody acknowledges comes when it comes."""
+        async with asyncio.timeout(patience(10)):
+            while bytes(self.target.buffer[offset : offset + len(data)]) != data:  # noqa: ASYNC110  (nobody tells)
+                await asyncio.sleep(0.001)
+
     def nothing_is_left(self) -> bool:
         """Whether nothing is under way, and no memory in use."""
-        return self.cq.statistics().under_way == len(self.source.pins) == len(self.target.pins) == 0
+        queues = {self.cq, self.far_cq}
+        under_way = sum(queue.statistics().under_way for queue in queues)
+        return under_way == len(self.source.pins) == len(self.target.pins) == 0
 
 
 @asynccontextmanager
@@ -89,17 +108,23 @@ async def ends(
         opened = stack.enter_async_context
         domain = await opened(device.resource_domain(thread_model=thread_model, message_model=message_model))
         source = await opened(domain.register(4096, ACCESS))
-        target = await opened(domain.register(4096, ACCESS))
         cq = await opened(domain.completion_queue(256, spin_ns=spin_ns))
+        there, far_domain, far_cq = far_device(device), domain, cq
+        if there is not device:
+            far_domain = await opened(there.resource_domain(thread_model=thread_model, message_model=message_model))
+            far_cq = await opened(far_domain.completion_queue(256, spin_ns=spin_ns))
+        target = await opened(far_domain.register(4096, ACCESS))
         near = await opened(domain.queue_pair(cq, capabilities=capabilities, qp_type=qp_type))
         if qp_type is QpType.XRC_SEND:
-            xrc_domain = await opened(device.xrc_domain())
-            srq = await opened(domain.shared_receive_queue(16, 4, xrc_domain=xrc_domain, cq=cq))
+            xrc_domain = await opened(there.xrc_domain())
+            srq = await opened(far_domain.shared_receive_queue(16, 4, xrc_domain=xrc_domain, cq=far_cq))
             far = await opened(xrc_domain.queue_pair())
-            pair = Ends(device, domain, cq, near, far, source, target, srq, {"srq_number": srq.number})
+            pair = Ends(
+                device, domain, cq, near, far, source, target, srq, far_domain, far_cq, {"srq_number": srq.number}
+            )
         else:
-            far = await opened(domain.queue_pair(cq, capabilities=capabilities, qp_type=qp_type))
-            pair = Ends(device, domain, cq, near, far, source, target)
+            far = await opened(far_domain.queue_pair(far_cq, capabilities=capabilities, qp_type=qp_type))
+            pair = Ends(device, domain, cq, near, far, source, target, None, far_domain, far_cq)
         pair.connect(**attributes)
         if qp_type is QpType.UD:
             handle = await opened(domain.address_handle(far.local_endpoint()))

@@ -24,6 +24,7 @@ from aioverbs import (
 from aioverbs._core.work import Operation
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import CAPABILITIES, PEERS, Ends, ends
+from tests.devices import far_device
 from tests.holding import go_on, hold, unhold
 from tests.statuses import as_said
 
@@ -163,6 +164,7 @@ async def test_misuse(
                 call()
             assert isinstance(broken.value.__cause__, WorkCompletionError)
             assert broken.value.__cause__.status is status
+        await pair.settle()
         connect_badly(pair)
         await good(pair)
         await pair.near.read(pair.source[:8], pair.target.remote()[:8])
@@ -264,7 +266,7 @@ async def test_every_status(device: Device, status: WcStatus) -> None:
 @pytest.mark.parametrize("status", [WcStatus.LOC_LEN_ERR, WcStatus.LOC_PROT_ERR, WcStatus.GENERAL_ERR])
 async def test_receives_fail(device: Device, status: WcStatus) -> None:
     async with ends(device) as pair:
-        device.handle.faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
+        far_device(device).handle.faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
         receive, second = pair.receive(), pair.receive()
         send = pair.near.send(pair.source[:8])
         with pytest.raises(WorkCompletionError) as caught:

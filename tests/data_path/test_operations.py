@@ -56,7 +56,7 @@ async def test_remote_memory(
         await write
         assert write.done()
         assert write.result() is None
-        assert bytes(pair.target.buffer[:8]) == b"written\0"
+        await pair.arrives(b"written\0")
         receive = pair.receive()
         pair.source.buffer[:4] = b"imm!"
         tells = pair.near.write_with_immediate(pair.source[:4], pair.target.remote()[64:68], 77, **pair.way)
@@ -119,7 +119,7 @@ async def test_windows(
 @qp_types(*CONNECTED)
 @needs(Capability.TELLS_INVALIDATED_KEYS)
 async def test_a_peer_invalidates(device: Device, qp_type: QpType) -> None:
-    async with ends(device, qp_type) as pair, pair.domain.memory_window(MwType.TYPE_2) as window:
+    async with ends(device, qp_type) as pair, pair.far_domain.memory_window(MwType.TYPE_2) as window:
         if qp_type is QpType.XRC_SEND:
             # Its far end binds nothing: what it is asked to invalidate is none of its.
             with pytest.raises(WorkCompletionError):

@@ -2,13 +2,15 @@
 
 import errno
 import logging
+import os
 import sys
 import types
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 import pytest
 
-from aioverbs import DeviceNotFoundError, LibraryNotFoundError, State
+from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError
 from aioverbs.device import devices, open_device
 from aioverbs.providers import hardware
 
@@ -17,6 +19,12 @@ from aioverbs.providers import hardware
 def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "names", list)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    monkeypatch.delenv("AIOVERBS_SOFT_ADDRESS", raising=False)
+
+
+def own_address() -> IPv4Address:
+    """Of the loopback network, and no other test's that runs now."""
+    return IPv4Address((127 << 24) + 0x800000 + os.getpid())
 
 
 def test_the_software_device_is_listed(no_hardware: None) -> None:
@@ -26,6 +34,50 @@ def test_the_software_device_is_listed(no_hardware: None) -> None:
     (port,) = found.ports
     assert port.number == 1
     assert dict(port.gids)[1].startswith("::ffff:")
+
+
+async def test_an_address_makes_a_device(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"soft0@{own_address()}:7471"
+    async with open_device("soft0") as plain, open_device(name) as named:
+        assert (plain.name, named.name, named.software) == ("soft0", name, True)
+        assert repr(named).startswith(f"<Device {name} ")
+        assert name in str(named.resources())
+        assert [each.name for each in devices()] == ["soft0"]
+        monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", name.removeprefix("soft0@"))
+        assert [each.name for each in devices()] == [name]
+        async with open_device("soft0") as again, named.protection_domain() as pd, pd.share(7) as shared:
+            assert again.name == name
+            async with again.shared_protection_domain(shared.id, 7):
+                pass
+            with pytest.raises(VerbsError, match=r"EXDEV .* and soft0 is another one"):
+                await plain.shared_protection_domain(shared.id, 7).open()
+
+
+async def test_queue_pairs_are_found_by_the_address(no_hardware: None) -> None:
+    for port, in_gid in ((7470, "1d2e"), (7471, "1d2f")):  # the loopback network's always have it
+        async with (
+            open_device(f"soft0@{own_address()}:{port}") as device,
+            device.resource_domain() as domain,
+            domain.completion_queue(64) as cq,
+            domain.queue_pair(cq) as near,
+            domain.queue_pair(cq) as far,
+        ):
+            told = Endpoint.from_bytes(bytes(near.local_endpoint()))
+            assert told.gid == IPv6Address(f"::{in_gid}:ffff:{own_address()}").packed
+            assert near.gid_index == 1
+            far.connect(told)
+            assert far.path_to(told).dgid == told.gid
+
+
+async def test_an_address_that_is_none(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'soft0@localhost' is no software device's name: 'localhost' in .* write"):
+        await open_device("soft0@localhost").open()
+    monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "::1")
+    with pytest.raises(ValueError, match=r"AIOVERBS_SOFT_ADDRESS: an IPv6 address stands in brackets"):
+        await open_device("soft0").open()
+    (found,) = devices()
+    assert found.problem is not None
+    assert found.problem.startswith("AIOVERBS_SOFT_ADDRESS: ")
 
 
 def test_a_device_that_cannot_be_opened_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:

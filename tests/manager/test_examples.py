@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.listening import free_port, listens
 
 SAYS = {
     "buffer_pool": [
@@ -24,6 +26,7 @@ SAYS = {
         "ResourceDomain, open",
     ],
     "rc_pingpong": ["answered 50 messages", "50 iters in"],
+    "two_processes": ["received b'hello'", "counted [0, 1, 2] and read b'hello' and 3 back", "from memory to memory"],
     "shared_pd": ["registered by the other: b'hello'", "with another key: ibv_share_pd failed: EACCES"],
     "xrc_domain": ["opened by two contexts", "O_EXCL: ibv_open_xrcd failed: EINVAL", "gone with the last one"],
 }
@@ -56,7 +59,15 @@ def test_example(name: str) -> None:
         assert text in done.stdout
 
 
-def test_ping_pong_says_where_soft0_does_not_reach() -> None:
-    done = run("rc_pingpong", "localhost")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "soft0 does not reach other processes yet" in done.stderr
+def test_ping_pong_between_two_processes() -> None:
+    port = str(free_port())
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "-p", port, "-n", "50"]
+    with subprocess.Popen(command, env={**os.environ, "AIOVERBS_DEVICE": "soft0"}, stdout=subprocess.PIPE) as waiting:
+        end = time.monotonic() + 30
+        while not listens(int(port)) and time.monotonic() < end:
+            time.sleep(0.02)
+        done = run("rc_pingpong", "-p", port, "-n", "50", "localhost")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "50 iters in" in done.stdout
+        assert waiting.communicate(timeout=30)[0].endswith(b"answered 50 messages\n")
+    assert waiting.returncode == 0

@@ -43,6 +43,9 @@ def table(*entries: tuple[GidType, str]) -> list[Gid]:
         pytest.param(table((V1, LINK), (V1, IPV4)), 1, id="RoCE v1 where there is no other"),
         pytest.param(table((V2, "::"), (V2, LINK)), 1, id="behind an empty place"),
         pytest.param(table((IB, LINK), (IB, GLOBAL), (IB, IPV4)), 0, id="InfiniBand"),
+        pytest.param(table((V2, LINK), (V2, "::1d2f:ffff:10.0.0.1")), 1, id="IPv4 with a port"),
+        pytest.param(table((V2, GLOBAL), (V2, "::1d2f:ffff:10.0.0.1")), 1, id="IPv4 with a port before global"),
+        pytest.param(table((V2, GLOBAL), (V2, "::ffff:0:10.0.0.1")), 0, id="another one with IPv4 in it"),
     ],
 )
 def test_the_one_that_is_preferred(gids: list[Gid], index: int | None) -> None:

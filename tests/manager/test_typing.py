@@ -170,6 +170,12 @@ async def test_requests() -> None:
         assert_type(near.statistics().sends, WorkQueueStatistics)
 
 
+async def test_peers() -> None:
+    async with aioverbs.open_device("soft0") as device:
+        assert_type(device.peers(), tuple[aioverbs.Peer, ...])
+        assert_type(device.refusals(), tuple[aioverbs.Refusal, ...])
+
+
 async def test_shared_receives_and_datagrams() -> None:
     async with (
         aioverbs.open_device("soft0") as device,

@@ -49,9 +49,9 @@ static void *idle(void *argument)
 
 /* ---- One write ---------------------------------------------------------------------------------------------- */
 
-static const struct check_variant with_domain = {"inline-td", {SOFT_INLINE, 0}, true};
-static const struct check_variant locked = {"inline", {SOFT_INLINE, 0}, false};
-static const struct check_variant engine = {"engine-td", {SOFT_ENGINE, 0}, true};
+static const struct check_variant with_domain = {"inline-td", {.mode = SOFT_INLINE}, true};
+static const struct check_variant locked = {"inline", {.mode = SOFT_INLINE}, false};
+static const struct check_variant engine = {"engine-td", {.mode = SOFT_ENGINE}, true};
 
 /* Posts one signalled write and polls until it is done, over and over; nanoseconds for each. */
 static double write_and_poll(struct pair *pair, uint32_t length, unsigned int count)

@@ -9,9 +9,12 @@
 #define DELAY_NS 200000u
 
 static const struct check_variant variants[] = {
-    {"inline", {SOFT_INLINE, 0}, false},         {"inline-td", {SOFT_INLINE, 0}, true},
-    {"engine", {SOFT_ENGINE, 0}, false},         {"engine-td", {SOFT_ENGINE, 0}, true},
-    {"delayed", {SOFT_ENGINE, DELAY_NS}, false}, {"delayed-td", {SOFT_ENGINE, DELAY_NS}, true},
+    {"inline", {.mode = SOFT_INLINE}, false},
+    {"inline-td", {.mode = SOFT_INLINE}, true},
+    {"engine", {.mode = SOFT_ENGINE}, false},
+    {"engine-td", {.mode = SOFT_ENGINE}, true},
+    {"delayed", {.mode = SOFT_ENGINE, .delay_ns = DELAY_NS}, false},
+    {"delayed-td", {.mode = SOFT_ENGINE, .delay_ns = DELAY_NS}, true},
 };
 
 const struct check_variant *variant = &variants[0];
@@ -99,7 +102,7 @@ static bool run_case(const struct check_case *one)
     return check_failures() == before;
 }
 
-int check_main(int argc, char **argv, const struct check_case *cases, size_t count)
+int check_main(int argc, char **argv, const struct check_case *cases, size_t count, bool once)
 {
     const char *only_case = NULL, *only_variant = NULL;
     unsigned int passed = 0, failed = 0;
@@ -122,7 +125,7 @@ int check_main(int argc, char **argv, const struct check_case *cases, size_t cou
     main_process = getpid();
     signal(SIGALRM, on_alarm);
     for (i = 0; i < count; i++) {
-        for (v = 0; v < COUNT_OF(variants); v++) {
+        for (v = 0; v < (once ? 1 : COUNT_OF(variants)); v++) {
             bool good;
 
             if ((only_case && strcmp(only_case, cases[i].name)) ||

@@ -26,15 +26,19 @@ struct check_case {
 #define CASE(function) {#function, function}
 
 /* Runs what the command line asks for (`--case NAME`, `--variant NAME`, `-v`); the exit status. */
-int check_main(int argc, char **argv, const struct check_case *cases, size_t count);
+int check_main(int argc, char **argv, const struct check_case *cases, size_t count, bool once);
 
-#define CHECK_MAIN(...)                                                         \
-    int main(int argc, char **argv)                                             \
-    {                                                                           \
-        static const struct check_case cases[] = {__VA_ARGS__};                 \
-                                                                                \
-        return check_main(argc, argv, cases, sizeof(cases) / sizeof(cases[0])); \
+#define CHECK_MAIN_OF(once, ...)                                                      \
+    int main(int argc, char **argv)                                                   \
+    {                                                                                 \
+        static const struct check_case cases[] = {__VA_ARGS__};                       \
+                                                                                      \
+        return check_main(argc, argv, cases, sizeof(cases) / sizeof(cases[0]), once); \
     }
+#define CHECK_MAIN(...) CHECK_MAIN_OF(false, __VA_ARGS__)
+
+/* For cases that open no context: each runs in one variant. */
+#define CHECK_MAIN_ONCE(...) CHECK_MAIN_OF(true, __VA_ARGS__)
 
 /* Where a check stands, for helpers that check on behalf of their caller. */
 struct check_place {

@@ -90,7 +90,7 @@ void allocating_end(void)
 }
 #endif
 
-static const struct check_variant threadless = {"inline", {SOFT_INLINE, 0}, false};
+static const struct check_variant threadless = {"inline", {.mode = SOFT_INLINE}, false};
 
 void in_child(void (*function)(void *), void *argument)
 {

@@ -132,9 +132,17 @@ static int make_domains(struct scene *scene)
     return MAKE(scene, xrcd, verbs_open_xrcd(scene->context, &xrcd_attr), give_xrcd);
 }
 
+/* Without a verb, which might be the one that fails. */
+static struct ibv_ah_attr own_path(struct ibv_context *context)
+{
+    const union ibv_gid *gids = to_soft_context(context)->device->gids;
+
+    return (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh = {.sgid_index = 1, .dgid = gids[1]}};
+}
+
 static int make_memory(struct scene *scene)
 {
-    struct ibv_ah_attr path = {.is_global = 1, .port_num = 1, .grh = {.sgid_index = 1, .dgid = soft_gids[1]}};
+    struct ibv_ah_attr path = own_path(scene->context);
 
     TRY(MAKE(scene, mr,
              soft_verbs.reg_mr(scene->instance, scene->memory, sizeof(scene->memory), ACCESS_ALL | IBV_ACCESS_MW_BIND),
@@ -198,7 +206,7 @@ static int raise(struct ibv_qp *qp, uint32_t dest)
     attr.port_num = 1;
     attr.qkey = TEST_QKEY;
     attr.dest_qp_num = dest;
-    attr.ah_attr = (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh = {.sgid_index = 1, .dgid = soft_gids[1]}};
+    attr.ah_attr = own_path(qp->context);
     attr.qp_state = IBV_QPS_INIT;
     TRY(soft_verbs.modify_qp(qp, &attr, init_mask(qp->qp_type)));
     attr.qp_state = IBV_QPS_RTR;

@@ -2,9 +2,11 @@
 #include "support.h"
 
 static const struct check_variant others[] = {
-    {"inline", {SOFT_INLINE, 0}, false},      {"inline-td", {SOFT_INLINE, 0}, true},
-    {"engine", {SOFT_ENGINE, 0}, false},      {"engine-td", {SOFT_ENGINE, 0}, true},
-    {"delayed", {SOFT_ENGINE, 300000}, true},
+    {"inline", {.mode = SOFT_INLINE}, false},
+    {"inline-td", {.mode = SOFT_INLINE}, true},
+    {"engine", {.mode = SOFT_ENGINE}, false},
+    {"engine-td", {.mode = SOFT_ENGINE}, true},
+    {"delayed", {.mode = SOFT_ENGINE, .delay_ns = 300000}, true},
 };
 
 /* A home of the running variant and one of another, with a pair across them. */

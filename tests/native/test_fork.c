@@ -14,6 +14,7 @@ struct inherited {
     struct ibv_comp_channel *channel;
     struct ibv_cq_ex *cq;
     struct ibv_qp *qp; /* on `cq` */
+    union ibv_gid gids[2];
 };
 
 #define CHECK_CHILD_ERRNO(expression) \
@@ -109,14 +110,19 @@ static void check_verbs_that_destroy(const struct inherited *inherited)
     CHECK_EQ(soft_verbs.close_device(inherited->home.context), ENODEV);
 }
 
-/* The child has a device of its own, in any mode. */
-static void work_anew(void)
+/* The child has a device of its own, in any mode, that is found by other GIDs. */
+static void work_anew(const struct inherited *inherited)
 {
+    union ibv_gid gid;
     struct pair pair;
     uint64_t i;
 
     PAIR_OPEN(&pair, 0);
     CHECK(!soft_is_stale(pair.own.context));
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(soft_verbs.query_gid(pair.own.context, 1, (int)i, &gid), 0);
+        CHECK(memcmp(&gid, &inherited->gids[i], sizeof(gid)));
+    }
     for (i = 0; i < 20; i++) {
         if (UNDER_TSAN)
             CHECK_EQ(post_receive(&pair.b, i, 64), 0);
@@ -136,7 +142,7 @@ static void check_closed(void *argument)
     check_verbs_that_make(inherited);
     check_verbs_that_use(inherited);
     check_verbs_that_destroy(inherited);
-    work_anew();
+    work_anew(inherited);
     check_verbs_that_use(inherited); /* still, with a device of its own */
     check_verbs_that_destroy(inherited);
 }
@@ -145,6 +151,8 @@ static void open_inherited(struct inherited *inherited)
 {
     memset(inherited, 0, sizeof(*inherited));
     home_open(&inherited->home);
+    for (int i = 0; i < 2; i++)
+        REQUIRE_EQ(soft_verbs.query_gid(inherited->home.context, 1, i, &inherited->gids[i]), 0);
     PAIR_OPEN(&inherited->pair, .homes = {&inherited->home, &inherited->home});
     inherited->channel = soft_verbs.create_comp_channel(inherited->home.context);
     REQUIRE(inherited->channel != NULL);
@@ -214,7 +222,7 @@ static void check_both_generations(void *argument)
 
     check_verbs_that_use(&generations->grand);
     check_verbs_that_use(&generations->own);
-    work_anew();
+    work_anew(&generations->own);
 }
 
 /* The child's own device is closed to its child in turn. */
@@ -298,7 +306,7 @@ static void check_closed_briefly(void *argument)
 
     check_verbs_that_make(inherited);
     check_verbs_that_destroy(inherited);
-    work_anew();
+    work_anew(inherited);
 }
 
 static void while_other_threads_are_inside(void)

@@ -3,8 +3,8 @@
 
 static void opening(void)
 {
-    static const struct soft_options delayed_inline = {SOFT_INLINE, 1};
-    static const struct soft_options unknown = {(enum soft_mode)7, 0};
+    static const struct soft_options delayed_inline = {.mode = SOFT_INLINE, .delay_ns = 1};
+    static const struct soft_options unknown = {.mode = (enum soft_mode)7};
     struct ibv_context *context;
     struct verbs_context *verbs;
 
@@ -144,6 +144,7 @@ static void port(void)
 
 static void tables(void)
 {
+    struct ibv_device_attr attr;
     union ibv_gid gid, other;
     struct home home;
     __be16 pkey = 0;
@@ -153,6 +154,8 @@ static void tables(void)
     CHECK_EQ(soft_verbs.query_gid(home.context, 1, 0, &gid), 0);
     CHECK_EQ(gid.raw[0], 0xfe);
     CHECK_EQ(gid.raw[1], 0x80);
+    CHECK_EQ(soft_verbs.query_device(home.context, &attr), 0);
+    CHECK(!memcmp(gid.raw + 8, &attr.node_guid, sizeof(attr.node_guid)));
     CHECK_EQ(soft_verbs.query_gid(home.context, 1, 1, &other), 0);
     CHECK(memcmp(&gid, &other, sizeof(gid)));
     CHECK_EQ(other.raw[10], 0xff); /* RoCE v2: an IPv4 address in an IPv6 one */

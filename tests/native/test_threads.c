@@ -51,9 +51,9 @@ static void ring_of_threads(void)
 {
     enum { WORKERS = 4 };
     static const struct check_variant like[] = {
-        {"inline-td", {SOFT_INLINE, 0}, true},
-        {"engine-td", {SOFT_ENGINE, 0}, true},
-        {"engine", {SOFT_ENGINE, 0}, false},
+        {"inline-td", {.mode = SOFT_INLINE}, true},
+        {"engine-td", {.mode = SOFT_ENGINE}, true},
+        {"engine", {.mode = SOFT_ENGINE}, false},
     };
     const struct pair_options options = {.cap = {DEPTH, DEPTH, 1, 1, 0}, .memory = 4096};
     struct worker workers[WORKERS];
@@ -198,8 +198,8 @@ static void crowd_in(void *argument)
 static void shared_queue_pair(void)
 {
     static const struct check_variant locked[2] = {
-        {"inline", {SOFT_INLINE, 0}, false},
-        {"engine", {SOFT_ENGINE, 0}, false},
+        {"inline", {.mode = SOFT_INLINE}, false},
+        {"engine", {.mode = SOFT_ENGINE}, false},
     };
     struct crowd *crowd = calloc(1, sizeof(*crowd));
     struct member members[4];

@@ -23,7 +23,7 @@ def rdma_devices() -> list[str]:
 
 def open_context(name: str) -> engine.Context:
     """Open a device by its name, whichever provider has it."""
-    return software.open_context(name) if name in software.names() else hardware.open_context(name)
+    return software.open_context(name) if software.is_software(name) else hardware.open_context(name)
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.listening import free_port, listens
 from tests.rdma.seam import rdma_devices
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
@@ -20,7 +19,6 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
 GID_INDEX = os.environ.get("AIOVERBS_RDMA_GID_INDEX", "1")
 OURS = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "--timeout", "60"]
 THEIRS = ["ibv_rc_pingpong"]
-LISTENING = "0A"
 NOT_NATIVE = "not native from here on"  # what is said of devices without domains
 PATIENCE_S = 90
 
@@ -33,33 +31,16 @@ SHAPES = [
 ]
 
 
-def _free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-def _listens(port: int) -> bool:
-    """Whether somebody waits at a TCP port: to try it would be to be its only peer."""
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError):
-            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
-                _, local, _, state = line.split()[:4]
-                if state == LISTENING and int(local.rpartition(":")[2], 16) == port:
-                    return True
-    return False
-
-
 class Match:
     """Two programs: the one that waits, then the one that goes there."""
 
     def __init__(self, waiting: list[str], coming: list[str], *options: str) -> None:
         devices = rdma_devices()
-        port = _free_port()
+        port = free_port()
         self.programs: list[subprocess.Popen[str]] = []
         self._start(waiting, devices[0], port, options)
         deadline = time.monotonic() + PATIENCE_S
-        while not _listens(port):
+        while not listens(port):
             assert self.programs[0].poll() is None, self.programs[0].communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -1,0 +1,114 @@
+# Part of engine.pyx: the software device's peers in other processes.
+
+
+cdef int _fill_address(v.soft_address *out, address) except -1:
+    """From None, or an IP address and a port."""
+    cdef bytes host
+    memset(out, 0, sizeof(out[0]))
+    if address is not None:
+        host, out.port = address
+        if len(host) not in (4, 16):
+            raise ValueError(f"an IP address has 4 or 16 bytes, not {len(host)}")
+        out.family = socket.AF_INET if len(host) == 4 else socket.AF_INET6
+        memcpy(out.bytes, <const char *>host, len(host))
+    return 0
+
+
+cdef int _fill_settings(v.soft_settings *out, settings) except -1:
+    """From `SoftSettings`, which keep to these limits where they were read from an environment."""
+    cdef bytes directory = settings.directory, secret = settings.secret
+    if len(directory) >= v.SOFT_MAX_PATH or len(settings.users) > v.SOFT_MAX_USERS or len(secret) > v.SOFT_MAX_SECRET:
+        raise ValueError("the path of the directory, the users or the secret are longer than the software device takes")
+    memset(out, 0, sizeof(out[0]))
+    memcpy(out.directory, <const char *>directory, len(directory))
+    for number, user in enumerate(settings.users):
+        out.users[number] = user
+    out.user_count = len(settings.users)
+    memcpy(out.secret, <const char *>secret, len(secret))
+    out.secret_size = len(secret)
+    out.direct = settings.direct
+    out.spin_ns = 1000 * settings.spin_us
+    return 0
+
+
+cdef str _text(const char *text):
+    return text.decode(errors="replace")
+
+
+cdef object _gid(const uint8_t *raw):
+    """None where it is zero: there is none."""
+    cdef bytes gid = (<const char *>raw)[:16]
+    return gid if any(gid) else None
+
+
+cdef object _peer(v.soft_stream_stats *stream):
+    cdef bint known = stream.connected_times or not stream.is_link, of_host = known and stream.is_unix
+    return Peer(
+        gids=tuple(gid for gid in (_gid(stream.peer[0]), _gid(stream.peer[1])) if gid is not None),
+        connected_by_us=stream.is_link,
+        connected=stream.connected,
+        transport=("unix" if stream.is_unix else "tcp") if known else None,
+        direct=stream.direct,
+        why_not_direct=_text(stream.why_not_direct),
+        problem=_text(stream.reason),
+        process_id=stream.pid if of_host else None,
+        user_id=stream.uid if of_host else None,
+        frames_in=stream.frames_in,
+        frames_out=stream.frames_out,
+        bytes_in=stream.bytes_in,
+        bytes_out=stream.bytes_out,
+        connections=stream.connected_times,
+        waiting_queue_pairs=stream.waiting,
+    )
+
+
+cdef tuple _peers(Context context):
+    """Who comes while they are counted is left off."""
+    cdef v.soft_stream_stats *streams
+    cdef size_t count, room
+    with nogil:
+        room = v.soft_tell_streams(context.pointer, NULL, 0)
+    if not room:
+        return ()
+    streams = <v.soft_stream_stats *>PyMem_Malloc(room * sizeof(streams[0]))
+    if not streams:
+        raise MemoryError
+    try:
+        with nogil:
+            count = v.soft_tell_streams(context.pointer, streams, room)
+        return tuple([_peer(&streams[index]) for index in range(min(count, room))])
+    finally:
+        PyMem_Free(streams)
+
+
+cdef object _refusal(v.soft_fabric_event *event):
+    seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
+    moment = datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000)
+    return Refusal(moment, _gid(event.peer), _text(event.reason))
+
+
+cdef str _problem(Context context):
+    cdef char why[v.SOFT_WHY]
+    with nogil:
+        v.soft_tell_problem(context.pointer, why)
+    return _text(why)
+
+
+cdef object _fabric(Context context):
+    cdef v.soft_fabric_stats stats
+    with nogil:
+        v.soft_tell_fabric(context.pointer, &stats)
+    return FabricStatistics(
+        listening=stats.listening,
+        path=stats.path.decode(errors="surrogateescape"),
+        address=_text(stats.address),
+        problem=_problem(context),
+        accepted=stats.accepted,
+        connected=stats.connected,
+        failed_connections=stats.failed_connects,
+        lost=stats.lost,
+        refused_peers=stats.refused_peers,
+        refused_frames=stats.refused_frames,
+        refusals=tuple([_refusal(&stats.event[index]) for index in range(stats.events)]),
+        peers=_peers(context),
+    )

@@ -1,0 +1,672 @@
+/* The requester whose peer is remote: requests leave one after the other without waiting for answers, and are repeated
+ * from the oldest one on where answers do not come (go-back-N), as by reliable connections of the architecture.
+ *
+ * All under sq_lock and in a grace section. What a queue pair has under way is in `out`; see struct soft_outbound. */
+#include "soft_execute.h"
+
+/* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
+#define DIRECT_BYTES 8192u
+
+/* How long what nobody answers waits for its way before it is dropped. */
+#define UNRELIABLE_NS 200000000u
+
+/* A part of a request, as it is to be sent. */
+struct part {
+    struct soft_frame frame;
+    struct iovec data[SOFT_MAX_SGE];
+    unsigned int count;
+};
+
+static const struct soft_wqe *entry(const struct soft_qp *qp, uint32_t counter)
+{
+    return soft_ring_entry(&qp->sq, counter);
+}
+
+static bool under_way(const struct soft_qp *qp)
+{
+    return qp->out.sent != qp->sq.taken || qp->out.offset;
+}
+
+static uint64_t timeout_from_now(const struct soft_qp *qp)
+{
+    if (!soft_is_reliable(qp))
+        return soft_now_ns() + UNRELIABLE_NS;
+    return qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX;
+}
+
+/* The request at sq.taken is tried now, if not well. */
+static void expect_answer(struct soft_qp *qp)
+{
+    qp->waiting = true;
+    if (qp->out.deadline == UINT64_MAX)
+        qp->out.deadline = timeout_from_now(qp);
+}
+
+/* ---- What the peer may move -------------------------------------------------------------------------------- */
+
+static void stop_moving(struct soft_qp *qp, uint32_t count)
+{
+    struct soft_outbound *out = &qp->out;
+
+    while (count--) {
+        const struct soft_moving *moving = &out->moving[out->moving_first++ % SOFT_MOVING];
+
+        out->moving_count--;
+        atomic_fetch_sub(&qp->context->device->moving, 1);
+        soft_lease_close(qp->link, moving->lease, moving->serial);
+    }
+}
+
+/* Those up to this sequence number were answered. */
+static void moved(struct soft_qp *qp, uint32_t psn)
+{
+    struct soft_outbound *out = &qp->out;
+
+    while (out->moving_count) {
+        uint32_t behind = (psn - out->moving[out->moving_first % SOFT_MOVING].psn) & SOFT_PSN_MASK;
+
+        if (behind > SOFT_PSN_MASK / 2)
+            break;
+        stop_moving(qp, 1);
+    }
+}
+
+/* All is to be sent again, or nothing. */
+static void go_back(struct soft_qp *qp)
+{
+    struct soft_outbound *out = &qp->out;
+
+    stop_moving(qp, out->moving_count);
+    out->sent = qp->sq.taken;
+    out->offset = out->answered = out->reads = 0;
+    out->psn = qp->next_psn;
+    out->deadline = UINT64_MAX;
+}
+
+void soft_ask_no_more(struct soft_qp *qp)
+{
+    if (!qp->link)
+        return;
+    go_back(qp);
+    qp->out.pause = qp->out.give_up = 0;
+    qp->waiting = false;
+    soft_link_forget(qp->link, qp);
+}
+
+/* ---- One part ---------------------------------------------------------------------------------------------- */
+
+/* `part` bytes of the request's memory, from `offset` on. */
+static void cut(struct part *part, const struct soft_request *request, uint32_t offset)
+{
+    uint32_t left = part->frame.part, i;
+
+    for (i = 0; i < request->local_count && left; i++) {
+        const struct soft_segment *segment = &request->local[i];
+        uint32_t length = segment->length;
+
+        if (offset >= length) {
+            offset -= length;
+            continue;
+        }
+        length -= offset;
+        if (length > left)
+            length = left;
+        part->data[part->count++] = (struct iovec){segment->address + offset, length};
+        left -= length;
+        offset = 0;
+    }
+}
+
+/* What stands in every part of a request. */
+static void describe(struct part *part, const struct soft_qp *qp, const struct soft_wqe *wqe,
+                     const struct soft_request *request, uint32_t offset)
+{
+    struct soft_frame *frame = &part->frame;
+
+    *frame = (struct soft_frame){
+        .kind = SOFT_FRAME_REQUEST,
+        .opcode = wqe->opcode,
+        .flags = wqe->flags & IBV_SEND_SOLICITED ? SOFT_FRAME_SOLICITED : 0,
+        .transport = (uint8_t)qp->qp.qp_type,
+        .from = qp->qp.qp_num,
+        .token = qp->out.token,
+        .psn = qp->out.psn,
+        .total = request->length,
+        .offset = offset,
+    };
+    if (wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || wqe->opcode == IBV_WR_SEND_WITH_IMM ||
+        wqe->opcode == IBV_WR_SEND_WITH_INV)
+        frame->imm = wqe->imm_data;
+    part->count = 0;
+}
+
+/* Where to, of a connected one. */
+static void aim(struct part *part, const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    struct soft_frame *frame = &part->frame;
+
+    frame->to = qp->attr.dest_qp_num;
+    frame->sgid_index = qp->attr.ah_attr.grh.sgid_index;
+    if (wqe->opcode == IBV_WR_RDMA_WRITE || wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ||
+        soft_is_answered(wqe->opcode)) {
+        frame->address = wqe->remote_addr + frame->offset;
+        frame->key = wqe->rkey;
+    }
+    if (soft_is_atomic(wqe->opcode)) {
+        frame->compare_add = wqe->compare_add;
+        frame->swap = wqe->opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? wqe->swap : 0;
+    }
+    if (soft_is_answered(wqe->opcode))
+        frame->reads = qp->out.reads + !frame->offset;
+    if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
+        frame->srqn = wqe->remote_srqn;
+}
+
+/* Has the peer move it: false where all leases are in use, or it cannot. */
+static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const struct soft_request *request)
+{
+    struct soft_frame_segment segments[SOFT_MAX_SGE];
+    struct soft_outbound *out = &qp->out;
+    struct soft_frame *frame = &part->frame;
+    uint32_t left = request->length - frame->offset;
+    unsigned int i;
+
+    if (left < DIRECT_BYTES || out->moving_count == SOFT_MOVING || !soft_is_reliable(qp) ||
+        (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
+        soft_lease_open(qp->link, &frame->lease, &frame->serial))
+        return false;
+    frame->flags |= SOFT_FRAME_DIRECT;
+    frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
+    cut(part, request, frame->offset);
+    for (i = 0; i < part->count; i++)
+        segments[i] = (struct soft_frame_segment){(uintptr_t)part->data[i].iov_base, (uint32_t)part->data[i].iov_len};
+    soft_segments_pack(segments, part->count, list);
+    frame->segments = (uint16_t)part->count;
+    frame->size = part->count * SOFT_SEGMENT_SIZE;
+    part->data[0] = (struct iovec){list, frame->size};
+    part->count = 1;
+    return true;
+}
+
+/* Its bytes go over the stream; a read's come back there. */
+static void carry(struct part *part, const struct soft_wqe *wqe, const struct soft_request *request)
+{
+    struct soft_frame *frame = &part->frame;
+    uint32_t left = request->length - frame->offset;
+
+    frame->part = left < SOFT_FRAGMENT ? left : SOFT_FRAGMENT;
+    if (soft_is_answered(wqe->opcode))
+        return;
+    frame->size = frame->part;
+    cut(part, request, frame->offset);
+}
+
+static void mark_ends(struct soft_frame *frame)
+{
+    if (!frame->offset)
+        frame->flags |= SOFT_FRAME_FIRST;
+    if (frame->offset + frame->part == frame->total)
+        frame->flags |= SOFT_FRAME_LAST;
+}
+
+static int post(struct soft_qp *qp, const struct part *part)
+{
+    if (!soft_is_up(qp))
+        return 0; /* it is lost on its way */
+    if ((atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
+        soft_fault_loses(qp))
+        return 0;
+    return soft_link_send(qp->link, qp, &part->frame, part->data, part->count);
+}
+
+/* Sends what comes next of the request at `sent`: 0, or why not now, as soft_link_send. */
+static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request)
+{
+    uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE];
+    struct soft_outbound *out = &qp->out;
+    struct part part;
+    uint32_t last_psn;
+    int error;
+
+    describe(&part, qp, wqe, request, out->offset);
+    aim(&part, qp, wqe);
+    if (!offer(qp, &part, list, request))
+        carry(&part, wqe, request);
+    mark_ends(&part.frame);
+    part.frame.packets = soft_packets(qp, part.frame.part);
+    last_psn = (out->psn + part.frame.packets - 1) & SOFT_PSN_MASK;
+    error = post(qp, &part);
+    if (error) {
+        if (part.frame.flags & SOFT_FRAME_DIRECT)
+            soft_lease_close(qp->link, part.frame.lease, part.frame.serial);
+        return error;
+    }
+    if (part.frame.flags & SOFT_FRAME_DIRECT) {
+        out->moving[(out->moving_first + out->moving_count++) % SOFT_MOVING] =
+            (struct soft_moving){last_psn, part.frame.serial, part.frame.lease};
+        atomic_fetch_add(&qp->context->device->moving, 1);
+    }
+    out->psn = (last_psn + 1) & SOFT_PSN_MASK;
+    if (!part.frame.offset && soft_is_answered(wqe->opcode))
+        out->reads++;
+    out->offset += part.frame.part;
+    if (out->offset == request->length) {
+        out->offset = 0;
+        out->sent++;
+    }
+    return 0;
+}
+
+static uint32_t length_of(const struct soft_wqe *wqe)
+{
+    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+    uint32_t length = 0;
+    unsigned int i;
+
+    if (wqe->flags & IBV_SEND_INLINE)
+        return wqe->inline_length;
+    for (i = 0; i < wqe->num_sge; i++)
+        length += sge[i].length;
+    return length;
+}
+
+/* ---- A queue ----------------------------------------------------------------------------------------------- */
+
+/* In ERR and SQE. */
+static uint64_t flush(struct soft_qp *qp)
+{
+    int64_t left = SOFT_QUEUE_TURN;
+
+    soft_ask_no_more(qp);
+    while (qp->sq.taken != atomic_load_explicit(qp->sq.posted, memory_order_acquire)) {
+        if (left <= 0)
+            return 0;
+        soft_complete_request(qp, entry(qp, qp->sq.taken), IBV_WC_WR_FLUSH_ERR, 0, 0);
+        qp->out.sent = qp->sq.taken; /* from SQE it goes on */
+        left -= SOFT_REQUEST_COST;
+    }
+    return UINT64_MAX;
+}
+
+/* Nobody will tell what became of an unreliable connection's request. */
+static void drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+{
+    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
+    qp->next_psn = (qp->next_psn + soft_packets(qp, length)) & SOFT_PSN_MASK;
+    go_back(qp);
+    qp->waiting = false;
+}
+
+/* Nobody answered in time. */
+static void repeat(struct soft_qp *qp)
+{
+    const struct soft_wqe *wqe = entry(qp, qp->sq.taken);
+    uint32_t left = qp->retries_left;
+
+    if (!soft_is_reliable(qp)) {
+        soft_link_forget(qp->link, qp);
+        drop(qp, wqe, length_of(wqe));
+        return;
+    }
+    go_back(qp);
+    if (left) {
+        qp->retries_left = left - 1;
+        return;
+    }
+    qp->waiting = false;
+    soft_complete_request(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0);
+}
+
+/* Whether the request at `sent` may leave before all before it are answered. */
+static bool may_overtake(const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    if (qp->out.offset)
+        return true; /* it began */
+    if (soft_is_local(wqe->opcode) ||
+        (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
+        return !under_way(qp);
+    if (qp->out.reads && (wqe->flags & IBV_SEND_FENCE))
+        return false;
+    return !soft_is_answered(wqe->opcode) || qp->out.reads < qp->attr.max_rd_atomic || !under_way(qp);
+}
+
+/* What was done here alone, or cannot be sent at all, ends in its turn: when nothing is under way before it. */
+static bool ends_here(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err)
+{
+    if (status == IBV_WC_SUCCESS && !soft_is_local(wqe->opcode))
+        return false;
+    soft_complete_request(qp, wqe, status, vendor_err, 0);
+    qp->out.sent = qp->sq.taken;
+    return true;
+}
+
+/* Sends until something speaks against it; `*again` is when that ends by itself. False: the turn is over. */
+static bool send(struct soft_qp *qp, uint64_t *again)
+{
+    struct soft_outbound *out = &qp->out;
+    int64_t left = SOFT_QUEUE_TURN;
+
+    *again = UINT64_MAX;
+    while (left > 0 && out->sent != atomic_load_explicit(qp->sq.posted, memory_order_acquire)) {
+        const struct soft_wqe *wqe = entry(qp, out->sent);
+        struct soft_segment segments[SOFT_MAX_SGE];
+        struct soft_request request = {.from = qp, .wqe = wqe};
+        unsigned int state = atomic_load(&qp->state);
+        uint32_t vendor_err = 0, before = out->offset;
+        enum ibv_wc_status status;
+        int error;
+
+        if ((state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && under_way(qp) && out->offset)) || !may_overtake(qp, wqe))
+            return true;
+        if (!out->offset && wqe->due_ns && wqe->due_ns > soft_now_ns()) {
+            *again = wqe->due_ns;
+            return true;
+        }
+        status = out->offset ? soft_resolve(qp, wqe, segments, &request)
+                             : soft_begin_request(qp, wqe, segments, &request, &vendor_err);
+        if (status != IBV_WC_SUCCESS && under_way(qp)) {
+            if (!out->offset)
+                return true; /* it is looked at again when those before it are answered */
+            go_back(qp);     /* its memory went in the middle */
+            continue;
+        }
+        if (ends_here(qp, wqe, status, vendor_err)) {
+            left -= SOFT_REQUEST_COST;
+            continue;
+        }
+        error = send_part(qp, wqe, &request);
+        if (error == EHOSTUNREACH && !soft_is_reliable(qp)) {
+            drop(qp, wqe, request.length);
+            continue;
+        }
+        expect_answer(qp);
+        if (error)
+            return true; /* it is kicked, or repeats in its time */
+        left -= SOFT_REQUEST_COST + (int64_t)(out->offset ? out->offset - before : request.length - before);
+        if (!soft_is_reliable(qp) && !out->offset)
+            drop(qp, wqe, request.length); /* or it arrives */
+    }
+    return left > 0;
+}
+
+uint64_t soft_ask(struct soft_qp *qp)
+{
+    struct soft_outbound *out = &qp->out;
+    uint64_t again = UINT64_MAX;
+    unsigned int state;
+
+    for (;;) {
+        state = atomic_load(&qp->state);
+        if (state == IBV_QPS_ERR || state == IBV_QPS_SQE)
+            return flush(qp);
+        if (state != IBV_QPS_RTS && state != IBV_QPS_SQD)
+            return UINT64_MAX;
+        if (out->pause) {
+            if (out->pause > soft_now_ns())
+                return out->pause;
+            out->pause = 0;
+        }
+        if (qp->waiting && out->deadline != UINT64_MAX && out->deadline <= soft_now_ns()) {
+            repeat(qp);
+            continue;
+        }
+        if (!send(qp, &again))
+            return 0;
+        if (atomic_load(&qp->state) != state)
+            continue; /* it failed */
+        if (state == IBV_QPS_SQD && !under_way(qp)) {
+            qp->waiting = false;
+            soft_drained(qp);
+        }
+        return again < out->deadline ? again : out->deadline;
+    }
+}
+
+/* ---- Answers ----------------------------------------------------------------------------------------------- */
+
+static uint32_t distance(uint32_t from, uint32_t to)
+{
+    return (to - from) & SOFT_PSN_MASK;
+}
+
+/* The peer made progress: what is left has all its time and all its repetitions again. */
+static void progressed(struct soft_qp *qp)
+{
+    qp->retries_left = qp->attr.retry_cnt;
+    qp->rnr_left = qp->attr.rnr_retry;
+    qp->out.deadline = UINT64_MAX;
+    qp->waiting = false;
+    if (under_way(qp))
+        expect_answer(qp);
+}
+
+/* The request at sq.taken is over, with all its packets. */
+static void finish(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t length)
+{
+    qp->next_psn = (qp->next_psn + soft_packets(qp, length)) & SOFT_PSN_MASK;
+    if (soft_is_answered(wqe->opcode))
+        qp->out.reads--;
+    qp->out.answered = 0;
+    soft_complete_request(qp, wqe, status, 0, status == IBV_WC_SUCCESS ? length : 0);
+}
+
+/* Bytes of an answer go to the memory of the request, from `offset` on. It may have gone meanwhile. */
+static enum ibv_wc_status take(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t offset, const uint8_t *data,
+                               uint32_t length)
+{
+    struct soft_segment segments[SOFT_MAX_SGE];
+    struct soft_request request = {.from = qp, .wqe = wqe};
+    enum ibv_wc_status status = soft_resolve(qp, wqe, segments, &request);
+    struct part part = {.frame = {.part = length}};
+    unsigned int i;
+
+    if (status != IBV_WC_SUCCESS)
+        return status;
+    cut(&part, &request, offset);
+    for (i = 0; i < part.count; data += part.data[i++].iov_len)
+        memcpy(part.data[i].iov_base, data, part.data[i].iov_len);
+    return IBV_WC_SUCCESS;
+}
+
+/* All requests before this sequence number that need no data were done. What is left is at sq.taken. */
+static void acknowledge(struct soft_qp *qp, uint32_t before)
+{
+    bool some = false;
+
+    while (qp->out.sent != qp->sq.taken) {
+        const struct soft_wqe *wqe = entry(qp, qp->sq.taken);
+        uint32_t length = length_of(wqe);
+
+        /* A read of no bytes is acknowledged as all others are. */
+        if ((soft_is_answered(wqe->opcode) && length) || soft_packets(qp, length) > distance(qp->next_psn, before))
+            break;
+        finish(qp, wqe, IBV_WC_SUCCESS, length);
+        some = true;
+        if (atomic_load(&qp->state) == IBV_QPS_ERR)
+            return; /* its completion found no room */
+    }
+    if (some)
+        progressed(qp);
+}
+
+/* An answer with data: it is that of the next part of the read or atomic at sq.taken, or none at all. */
+static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
+{
+    const struct soft_wqe *wqe;
+    uint32_t length, last;
+    enum ibv_wc_status status = IBV_WC_SUCCESS;
+
+    if (!under_way(qp))
+        return true;
+    wqe = entry(qp, qp->sq.taken);
+    if (!soft_is_answered(wqe->opcode))
+        return true;
+    length = length_of(wqe);
+    if (frame->part > length - qp->out.answered)
+        return false;
+    last = qp->next_psn + soft_packets(qp, qp->out.answered + frame->part) - 1;
+    if (distance(last, frame->psn)) /* one before it was lost, or it is a repetition */
+        return true;
+    if (!(frame->flags & SOFT_FRAME_DIRECT))
+        status = take(qp, wqe, qp->out.answered, payload, frame->part);
+    if (status == IBV_WC_SUCCESS) {
+        qp->out.answered += frame->part;
+        if (qp->out.answered == length)
+            finish(qp, wqe, IBV_WC_SUCCESS, length);
+    } else {
+        finish(qp, wqe, status, length);
+    }
+    if (atomic_load(&qp->state) != IBV_QPS_ERR)
+        progressed(qp);
+    return true;
+}
+
+/* The peer has no receive: that request, and what came after it, is to be sent again. */
+static void not_ready(struct soft_qp *qp, uint64_t delay_ns)
+{
+    uint32_t rnr_left = qp->rnr_left;
+
+    go_back(qp);
+    if (qp->attr.rnr_retry != 7 && !rnr_left) { /* 7: without end */
+        qp->waiting = false;
+        finish(qp, entry(qp, qp->sq.taken), IBV_WC_RNR_RETRY_EXC_ERR, 0);
+        return;
+    }
+    if (qp->attr.rnr_retry != 7)
+        qp->rnr_left = rnr_left - 1;
+    qp->out.pause = soft_now_ns() + delay_ns;
+}
+
+/* Under sq_lock. */
+static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
+{
+    uint32_t sent = distance(qp->next_psn, qp->out.psn), last = distance(qp->next_psn, frame->psn);
+    bool done = frame->opcode == SOFT_FRAME_ACK;
+
+    if (!under_way(qp) || last >= sent)
+        return true; /* of what is over */
+    moved(qp, done ? frame->psn : (frame->psn - 1) & SOFT_PSN_MASK);
+    qp->out.deadline = UINT64_MAX; /* the peer is there: of a long message, each part has all the time */
+    expect_answer(qp);
+    if (done && frame->part) {
+        acknowledge(qp, (frame->psn + 1 - soft_packets(qp, frame->part)) & SOFT_PSN_MASK);
+        return atomic_load(&qp->state) == IBV_QPS_ERR || answer(qp, frame, payload);
+    }
+    acknowledge(qp, done ? (frame->psn + 1) & SOFT_PSN_MASK : frame->psn);
+    if (done || !under_way(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
+        return true;
+    if (frame->opcode == SOFT_FRAME_RNR) {
+        not_ready(qp, frame->address);
+        return true;
+    }
+    finish(qp, entry(qp, qp->sq.taken), frame->status, 0);
+    return true;
+}
+
+bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct soft_device *device = soft_stream_device(soft_link_stream(by));
+    struct soft_qp *qp = soft_table_find(&device->qps, frame->to);
+    bool honest = true, more = false;
+
+    if (!qp)
+        return true; /* it was destroyed */
+    soft_lock_take(&qp->sq_lock);
+    if (qp->link == by && qp->out.token == frame->token && soft_is_up(qp)) {
+        honest = read_answer(qp, frame, payload);
+        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause ||
+               qp->out.sent != atomic_load_explicit(qp->sq.posted, memory_order_acquire) || qp->drain_notify;
+    }
+    soft_lock_give(&qp->sq_lock);
+    if (more)
+        soft_kick(qp);
+    if (!honest)
+        soft_stream_refuse(soft_link_stream(by), "an answer has more data than was asked for");
+    return honest;
+}
+
+/* ---- Memory that goes ---------------------------------------------------------------------------------------- */
+
+static bool uses(const struct soft_qp *qp, uint32_t lkey)
+{
+    uint32_t at, end = qp->out.sent + (qp->out.offset != 0);
+    unsigned int i;
+
+    for (at = qp->sq.taken; at != end; at++) {
+        const struct soft_wqe *wqe = entry(qp, at);
+        const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+
+        for (i = 0; i < wqe->num_sge && !(wqe->flags & IBV_SEND_INLINE); i++)
+            if (sge[i].lkey == lkey)
+                return true;
+    }
+    return false;
+}
+
+void soft_ask_without(struct soft_device *device, uint32_t lkey)
+{
+    uint32_t number, end;
+
+    pthread_mutex_lock(&device->qps.lock);
+    end = device->qps.fresh;
+    pthread_mutex_unlock(&device->qps.lock);
+    for (number = SOFT_FIRST_QPN; atomic_load(&device->moving) && number < end; number++) {
+        struct soft_qp *qp = soft_table_find(&device->qps, number);
+
+        if (!qp)
+            continue;
+        soft_lock_take(&qp->sq_lock);
+        if (qp->out.moving_count && uses(qp, lkey))
+            stop_moving(qp, qp->out.moving_count);
+        soft_lock_give(&qp->sq_lock);
+    }
+}
+
+/* ---- Datagrams --------------------------------------------------------------------------------------------- */
+
+/* The last way is kept: most queues send to one place for a while. */
+static struct soft_link *way(struct soft_qp *qp, const union ibv_gid *gid)
+{
+    if (qp->link && !soft_link_is_to(qp->link, gid)) {
+        soft_link_forget(qp->link, qp);
+        soft_link_put(qp->link);
+        qp->link = NULL;
+    }
+    if (!qp->link)
+        qp->link = soft_link_get(qp->context->device, gid);
+    return qp->link;
+}
+
+uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request)
+{
+    struct soft_outbound *out = &qp->out;
+    struct part part;
+    int error;
+
+    if (!way(qp, &wqe->dgid))
+        return 0;
+    describe(&part, qp, wqe, request, 0);
+    part.frame.psn = qp->next_psn;
+    part.frame.to = (uint32_t)wqe->remote_addr;
+    part.frame.key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
+    part.frame.sgid_index = wqe->path.sgid_index;
+    part.frame.flow_label = wqe->path.flow_label;
+    part.frame.hop_limit = wqe->path.hop_limit;
+    part.frame.traffic_class = wqe->path.traffic_class;
+    memcpy(part.frame.dgid, wqe->dgid.raw, sizeof(part.frame.dgid));
+    carry(&part, wqe, request);
+    mark_ends(&part.frame);
+    part.frame.packets = 1;
+    error = post(qp, &part);
+    if (error == EAGAIN || error == ENOTCONN) {
+        uint64_t now = soft_now_ns();
+
+        if (!out->give_up)
+            out->give_up = now + UNRELIABLE_NS;
+        if (now < out->give_up)
+            return out->give_up;
+        soft_link_forget(qp->link, qp);
+    }
+    out->give_up = 0;
+    return 0;
+}

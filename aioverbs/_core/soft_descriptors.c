@@ -1,0 +1,76 @@
+#include "soft_descriptors.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <pthread.h>
+#include <unistd.h>
+
+enum { LIMIT = 1 << 20, WORD = sizeof(unsigned long) * CHAR_BIT };
+
+static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
+static int highest = -1;                  /* of all that were ever owned; under the lock */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int watch_error;
+
+void soft_descriptors_hold(void)
+{
+    pthread_mutex_lock(&lock);
+}
+
+void soft_descriptors_release(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
+/* In the child, by the thread that held the lock in the parent. */
+static void close_all(void)
+{
+    int fd;
+
+    for (fd = 0; fd <= highest; fd++)
+        if (owned[fd / WORD] >> fd % WORD & 1)
+            close(fd);
+        else if (!owned[fd / WORD])
+            fd |= WORD - 1;
+    for (fd = 0; fd <= highest; fd += WORD)
+        owned[fd / WORD] = 0;
+    highest = -1;
+    pthread_mutex_unlock(&lock);
+}
+
+static void watch(void)
+{
+    watch_error = pthread_atfork(soft_descriptors_hold, soft_descriptors_release, close_all);
+}
+
+int soft_descriptors_watch_forks(void)
+{
+    pthread_once(&once, watch);
+    return watch_error;
+}
+
+int soft_descriptor_own(int fd)
+{
+    if (fd >= LIMIT) {
+        close(fd);
+        fd = -1;
+        errno = EMFILE;
+    }
+    if (fd < 0)
+        return -1;
+    owned[fd / WORD] |= 1ul << fd % WORD;
+    if (fd > highest)
+        highest = fd;
+    return fd;
+}
+
+void soft_descriptor_close(int fd)
+{
+    if (fd < 0)
+        return;
+    pthread_mutex_lock(&lock);
+    owned[fd / WORD] &= ~(1ul << fd % WORD);
+    close(fd); /* under the lock: the number may be another's right after */
+    pthread_mutex_unlock(&lock);
+}

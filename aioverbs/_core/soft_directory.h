@@ -1,0 +1,27 @@
+/* The directory in which devices of one host find each other: a Unix socket for each, by the names of its GIDs. */
+#ifndef AIOVERBS_SOFT_DIRECTORY_H
+#define AIOVERBS_SOFT_DIRECTORY_H
+
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include "soft_settings.h"
+#include "verbs_abi.h"
+
+struct soft_entry {
+    int fd; /* the listening socket; -1: there is no entry */
+    char names[2][SOFT_MAX_PATH];
+    dev_t device; /* of the socket's file, like the next one: what else has its name is not ours to remove */
+    ino_t inode;
+};
+
+/* Makes the directory where it is missing, and a listening socket in it. 0 or an errno, which `why` explains:
+ * EADDRINUSE: another device that lives has one of the GIDs; EACCES: the directory is not ours alone. */
+int soft_directory_enter(const struct soft_settings *settings, const union ibv_gid gids[2], struct soft_entry *entry,
+                         char *why, size_t size);
+void soft_directory_leave(struct soft_entry *entry);
+
+/* Where a device with this GID would listen. 0, or ENOENT: it does not, or the directory is not to be trusted. */
+int soft_directory_find(const struct soft_settings *settings, const union ibv_gid *gid, struct sockaddr_un *address);
+
+#endif

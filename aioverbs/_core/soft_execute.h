@@ -1,0 +1,73 @@
+/* What the execution of send queues consists of: for peers of this device (soft_execute.c), and for others, which
+ * answer later (soft_ask.c). All under sq_lock, in a grace section. */
+#ifndef AIOVERBS_SOFT_EXECUTE_H
+#define AIOVERBS_SOFT_EXECUTE_H
+
+#include "soft.h"
+
+/* One queue's turn, in bytes, where a request counts for its data and for SOFT_REQUEST_COST. Whoever posts as fast as
+ * we execute must keep neither other queue pairs waiting nor those who wait for a grace period. */
+#define SOFT_QUEUE_TURN (1 << 20)
+#define SOFT_REQUEST_COST 4096
+
+static inline bool soft_is_atomic(uint8_t opcode)
+{
+    return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
+}
+
+/* The peer has something to say beyond that it was done. */
+static inline bool soft_is_answered(uint8_t opcode)
+{
+    return opcode == IBV_WR_RDMA_READ || soft_is_atomic(opcode);
+}
+
+static inline bool soft_is_local(uint8_t opcode)
+{
+    return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
+}
+
+/* The request at sq.taken is over. An error completes whether or not the request was signalled, and breaks the queue;
+ * so does a completion that found no room, and then an event tells what it would have told. */
+void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
+                           uint32_t vendor_err, uint32_t byte_len);
+
+/* Checks the local side of a request and finds its memory. */
+enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                struct soft_request *request);
+
+/* What the fault plan makes of a request, the first time that it is tried; else whether it can be sent at all. What no
+ * peer hears of is done. */
+enum ibv_wc_status soft_begin_request(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                      struct soft_request *request, uint32_t *vendor_err);
+
+/* How many packets a message, or a read's answer, takes: sequence numbers count them. */
+uint32_t soft_packets(const struct soft_qp *qp, uint32_t length);
+
+/* In SQD with no request under way. */
+void soft_drained(struct soft_qp *qp);
+
+/* ---- Remote peers (soft_ask.c) ----------------------------------------------------------------------------- */
+
+/* Whether the peer is not of this device. */
+static inline bool soft_asks(const struct soft_qp *qp)
+{
+    return qp->link && qp->qp.qp_type != IBV_QPT_UD;
+}
+
+/* Sends what there is to send, repeats, flushes. When to come again: 0 when its turn is over but not its work. */
+uint64_t soft_ask(struct soft_qp *qp);
+
+/* 0: it left, or was dropped. Else it waits for the way, until then. */
+uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request);
+
+/* Nothing is under way any more: the peer moves no byte of it. Its answers find nothing. */
+void soft_ask_no_more(struct soft_qp *qp);
+
+/* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
+ * it fails when it is repeated. In a grace section. */
+void soft_ask_without(struct soft_device *device, uint32_t lkey);
+
+/* An answer came by a link. False: no honest peer gives it. */
+bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
+
+#endif

@@ -1,0 +1,63 @@
+/* What two devices say to each other before the first frame. Pure, as soft_frame.h.
+ *
+ * The connecting side says HELLO, the accepting side WELCOME, the connecting side PROOF. With a secret, each proves by
+ * an HMAC over both of these messages that it knows it. */
+#ifndef AIOVERBS_SOFT_HELLO_H
+#define AIOVERBS_SOFT_HELLO_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "soft_hmac.h"
+
+#define SOFT_VERSION 1u
+#define SOFT_HELLO_SIZE 112u
+#define SOFT_WELCOME_SIZE 112u
+#define SOFT_PROOF_SIZE 40u
+#define SOFT_NONCE 32u
+
+enum {
+    SOFT_HELLO_SECRET = 1, /* there is one, which the other side is to know */
+    SOFT_HELLO_DIRECT = 2, /* HELLO: data may be moved directly, and leases come with it. WELCOME: that works */
+};
+
+struct soft_hello {
+    uint16_t flags;
+    uint32_t pid;
+    uint8_t gids[2][16]; /* of who connects */
+    uint8_t wanted[16];  /* the GID that is looked for */
+    uint64_t probe;      /* direct: where `nonce` stands in the memory of who connects */
+    uint8_t nonce[SOFT_NONCE];
+};
+
+/* Why the accepting side does not want to go on. */
+enum soft_refused { SOFT_WELCOMED, SOFT_REFUSED_VERSION, SOFT_REFUSED_GID, SOFT_REFUSED_SECRET, SOFT_REFUSED_LIMIT };
+
+struct soft_welcome {
+    uint16_t flags;
+    uint32_t refused;    /* enum soft_refused; then there is no proof */
+    uint8_t gids[2][16]; /* of who accepts */
+    uint8_t nonce[SOFT_NONCE];
+    uint8_t proof[SOFT_DIGEST]; /* zeroes without a secret */
+};
+
+void soft_hello_pack(const struct soft_hello *hello, uint8_t out[SOFT_HELLO_SIZE]);
+void soft_welcome_pack(const struct soft_welcome *welcome, uint8_t out[SOFT_WELCOME_SIZE]);
+void soft_proof_pack(const uint8_t proof[SOFT_DIGEST], uint8_t out[SOFT_PROOF_SIZE]);
+
+/* NULL, or what is wrong. */
+const char *soft_hello_parse(const uint8_t in[SOFT_HELLO_SIZE], struct soft_hello *hello);
+const char *soft_welcome_parse(const uint8_t in[SOFT_WELCOME_SIZE], struct soft_welcome *welcome);
+const char *soft_proof_parse(const uint8_t in[SOFT_PROOF_SIZE], uint8_t proof[SOFT_DIGEST]);
+
+/* What parsing answers where another version is spoken: the only case in which the rest cannot be judged. */
+extern const char soft_other_version[];
+const char *soft_refused_text(uint32_t refused);
+
+/* The proof of one side; the welcome's own proof does not count. Zeroes without a secret. */
+enum soft_role { SOFT_ROLE_ACCEPTING = 'A', SOFT_ROLE_CONNECTING = 'C' };
+void soft_prove(enum soft_role role, const void *secret, size_t size, const uint8_t hello[SOFT_HELLO_SIZE],
+                const uint8_t welcome[SOFT_WELCOME_SIZE], uint8_t proof[SOFT_DIGEST]);
+
+#endif

@@ -1,0 +1,174 @@
+/* Leases. A word of the shared page is FREE, OPEN or BUSY, with the serial number of its request. The requester opens
+ * it; the peer makes it BUSY around each system call that moves bytes; the requester frees it, when it is not BUSY. So
+ * no byte is moved for a request that is over, whatever became of the connection. */
+#define _GNU_SOURCE
+#include "soft_stream.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "soft_descriptors.h"
+#include "soft_sync.h"
+
+enum { FREE, OPEN, BUSY };
+_Static_assert(sizeof(struct soft_lease_page) == 4096, "one page");
+
+/* One that neither ends nor moves on, as when it was stopped between two instructions: after this time the system
+ * call that it was in is over. */
+#define STUCK_NS 2000000000u
+
+static uint64_t word(unsigned int state, uint32_t serial)
+{
+    return (uint64_t)state << 32 | serial;
+}
+
+/* ---- The page ---------------------------------------------------------------------------------------------- */
+
+static struct soft_lease_page *map(int fd)
+{
+    void *page = mmap(NULL, sizeof(struct soft_lease_page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+    return page == MAP_FAILED ? NULL : page;
+}
+
+int soft_lease_make(struct soft_link *link)
+{
+    struct soft_lease_page *page;
+    int fd, error;
+
+    if (link->stream.leases)
+        return 0;
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(memfd_create("aioverbs-leases", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    error = fd < 0 ? errno : 0;
+    soft_descriptors_release();
+    if (error)
+        return error;
+    page = ftruncate(fd, sizeof(*page)) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) ? NULL
+                                                                                                             : map(fd);
+    if (!page) {
+        error = errno;
+        soft_descriptor_close(fd);
+        return error;
+    }
+    link->leases_fd = fd;
+    pthread_mutex_lock(&link->stream.tx);
+    link->stream.leases = page;
+    pthread_mutex_unlock(&link->stream.tx);
+    return 0;
+}
+
+void soft_lease_unmake(struct soft_link *link)
+{
+    if (link->stream.leases)
+        munmap(link->stream.leases, sizeof(*link->stream.leases));
+    link->stream.leases = NULL;
+    soft_descriptor_close(link->leases_fd);
+    link->leases_fd = -1;
+}
+
+const char *soft_lease_take(struct soft_stream *stream)
+{
+    struct stat found;
+    int seals;
+
+    if (stream->leases_fd < 0)
+        return "no leases came with the offer";
+    seals = fcntl(stream->leases_fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(stream->leases_fd, &found) ||
+        found.st_size != sizeof(*stream->leases))
+        return "the leases that came are not what they should be"; /* it could be cut short under our hands */
+    stream->leases = map(stream->leases_fd);
+    return stream->leases ? NULL : "the leases that came cannot be mapped";
+}
+
+void soft_lease_drop(struct soft_stream *stream)
+{
+    if (stream->leases)
+        munmap(stream->leases, sizeof(*stream->leases));
+    stream->leases = NULL;
+    soft_descriptor_close(stream->leases_fd);
+    stream->leases_fd = -1;
+}
+
+/* ---- The requester ------------------------------------------------------------------------------------------- */
+
+int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
+{
+    int error = EAGAIN;
+    unsigned int i;
+
+    pthread_mutex_lock(&link->stream.tx);
+    for (i = 0; link->stream.leases && i < SOFT_LEASES / 64 && error; i++) {
+        uint64_t unused = ~link->leased[i];
+        unsigned int bit = unused ? (unsigned int)__builtin_ctzll(unused) : 64;
+
+        if (bit == 64)
+            continue;
+        link->leased[i] |= 1ull << bit;
+        *lease = (uint16_t)(i * 64 + bit);
+        *serial = ++link->serials[*lease];
+        atomic_store(&link->stream.leases->words[*lease], word(OPEN, *serial));
+        error = 0;
+    }
+    pthread_mutex_unlock(&link->stream.tx);
+    return error;
+}
+
+/* Whether nothing is moved any more. The word is the peer's to write as well: whatever it says, this ends. */
+static bool withdraw(struct soft_link *link, _Atomic uint64_t *at, uint32_t serial)
+{
+    uint64_t end = soft_now_ns() + STUCK_NS;
+    unsigned int spins = 0;
+    bool gone;
+
+    for (;;) {
+        uint64_t found = word(OPEN, serial);
+
+        if (atomic_compare_exchange_strong(at, &found, word(FREE, serial)) || found != word(BUSY, serial))
+            return true;
+        if (++spins < 1000) {
+            sched_yield();
+            continue;
+        }
+        pthread_mutex_lock(&link->stream.tx);
+        gone = soft_process_gone(link->stream.pidfd);
+        pthread_mutex_unlock(&link->stream.tx);
+        if (gone)
+            return true;
+        if (soft_now_ns() > end)
+            return false;
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+    }
+}
+
+void soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial)
+{
+    if (!withdraw(link, &link->stream.leases->words[lease], serial))
+        return; /* that word is never used again */
+    pthread_mutex_lock(&link->stream.tx);
+    link->leased[lease / 64] &= ~(1ull << lease % 64);
+    pthread_mutex_unlock(&link->stream.tx);
+}
+
+/* ---- The peer ------------------------------------------------------------------------------------------------ */
+
+bool soft_lease_enter(struct soft_lease_page *page, uint16_t lease, uint32_t serial)
+{
+    uint64_t expected = word(OPEN, serial);
+
+    return atomic_compare_exchange_strong(&page->words[lease], &expected, word(BUSY, serial));
+}
+
+void soft_lease_leave(struct soft_lease_page *page, uint16_t lease, uint32_t serial)
+{
+    uint64_t expected = word(BUSY, serial);
+
+    (void)atomic_compare_exchange_strong(&page->words[lease], &expected, word(OPEN, serial));
+}

@@ -1,0 +1,184 @@
+/* The receiving side of a stream: bytes become messages of the handshake, then frames. All under progress. */
+#define _GNU_SOURCE
+#include "soft_stream.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "soft.h"
+#include "soft_descriptors.h"
+
+enum { FILLS = 4 }; /* of the buffer in one turn, so that no stream keeps the others waiting */
+
+/* The page of leases comes beside the first bytes of a served stream. What else comes is closed by the kernel. */
+static ssize_t receive_with_descriptor(struct soft_stream *stream, void *to, size_t size)
+{
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec piece = {to, size};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+    struct cmsghdr *header;
+    ssize_t got;
+    int fd;
+
+    soft_descriptors_hold();
+    got = recvmsg(stream->watch.fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    header = got > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    fd = -1;
+    if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
+        header->cmsg_len == CMSG_LEN(sizeof(fd))) {
+        memcpy(&fd, CMSG_DATA(header), sizeof(fd));
+        fd = soft_descriptor_own(fd);
+    }
+    soft_descriptors_release();
+    if (stream->leases_fd < 0)
+        stream->leases_fd = fd;
+    else
+        soft_descriptor_close(fd);
+    return got;
+}
+
+static ssize_t receive(struct soft_stream *stream)
+{
+    uint8_t *to = stream->in + stream->in_end;
+    size_t room = SOFT_IN_SIZE - stream->in_end;
+    ssize_t got;
+
+    do
+        got = stream->is_unix && stream->stage == SOFT_GREETING && !stream->is_link
+                  ? receive_with_descriptor(stream, to, room)
+                  : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    if (got > 0) {
+        stream->in_end += (uint32_t)got;
+        stream->bytes_in += (uint64_t)got;
+    }
+    return got;
+}
+
+/* ---- Handling ------------------------------------------------------------------------------------------------ */
+
+/* Whether a request may be handled: its answer finds room. Else nothing is read until there is. */
+static bool has_room(struct soft_stream *stream)
+{
+    bool room;
+
+    pthread_mutex_lock(&stream->tx);
+    if (!stream->blocked && soft_stream_pending(stream) > SOFT_SMALL_ANSWERS - 4096)
+        soft_stream_flush(stream);
+    room = !stream->blocked && soft_stream_pending(stream) <= SOFT_SMALL_ANSWERS - 4096;
+    if (stream->paused == room) {
+        stream->paused = !room;
+        soft_stream_watch(stream);
+    }
+    pthread_mutex_unlock(&stream->tx);
+    return room;
+}
+
+/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. */
+static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size)
+{
+    const struct soft_fabric_user *user = stream->fabric->user;
+    struct soft_frame frame;
+    const char *wrong;
+
+    if (size < SOFT_FRAME_SIZE)
+        return 0;
+    wrong = soft_frame_parse(bytes, &frame);
+    if (!wrong && frame.kind != (stream->is_link ? SOFT_FRAME_RESPONSE : SOFT_FRAME_REQUEST))
+        wrong = "a frame goes the wrong way";
+    if (!wrong && frame.flags & SOFT_FRAME_DIRECT && !atomic_load(&stream->direct))
+        wrong = "data is to be moved directly, which was not agreed on";
+    if (wrong) {
+        soft_stream_refuse(stream, wrong);
+        return 0;
+    }
+    if (size - SOFT_FRAME_SIZE < frame.size)
+        return 0;
+    if (!stream->is_link && !has_room(stream))
+        return 0;
+    stream->frames_in++;
+    bytes += SOFT_FRAME_SIZE;
+    if (!(stream->is_link ? user->response(container_of(stream, struct soft_link, stream), &frame, bytes)
+                          : user->request(stream, &frame, bytes)))
+        soft_stream_refuse(stream, "a frame was refused");
+    return SOFT_FRAME_SIZE + frame.size;
+}
+
+/* All that is at hand. */
+static void handle(struct soft_stream *stream)
+{
+    struct grace_reader *grace = grace_enter();
+    bool answers = false;
+    uint32_t done;
+
+    do {
+        const uint8_t *bytes = stream->in + stream->in_begin;
+        uint32_t size = stream->in_end - stream->in_begin;
+
+        if (stream->stage == SOFT_OPEN) {
+            done = handle_frame(stream, bytes, size);
+            answers |= done && !stream->is_link;
+        } else {
+            done = soft_handshake_handle(stream, bytes, size);
+        }
+        stream->in_begin += done;
+    } while (done && !stream->refusal);
+    if (answers && !stream->refusal)
+        stream->fabric->user->batch_ends(stream);
+    grace_leave(grace);
+    if (answers) {
+        pthread_mutex_lock(&stream->tx);
+        if (!stream->blocked)
+            soft_stream_flush(stream);
+        soft_stream_watch(stream);
+        pthread_mutex_unlock(&stream->tx);
+    }
+    /* The next frame fits behind what is there already, or what is there moves to the front. */
+    if (stream->in_begin == stream->in_end) {
+        stream->in_begin = stream->in_end = 0;
+    } else if (stream->in_begin && SOFT_IN_SIZE - stream->in_begin < SOFT_FRAME_SIZE + SOFT_FRAGMENT) {
+        memmove(stream->in, stream->in + stream->in_begin, stream->in_end - stream->in_begin);
+        stream->in_end -= stream->in_begin;
+        stream->in_begin = 0;
+    }
+}
+
+bool soft_stream_receive(struct soft_stream *stream)
+{
+    bool something = false;
+    int fills;
+
+    if (stream->stalled)
+        return false;
+    if (stream->paused && has_room(stream))
+        handle(stream); /* what had to wait */
+    for (fills = 0; fills < FILLS && !stream->refusal && !stream->paused; fills++) {
+        uint32_t room = SOFT_IN_SIZE - stream->in_end;
+        ssize_t got = receive(stream);
+
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            break;
+        something = true;
+        if (got <= 0) {
+            bool unfinished = stream->is_link && stream->stage != SOFT_OPEN;
+
+            soft_stream_close(stream, unfinished ? SOFT_END_CONNECT : SOFT_END_LOST,
+                              got ? strerror(errno) : "the peer closed the connection");
+            return true;
+        }
+        handle(stream);
+        if ((uint32_t)got < room)
+            break; /* there was no more */
+    }
+    if (stream->refusal) {
+        soft_stream_close(stream, stream->refused_as, stream->refusal);
+        return true;
+    }
+    return something;
+}

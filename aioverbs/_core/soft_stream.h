@@ -1,0 +1,250 @@
+/* What the parts of the fabric know of each other. Rules beside fields, as in soft.h, and beyond those:
+ *
+ *   progress  under fabric->progress
+ *   tx        under stream->tx
+ *   both      written under progress and tx, read under either
+ *   links     under fabric->links
+ */
+#ifndef AIOVERBS_SOFT_STREAM_H
+#define AIOVERBS_SOFT_STREAM_H
+
+#include <pthread.h>
+#include <sys/epoll.h>
+
+#include "soft_directory.h"
+#include "soft_fabric.h"
+#include "soft_hello.h"
+
+#define SOFT_IN_SIZE (SOFT_FRAGMENT + (64u << 10)) /* of what was received and not handled */
+#define SOFT_SMALL_ANSWERS (32u << 10)             /* are gathered until the batch ends */
+/* What answers may need at worst: they are begun when no more than the small ones wait; then comes one with a
+ * fragment, and then one without data for each frame that was at hand. */
+#define SOFT_OUT_ANSWERS (SOFT_SMALL_ANSWERS + SOFT_FRAME_SIZE + SOFT_FRAGMENT + SOFT_IN_SIZE)
+#define SOFT_OUT_REQUEST (SOFT_FRAME_SIZE + SOFT_FRAGMENT)
+/* So a link costs 320 KiB at most and a served stream 544 KiB, of which the kernel gives pages when they are used first:
+ * a few, where messages are small. */
+_Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
+#define SOFT_HANDSHAKE_NS 2000000000u
+#define SOFT_MAX_HANDSHAKES 64u
+#define SOFT_MAX_SERVED 4096u
+#define SOFT_LINGER_NS 1000000000u /* how long a link stays connected that nobody uses */
+#define SOFT_TURN_BYTES SOFT_OUT_REQUEST
+
+/* What epoll tells of; embedded first. */
+struct soft_watch {
+    enum { SOFT_WATCH_WAKE, SOFT_WATCH_UNIX, SOFT_WATCH_TCP, SOFT_WATCH_STREAM } what; /* const */
+    int fd;                                                                            /* progress; a stream's: both */
+};
+
+enum soft_stage {
+    SOFT_CLOSED,     /* a link only: others are gone then */
+    SOFT_CONNECTING, /* link: the socket is being connected */
+    SOFT_GREETING,   /* link: waits for WELCOME; served: for HELLO */
+    SOFT_PROVING,    /* served: waits for PROOF */
+    SOFT_OPEN,
+};
+
+/* What a stream's end counts as. */
+enum soft_end { SOFT_END_LOST, SOFT_END_REFUSED_PEER, SOFT_END_REFUSED_FRAME, SOFT_END_CONNECT, SOFT_END_UNUSED };
+
+/* One page of words that a link shares with its peer: what each direct request may still do. */
+struct soft_lease_page {
+    _Atomic uint64_t words[SOFT_LEASES]; /* the peer may write anything here */
+};
+
+struct soft_stream {
+    struct soft_watch watch;
+    struct soft_fabric *fabric;        /* const */
+    bool is_link;                      /* const */
+    enum soft_stage stage;             /* both */
+    bool is_unix;                      /* progress, like the next eleven */
+    struct soft_stream *next, **place; /* of fabric->streams */
+    uint64_t deadline;                 /* of the handshake, CLOCK_MONOTONIC */
+    union ibv_gid peer[2];
+    uint32_t pid, uid;
+    int leases_fd; /* served: came with HELLO, or -1 */
+    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
+    uint8_t *in; /* SOFT_IN_SIZE bytes, of which [in_begin, in_end) are to be handled */
+    uint32_t in_begin, in_end;
+    uint64_t frames_in, bytes_in;
+    const char *refusal; /* it is to be closed */
+    enum soft_end refused_as;
+    bool paused;        /* both. Served: no room for answers, so no requests are taken */
+    bool stalled;       /* both: nothing is read, by order */
+    atomic_bool direct; /* written under progress; read by who sends */
+    char why_not_direct[64];
+    char reason[96]; /* progress: why it ended last */
+    int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */
+    struct soft_lease_page *leases; /* served: progress. Links: const since the first connection, written under tx */
+
+    pthread_mutex_t tx;
+    uint8_t *out; /* tx, like all that follows: [out_begin, out_end) of it waits for room in the socket */
+    uint32_t out_begin, out_end, out_size;
+    bool blocked;    /* the socket took not all: EPOLLOUT tells when it goes on */
+    bool broken;     /* ... or nothing any more: it was shut down, and who reads closes it */
+    uint32_t events; /* that epoll watches for */
+    uint64_t frames_out, bytes_out, connected_times;
+};
+
+struct soft_link {
+    struct soft_stream stream;
+    union ibv_gid remote;        /* const */
+    struct soft_link *next;      /* links, like the next five */
+    struct soft_link *next_todo; /* to be connected */
+    bool todo;
+    uint32_t references;
+    uint64_t unused_since;
+    bool is_found; /* in the table */
+
+    bool wanted;                       /* tx, like the next five: it is to be connected, and not begun */
+    uint64_t again_at;                 /* no attempt to connect before */
+    struct soft_waiter *first, *last;  /* queue pairs that wait, in the order of their tickets */
+    uint32_t waiting;                  /* how many */
+    uint64_t tickets;                  /* the last one that was given */
+    uint64_t leased[SOFT_LEASES / 64]; /* tx: a bit for each lease that is in use */
+    uint32_t serials[SOFT_LEASES];     /* tx: the last one of each */
+    int leases_fd;                     /* progress: to be sent with HELLO, or -1 */
+    uint8_t probe[SOFT_NONCE];         /* the peer writes its nonce here, from outside of the process */
+};
+
+struct soft_fabric {
+    struct soft_device *device; /* const, like the next three */
+    const struct soft_fabric_user *user;
+    struct soft_settings settings;
+    int settings_error;
+    uint16_t port; /* const: of TCP; 0: the device has no address */
+
+    pthread_mutex_t setup;   /* starting, listening, stopping; before progress */
+    bool running;            /* setup: the thread runs */
+    bool listening;          /* setup */
+    bool halted;             /* setup: for good */
+    char error[256];         /* setup: why listening failed */
+    pthread_t thread;        /* setup */
+    struct soft_entry entry; /* setup; its socket is watched by unix_watch */
+
+    int epoll; /* const while it runs */
+    struct soft_watch wake, unix_watch, tcp_watch;
+    atomic_bool stop;
+    atomic_bool active;     /* it runs: there may be something to look at */
+    atomic_uint polls;      /* by others than the thread, since the last rest */
+    atomic_bool stood_back; /* the thread leaves the reading to who polls */
+
+    pthread_mutex_t progress; /* before grace sections */
+    struct soft_stream *streams;
+    struct soft_stream *hot; /* the last one that had something */
+    uint32_t looks;
+    uint32_t stream_count, served_count, handshakes;
+    atomic_ullong sweep_at;         /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
+    bool listeners_rest;            /* there were no descriptors left: until the next sweep nobody is accepted */
+    uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
+    struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
+    uint64_t event_count;
+
+    pthread_mutex_t links; /* after stream->tx, or alone; the last */
+    struct soft_link *table[64];
+    struct soft_link *first_todo;
+};
+
+/* ---- soft_fabric.c ------------------------------------------------------------------------------------------ */
+
+/* The thread runs: 0 or an errno. Any lock but a stream's and the fabric's may be held. */
+int soft_fabric_start(struct soft_fabric *fabric);
+void soft_fabric_wake(struct soft_fabric *fabric);
+
+/* ---- soft_progress.c, all under progress --------------------------------------------------------------------- */
+
+/* Handles what there is, for a bounded time: whether there was something. Not in a grace section; grace_ready(). */
+bool soft_fabric_look(struct soft_fabric *fabric);
+void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count);
+void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now); /* what is due */
+void *soft_fabric_main(void *fabric);                             /* the thread; it takes progress by itself */
+
+/* ---- soft_accept.c: under progress -------------------------------------------------------------------------- */
+
+/* All that wait there. */
+void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *listener);
+void soft_listeners_rest(struct soft_fabric *fabric, bool rest);
+
+/* A socket for TCP that sends at once, and notices within seconds that the other host is gone. */
+void soft_tcp_options(int fd);
+
+/* ---- soft_links.c -------------------------------------------------------------------------------------------- */
+
+/* Under progress. */
+void soft_links_connect(struct soft_fabric *fabric); /* all that want to be */
+void soft_link_connected(struct soft_link *link);    /* the socket is, or failed */
+void soft_link_opened(struct soft_link *link);       /* the handshake is over */
+void soft_links_sweep(struct soft_fabric *fabric, uint64_t now);
+
+/* Under progress, in a grace section: those who wait are kicked, as long as there is room; or each once. */
+void soft_link_kick(struct soft_link *link, bool all);
+
+/* Under tx: whether EPOLLOUT is wanted for the sake of those who wait. */
+static inline bool soft_link_waited_for(const struct soft_link *link)
+{
+    return link->first != NULL;
+}
+
+/* ---- soft_stream.c ------------------------------------------------------------------------------------------- */
+
+int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, bool is_link); /* 0 or an errno */
+void soft_stream_destroy(struct soft_stream *stream);
+
+/* Under progress. The socket, which is owned, is the stream's from here on, also where this fails. 0 or an errno. */
+int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum soft_stage stage);
+void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage);
+
+/* Under progress, outside of its own callbacks. A served stream is freed. */
+void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char *reason);
+
+/* Under progress: keeps and counts why a peer was refused; `peer` may be NULL. */
+void soft_fabric_note(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason);
+
+/* Under tx: 0, or EPIPE and it is broken. What the socket does not take is kept, for which there must be room. */
+int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                      unsigned int count);
+
+/* Under progress, while nobody else sends: a message of the handshake, with a descriptor or -1. False: it did not go. */
+bool soft_stream_say(struct soft_stream *stream, const void *message, size_t size, int fd);
+
+/* Under tx: sends what waits, as far as it goes; watches for what there is to watch for. */
+void soft_stream_flush(struct soft_stream *stream);
+void soft_stream_watch(struct soft_stream *stream);
+
+static inline uint32_t soft_stream_pending(const struct soft_stream *stream)
+{
+    return stream->out_end - stream->out_begin;
+}
+
+/* ---- soft_receive.c: under progress -------------------------------------------------------------------------- */
+
+/* Reads and handles; false where there was nothing. The stream may be closed, and a served one freed, after that. */
+bool soft_stream_receive(struct soft_stream *stream);
+
+/* ---- soft_handshake.c: under progress ------------------------------------------------------------------------ */
+
+bool soft_handshake_begin(struct soft_link *link); /* HELLO; false: it does not go out */
+
+/* The next message, where all of it is at hand: how many bytes it was, or 0. Where it is wrong the stream is refused. */
+uint32_t soft_handshake_handle(struct soft_stream *stream, const uint8_t *bytes, uint32_t size);
+
+/* ---- soft_direct.c ------------------------------------------------------------------------------------------- */
+
+/* Link: offers to be moved to and from: false where it cannot be. Served: whether it works with this peer. */
+void soft_direct_offer(struct soft_link *link, struct soft_hello *hello);
+void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t nonce[SOFT_NONCE]);
+bool soft_process_gone(int pidfd);
+int soft_process_open(uint32_t pid); /* a descriptor that is owned, or -1 */
+
+/* ---- soft_lease.c -------------------------------------------------------------------------------------------- */
+
+int soft_lease_make(struct soft_link *link); /* the page: 0 or an errno */
+void soft_lease_unmake(struct soft_link *link);
+const char *soft_lease_take(struct soft_stream *stream); /* maps the page that came: NULL, or why not */
+void soft_lease_drop(struct soft_stream *stream);
+
+/* The peer's side: whether the request is still wanted, and is not given up until it is left. */
+bool soft_lease_enter(struct soft_lease_page *page, uint16_t lease, uint32_t serial);
+void soft_lease_leave(struct soft_lease_page *page, uint16_t lease, uint32_t serial);
+
+#endif

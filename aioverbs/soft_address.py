@@ -1,0 +1,105 @@
+"""PURE: the names of software devices, and the addresses in them."""
+
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+__all__ = ["DEFAULT_PORT", "SoftAddress", "is_software", "parse_name"]
+
+_DEVICE = "soft0"
+DEFAULT_PORT = 7470
+
+_HINT = "write 10.0.0.1:7470, or [fd00::1]:7470"
+_UNSPECIFIC = "it is no address that one host has: give one of this host's network interfaces"
+
+
+@dataclass(frozen=True, slots=True)
+class SoftAddress:
+    """Where other hosts find a software device.
+
+    :param host: an address of this host that others reach.
+    :param port: of TCP, from 1 to 65535. All devices that reach each other by IPv6 have the same one.
+    """
+
+    host: IPv4Address | IPv6Address
+    port: int = DEFAULT_PORT
+
+    def __post_init__(self) -> None:
+        """:raises ValueError: no device can be there."""
+        if problem := _problem(self.host):
+            raise ValueError(f"{self.host} cannot be a software device's address: {problem}")
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"a port is a number from 1 to 65535, not {self.port}")
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return f"[{self.host}]:{self.port}" if self.host.version == 6 else f"{self.host}:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """Of the device."""
+        return f"{_DEVICE}@{self}"
+
+    @classmethod
+    def parse(cls, text: str) -> "SoftAddress":
+        """From ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
+
+        :raises ValueError: it is something else; the error says what to write.
+        """
+        if not text:
+            raise ValueError(f"there is no address: {_HINT}")
+        if text.startswith("["):
+            literal, bracket, rest = text[1:].partition("]")
+            if not bracket or (rest and not rest.startswith(":")):
+                raise ValueError(f"{text!r} is no address: {_HINT}")
+            host = _host(literal, text)
+            if host.version == 4:
+                raise ValueError(f"brackets are for IPv6: write {host}{rest}")
+            return cls(host, _port(rest[1:], text) if rest else DEFAULT_PORT)
+        if text.count(":") > 1:
+            raise ValueError(f"an IPv6 address stands in brackets, as in [fd00::1]:{DEFAULT_PORT}: {text!r} does not")
+        literal, colon, rest = text.partition(":")
+        return cls(_host(literal, text), _port(rest, text) if colon else DEFAULT_PORT)
+
+
+def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
+    try:
+        return ip_address(literal)
+    except ValueError:
+        raise ValueError(f"{literal!r} in {text!r} is no IP address, and names are not looked up: {_HINT}") from None
+
+
+def _port(digits: str, text: str) -> int:
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 5):
+        raise ValueError(f"{digits!r} in {text!r} is no port: {_HINT}")
+    return int(digits)
+
+
+def _problem(host: IPv4Address | IPv6Address) -> str | None:
+    if host.is_link_local or (isinstance(host, IPv6Address) and host.scope_id is not None):
+        return "what is of one link or network interface says nothing beyond it: give a wider one"
+    if isinstance(host, IPv4Address):
+        return None if 0 < host.packed[0] < 224 else _UNSPECIFIC
+    if not any(host.packed[:8]) and host.packed[10:12] == b"\xff\xff":
+        return f"it stands for an address of IPv4: write {IPv4Address(host.packed[12:])}"
+    return _UNSPECIFIC if host.is_multicast or (not any(host.packed[:12]) and not host.is_loopback) else None
+
+
+def is_software(name: str) -> bool:
+    """Whether a device's name is a software device's, a good one or not."""
+    return name.partition("@")[0] == _DEVICE
+
+
+def parse_name(name: str) -> SoftAddress | None:
+    """The address in a software device's name; None where it is the name alone.
+
+    :raises ValueError: what follows the name is no address; the error says what to write.
+    """
+    plain, at, text = name.partition("@")
+    if not at and plain == _DEVICE:
+        return None
+    try:
+        if plain != _DEVICE:
+            raise ValueError(f"the software device's name is {_DEVICE}")
+        return SoftAddress.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name!r} is no software device's name: {error}") from None

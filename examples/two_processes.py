@@ -1,0 +1,101 @@
+"""Two processes: one has memory, the other one writes to it, reads it and counts in it, and says hello.
+
+    python examples/two_processes.py
+
+The first starts the second, and they tell each other their endpoints over a pair of sockets. On soft0 bytes go from
+one process to the other without any setting; on an RDMA device (AIOVERBS_DEVICE=mlx5_0) through the network.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from asyncio import StreamReader, StreamWriter
+
+import aioverbs
+from aioverbs import AccessFlags, Endpoint, RemoteRegion
+
+SIZE = 1 << 20
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+
+Talk = tuple[StreamReader, StreamWriter]
+
+
+def say(talk: Talk, line: str) -> None:
+    """A line to the other process."""
+    talk[1].write(f"{line}\n".encode())
+
+
+async def hear(talk: Talk) -> list[str]:
+    """The next line of the other process."""
+    line = await asyncio.wait_for(talk[0].readline(), timeout=30)
+    if not line:
+        raise RuntimeError("the other process ended")
+    return line.decode().split()
+
+
+async def end(talk: Talk, *, asks: bool) -> None:
+    """One of the two: it connects to the other one, and asks or is asked."""
+    async with (
+        aioverbs.open_device() as device,
+        device.resource_domain() as domain,
+        domain.register(SIZE, ACCESS) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as qp,
+    ):
+        say(talk, f"{bytes(qp.local_endpoint()).hex()} {region.address} {region.rkey}")
+        endpoint, address, rkey = await hear(talk)
+        qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
+        hello = qp.receive(region[:64])
+        say(talk, "ready")
+        await hear(talk)
+        if asks:
+            await ask(qp, region, RemoteRegion(int(address), SIZE, int(rkey)))
+            say(talk, "done")
+            await hear(talk)  # the other one may look at its memory until then
+        else:
+            received = await hello
+            print(f"process {os.getpid()} received {bytes(received.data)!r}")
+            await hear(talk)
+            print(f"and has in its memory {bytes(region.buffer[64:69])!r}, which nobody here wrote")
+            for peer in (each for each in device.peers() if not each.connected_by_us) if device.software else ():
+                how = "from memory to memory" if peer.direct else f"by {peer.transport} socket"
+                print(f"process {peer.process_id} came over a {peer.transport} socket; large data goes {how}")
+            say(talk, "bye")
+
+
+async def ask(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: RemoteRegion) -> None:
+    """What one may ask of the other's memory."""
+    region.buffer[:5] = b"hello"
+    await qp.send(region[:5])
+    await qp.write(region[:5], remote[64:69])
+    before = [await qp.fetch_and_add(remote[128:136], 1) for _ in range(3)]
+    region.buffer[:] = bytes(SIZE)
+    await qp.read(region, remote)
+    counted = int.from_bytes(region.buffer[128:136], sys.byteorder)
+    print(
+        f"process {os.getpid()} counted {before} and read {bytes(region.buffer[64:69])!r} and {counted} back",
+        flush=True,
+    )
+
+
+async def main() -> None:
+    if sys.argv[1:2] == ["--ask"]:
+        talk = await asyncio.open_unix_connection(sock=socket.socket(fileno=int(sys.argv[2])))
+        await end(talk, asks=True)
+        return
+    ours, theirs = socket.socketpair()
+    talk = await asyncio.open_unix_connection(sock=ours)
+    with theirs:
+        number = str(theirs.fileno())
+        other = await asyncio.create_subprocess_exec(sys.executable, __file__, "--ask", number, pass_fds=[int(number)])
+    try:
+        await end(talk, asks=False)
+    finally:
+        talk[1].close()
+        status = await other.wait()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

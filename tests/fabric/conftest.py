@@ -1,0 +1,48 @@
+"""Two software devices that reach each other as those of two processes do, though both are of this one."""
+
+import functools
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from aioverbs import Device, open_device
+from tests.devices import far_devices
+
+
+@functools.cache
+def _name(which: str) -> str:
+    """Of a device with a port that was free; one for all tests, for a device's number tables stay with the process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"soft0@127.0.0.1:{free.getsockname()[1]}"
+
+
+# How bytes come over: moved by the peer, through a Unix socket, through TCP; and who executes.
+@pytest_asyncio.fixture(params=["direct-inline", "socket-engine", "tcp-inline"])
+async def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[Device]:
+    """The near one; the far one is its `far_device`."""
+    way, _, execution = request.param.partition("-")
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "1" if way == "direct" else "0")
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(tmp_path, "near")))
+    # Over TCP both need an address: without one only processes of this host find a device.
+    async with open_device(_name("near") if way == "tcp" else "soft0", engine_mode=execution == "engine") as near:
+        if way == "tcp":  # then no Unix socket is found
+            monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(tmp_path, "far")))
+        async with open_device(_name("far"), engine_mode=execution == "engine") as far:
+            far_devices[near] = far
+            try:
+                yield near
+            finally:
+                del far_devices[near]
+                near.handle.faults.set_port(True)
+                far.handle.faults.set_port(True)
+
+
+def _folder(parent: Path, name: str) -> Path:
+    path = parent / name
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path

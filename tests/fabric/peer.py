@@ -1,0 +1,68 @@
+"""The other one of two processes: memory to be asked for, and messages that are sent back.
+
+It reads lines from the socket whose descriptor is its argument, and answers each with a line.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+
+from aioverbs import AccessFlags, Endpoint, MessageModel, QueuePair, RegionSlice, open_device
+
+SIZE = 4 << 20
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+
+
+def pattern(at: int, length: int) -> bytes:
+    """What the memory has there at first: each 8 bytes tell where they are."""
+    return b"".join(each.to_bytes(8, "little") for each in range(at // 8, (at + length) // 8))
+
+
+async def echo(qp: QueuePair) -> None:
+    async for message in qp.messages():
+        with message:
+            local = message.local
+            assert isinstance(local, RegionSlice)
+            await qp.send(local[: message.byte_len])
+
+
+async def main(sock: socket.socket, model: MessageModel) -> None:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        open_device("soft0") as device,
+        device.resource_domain(message_model=model) as domain,
+        domain.register(SIZE, ACCESS) as region,
+        domain.completion_queue(1024) as cq,
+    ):
+        tasks: list[asyncio.Task[None]] = []
+        qps: list[QueuePair] = []
+        region.buffer[:] = pattern(0, SIZE)
+        while command := (await reader.readline()).decode().split():
+            match command:
+                case ["memory"]:
+                    answer = f"{region.address} {region.rkey}"
+                case ["connect", endpoint]:
+                    qp = await stack.enter_async_context(domain.queue_pair(cq, receive_depth=16, receive_size=4096))
+                    qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
+                    qps.append(qp)
+                    tasks.append(asyncio.create_task(echo(qp)))
+                    answer = bytes(qp.local_endpoint()).hex()
+                case ["look", at, length]:
+                    answer = bytes(region.buffer[int(at) : int(at) + int(length)]).hex()
+                case ["peers"]:
+                    answer = " ".join(f"{each.process_id}:{each.connected_by_us:d}" for each in device.peers())
+                case _:
+                    raise ValueError(command)
+            writer.write(f"{answer}\n".encode())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for qp in reversed(qps):
+            await qp.aclose()
+    writer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(socket.socket(fileno=int(sys.argv[1])), MessageModel[sys.argv[2]]))

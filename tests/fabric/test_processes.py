@@ -1,0 +1,307 @@
+"""Two processes: every operation, every status, and what is left when one of them is killed."""
+
+import asyncio
+import contextlib
+import functools
+import random
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    Device,
+    Endpoint,
+    MemoryRegion,
+    MessageModel,
+    QueuePair,
+    RemoteRegion,
+    ResourceDomain,
+    WcStatus,
+    WorkCompletionError,
+    open_device,
+)
+from aioverbs._core.work import Operation
+from tests.conftest import ROOT
+from tests.fabric.peer import ACCESS, SIZE, pattern
+from tests.pace import fewer, patience
+
+START = f"import sys, runpy; sys.path.append({str(ROOT)!r}); runpy.run_module('tests.fabric.peer', run_name='__main__')"
+QUICK: dict[str, Any] = {"timeout": 10, "retry_cnt": 2}  # 4 ms, three times
+every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
+
+
+@dataclass
+class Other:
+    """The other process."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    region: RemoteRegion = field(init=False)
+
+    async def ask(self, line: str) -> str:
+        self.writer.write(f"{line}\n".encode())
+        answer = await asyncio.wait_for(self.reader.readline(), patience(20))
+        assert answer, "it ended"
+        return answer.decode().strip()
+
+    async def look(self, at: int, length: int) -> bytes:
+        return bytes.fromhex(await self.ask(f"look {at} {length}"))
+
+    async def connect(self, qp: QueuePair, **attributes: Any) -> None:
+        there = Endpoint.from_bytes(bytes.fromhex(await self.ask(f"connect {bytes(qp.local_endpoint()).hex()}")))
+        qp.connect(there, ACCESS, **attributes)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+
+@contextlib.asynccontextmanager
+async def other(model: MessageModel = MessageModel.DEFAULT) -> AsyncIterator[Other]:
+    """It ends when its socket does."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    with theirs:
+        number = theirs.fileno()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", START, str(number), model.name), pass_fds=[number]
+        )
+    made = Other(process, reader, writer)
+    try:
+        address, rkey = (await made.ask("memory")).split()
+        made.region = RemoteRegion(int(address), SIZE, int(rkey))
+        yield made
+    finally:
+        writer.close()
+        try:
+            status = await asyncio.wait_for(process.wait(), patience(20))
+        except TimeoutError:
+            process.kill()
+            raise
+    assert status in (0, -signal.SIGKILL)
+
+
+@dataclass
+class End:
+    device: Device
+    domain: ResourceDomain
+    region: MemoryRegion
+    qps: list[QueuePair]
+
+
+@contextlib.asynccontextmanager
+async def end(model: MessageModel = MessageModel.DEFAULT, *, queue_pairs: int = 1) -> AsyncIterator[End]:
+    async with contextlib.AsyncExitStack() as stack:
+        opened = stack.enter_async_context
+        device = await opened(open_device("soft0"))
+        domain = await opened(device.resource_domain(message_model=model))
+        region = await opened(domain.register(SIZE, ACCESS))
+        cq = await opened(domain.completion_queue(1024))
+        qps = [await opened(domain.queue_pair(cq)) for _ in range(queue_pairs)]
+        yield End(device, domain, region, qps)
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(folder))
+
+
+@pytest.fixture(params=["1", "0"], ids=["direct", "socket"])
+def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether large data goes from memory to memory."""
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", request.param)
+    return bool(int(request.param))
+
+
+@every_model
+async def test_what_one_asks_of_the_other(model: MessageModel, direct: bool) -> None:
+    async with other(model) as there, end(model) as here:
+        (qp,) = here.qps
+        await there.connect(qp)
+        local, remote = here.region, there.region
+        back = qp.receive(local[:64])
+        local.buffer[100:105] = b"hello"
+        await qp.send(local[100:105])
+        assert bytes((await back).data) == b"hello"
+        for size in (1, 8, 4096, 131072, 131073, SIZE):
+            local.buffer[:size] = random.Random(size).randbytes(size)
+            written = bytes(local.buffer[:size])
+            await qp.write(local[:size], remote[:size])
+            assert await there.look(0, min(size, 1000)) == written[:1000]
+            local.buffer[:size] = bytes(size)
+            await qp.read(local[:size], remote[:size])
+            assert bytes(local.buffer[:size]) == written
+        await qp.write(local[:8], remote[64:72])
+        before = int.from_bytes(local.buffer[:8], sys.byteorder)
+        assert await qp.fetch_and_add(remote[64:72], 5) == before
+        assert await qp.compare_and_swap(remote[64:72], (before + 5) % 2**64, 7) == (before + 5) % 2**64
+        assert await there.look(64, 8) == (7).to_bytes(8, sys.byteorder)
+        (peer,) = (each for each in here.device.peers() if each.connected_by_us)
+        assert (peer.process_id, peer.transport, peer.direct) == (there.process.pid, "unix", direct)
+        assert qp.statistics().sends.failed == ()
+
+
+REFUSED: dict[str, tuple[WcStatus, Callable[[End, Other], Operation[Any]]]] = {
+    "another key": (
+        WcStatus.REM_ACCESS_ERR,
+        lambda here, there: here.qps[0].write(
+            here.region[:8], RemoteRegion(there.region.address, 8, there.region.rkey ^ 0x100)
+        ),
+    ),
+    "beyond the end": (
+        WcStatus.REM_ACCESS_ERR,
+        lambda here, there: here.qps[0].read(
+            here.region[:8], RemoteRegion(there.region.address + SIZE - 4, 8, there.region.rkey)
+        ),
+    ),
+    "large, beyond the end": (
+        WcStatus.REM_ACCESS_ERR,
+        lambda here, there: here.qps[0].write(
+            here.region, RemoteRegion(there.region.address + 1, SIZE, there.region.rkey)
+        ),
+    ),
+    "too long for its receive": (
+        WcStatus.REM_INV_REQ_ERR,
+        lambda here, there: here.qps[0].send(here.region[:5000]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_what_the_other_refuses(what: str, direct: bool) -> None:
+    status, ask = REFUSED[what]
+    async with other() as there, end() as here:
+        (qp,) = here.qps
+        await there.connect(qp)
+        failed, behind = ask(here, there), qp.write(here.region[:8], there.region[:8])
+        with pytest.raises(WorkCompletionError) as caught:
+            await failed
+        assert caught.value.status is status
+        with pytest.raises(WorkCompletionError) as flushed:
+            await behind
+        assert flushed.value.status is WcStatus.WR_FLUSH_ERR
+        assert await there.look(0, 64) == pattern(0, 64)
+        assert len(here.region.pins) == 0
+
+
+async def test_nobody_receives() -> None:
+    """Sixteen receives are posted there; what finds none waits, and is received when there are some again."""
+    async with other() as there, end() as here:
+        (qp,) = here.qps
+        await there.connect(qp, rnr_retry=7)
+        backs = [qp.receive(here.region[64 * n : 64 * n + 8]) for n in range(60)]
+        sent = [qp.send(here.region[4096 + n : 4097 + n]) for n in range(60)]
+        for message in sent:
+            await message
+        for echo in backs:
+            await echo
+
+
+async def test_one_that_is_not_there() -> None:
+    async with other() as there, end() as here:
+        (qp,) = here.qps
+        await there.connect(qp, **QUICK)
+        there.kill()
+        await there.process.wait()
+        with pytest.raises(WorkCompletionError) as caught:
+            await qp.write(here.region[:8], there.region[:8])
+        assert caught.value.status is WcStatus.RETRY_EXC_ERR
+
+
+async def test_one_that_is_stopped_and_goes_on() -> None:
+    """Silent for longer than all repetitions take; then what was asked is not done any more."""
+    async with other() as there, end(queue_pairs=2) as here:
+        first, second = here.qps
+        await there.connect(first, **QUICK)
+        await there.connect(second)
+        await first.write(here.region[:8], there.region[:8])
+        there.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkCompletionError) as caught:
+                await first.read(here.region, there.region)
+            assert caught.value.status is WcStatus.RETRY_EXC_ERR
+        finally:
+            there.process.send_signal(signal.SIGCONT)
+        here.region.buffer[:] = bytes(SIZE)
+        await second.write(here.region[:8], there.region[:8])
+        assert bytes(here.region.buffer[8:]) == bytes(SIZE - 8), "the read was over"
+
+
+async def traffic(here: End, there: Other, qp: QueuePair, seed: int) -> Exception | None:
+    """Until something fails: why."""
+    chance = random.Random(seed)
+    local, remote = here.region, there.region
+    half = SIZE // 2
+    while True:
+        size = chance.choice([1, 8, 4096, 100_000, 1 << 20])
+        kinds: list[Callable[[], Operation[Any]]] = [
+            functools.partial(qp.write, local[:size], remote[half : half + size]),
+            functools.partial(qp.read, local[half : half + size], remote[:size]),
+            functools.partial(qp.fetch_and_add, remote[half : half + 8], 1),
+        ]
+        asked = [chance.choice(kinds)() for _ in range(chance.randrange(1, 20))]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        for result in results:
+            if isinstance(result, WorkCompletionError | BrokenResourceError):
+                return result
+            assert not isinstance(result, BaseException), result
+
+
+async def a_kill(seed: int, model: MessageModel) -> None:
+    """The other process is killed at some moment: all waiters end, and nobody else notices."""
+    chance = random.Random(seed)
+    async with other(model) as victim, other(model) as survivor, end(model, queue_pairs=4) as here:
+        for qp in here.qps[:3]:
+            await victim.connect(qp, **QUICK)
+        await survivor.connect(here.qps[3])
+        tasks = [asyncio.create_task(traffic(here, victim, qp, chance.getrandbits(32))) for qp in here.qps[:3]]
+        await asyncio.sleep(chance.random() * 0.05)
+        victim.kill()
+        found = await asyncio.wait_for(asyncio.gather(*tasks), patience(20))
+        assert all(isinstance(each, WorkCompletionError | BrokenResourceError) for each in found), found
+        statuses = {each.status for each in found if isinstance(each, WorkCompletionError)}
+        assert statuses <= {WcStatus.RETRY_EXC_ERR, WcStatus.WR_FLUSH_ERR}
+        here.region.buffer[:SIZE] = bytes(SIZE)
+        await here.qps[3].read(here.region, survivor.region)
+        assert bytes(here.region.buffer) == pattern(0, SIZE)
+        assert len(here.region.pins) == 0
+
+
+@every_model
+async def test_the_other_is_killed(model: MessageModel, direct: bool) -> None:
+    for seed in range(fewer(2)):
+        await a_kill(seed, model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_the_other_is_killed_two_hundred_times(direct: bool) -> None:
+    for seed in range(100, 200):
+        await a_kill(seed, random.Random(seed).choice(list(MessageModel)))
+
+
+async def test_memory_goes_during_a_large_read(direct: bool) -> None:
+    """By its handle somebody gives it back: the other one writes to it no more, and the read fails."""
+    memory = bytearray(b"\xaa" * SIZE)
+    async with other() as there, end() as here:
+        (qp,) = here.qps
+        await there.connect(qp)
+        async with here.domain.register(memory, AccessFlags.LOCAL_WRITE) as region:
+            there.process.send_signal(signal.SIGSTOP)
+            reads = [qp.read(region, there.region) for _ in range(8)]
+            region.handle.destroy()
+            there.process.send_signal(signal.SIGCONT)
+            results = await asyncio.gather(*reads, return_exceptions=True)
+        statuses = [each.status for each in results if isinstance(each, WorkCompletionError)]
+        assert statuses == [WcStatus.LOC_PROT_ERR, *7 * [WcStatus.WR_FLUSH_ERR]]
+        assert memory == b"\xaa" * SIZE

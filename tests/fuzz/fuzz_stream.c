@@ -1,0 +1,198 @@
+/* A peer that may say anything, for libFuzzer: to a device that serves it, and to a link that looked for it.
+ *
+ * The first byte says which of the two; the rest is what the peer says after an honest handshake (bit 1), or from the
+ * beginning; bit 2 has it come in small pieces. All runs in this thread: what a run does depends on its input alone. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "soft.h"
+#include "soft_descriptors.h"
+#include "soft_hello.h"
+#include "soft_stream.h"
+
+enum { LINK = 1, OPENED = 2, PIECES = 4 };
+
+#define REQUIRE(condition)                                                                       \
+    do {                                                                                         \
+        if (!(condition)) {                                                                      \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition, strerror(errno)); \
+            abort();                                                                             \
+        }                                                                                        \
+    } while (0)
+
+static struct soft_device device;
+static struct soft_link *the_link;
+static uint64_t sum;
+
+/* Reads all that a frame offers, and answers with as much as may be. */
+static bool on_request(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload)
+{
+    static uint8_t data[SOFT_FRAGMENT];
+    struct soft_frame answer = {.kind = SOFT_FRAME_RESPONSE, .to = frame->from, .from = frame->to, .psn = frame->psn};
+    struct soft_frame_segment segments[SOFT_FRAME_SEGMENTS];
+    struct iovec piece = {data, 0};
+    uint32_t i;
+
+    for (i = 0; i < frame->size; i++)
+        sum += payload[i];
+    REQUIRE(frame->kind == SOFT_FRAME_REQUEST && frame->size <= SOFT_FRAGMENT && frame->to < 1u << 24);
+    if (frame->flags & SOFT_FRAME_DIRECT && soft_segments_parse(frame, payload, segments))
+        return false;
+    if (frame->opcode == IBV_WR_RDMA_READ && frame->part <= SOFT_FRAGMENT)
+        answer.part = answer.size = frame->part;
+    piece.iov_len = answer.size;
+    soft_stream_answer(from, &answer, &piece, 1);
+    return frame->to != 0xfffffe;
+}
+
+static bool on_response(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
+{
+    uint32_t i;
+
+    for (i = 0; i < frame->size; i++)
+        sum += payload[i];
+    REQUIRE(by == the_link && frame->kind == SOFT_FRAME_RESPONSE && frame->size <= SOFT_FRAGMENT);
+    return frame->to != 0xfffffe;
+}
+
+static void on_batch(struct soft_stream *from)
+{
+    (void)soft_stream_gid(from, 1);
+}
+
+static void on_kick(struct soft_qp *qp)
+{
+    (void)qp;
+}
+
+static const struct soft_fabric_user user = {on_request, on_response, on_batch, on_kick};
+
+/* The fabric without its thread: soft_fabric_look is called from here. */
+int LLVMFuzzerInitialize(int *argc, char ***argv)
+{
+    struct soft_fabric *fabric;
+
+    (void)argc;
+    (void)argv;
+    device.gids[0] = (union ibv_gid){.raw = {0xfe, 0x80, [15] = 1}};
+    device.gids[1] = (union ibv_gid){.raw = {[10] = 0xff, 0xff, 127, 1, 1, 1}};
+    setenv("AIOVERBS_SOFT_DIRECTORY", "/nonexistent", 1);
+    setenv("AIOVERBS_SOFT_DIRECT", "0", 1);
+    REQUIRE(!soft_fabric_new(&device, &user));
+    REQUIRE(grace_ready());
+    fabric = device.fabric;
+    soft_descriptors_hold();
+    fabric->epoll = soft_descriptor_own(epoll_create1(EPOLL_CLOEXEC));
+    soft_descriptors_release();
+    REQUIRE(fabric->epoll >= 0);
+    return 0;
+}
+
+static void open_pair(int fds[2])
+{
+    soft_descriptors_hold();
+    REQUIRE(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds));
+    REQUIRE(soft_descriptor_own(fds[0]) >= 0);
+    soft_descriptors_release();
+}
+
+/* What there is, and what the device has said, which nobody is interested in. */
+static void look(int peer)
+{
+    static uint8_t said[1 << 18];
+
+    while (soft_fabric_look(device.fabric))
+        while (read(peer, said, sizeof(said)) > 0)
+            ;
+}
+
+static void greet_server(int peer)
+{
+    uint8_t bytes[SOFT_HELLO_SIZE], proof[SOFT_PROOF_SIZE];
+    static const uint8_t none[SOFT_DIGEST];
+    struct soft_hello hello = {.flags = 0};
+
+    memcpy(hello.wanted, &device.gids[0], sizeof(hello.wanted));
+    soft_hello_pack(&hello, bytes);
+    REQUIRE(write(peer, bytes, sizeof(bytes)) == sizeof(bytes));
+    look(peer);
+    soft_proof_pack(none, proof);
+    REQUIRE(write(peer, proof, sizeof(proof)) == sizeof(proof));
+    look(peer);
+}
+
+static void greet_link(int peer)
+{
+    struct soft_welcome welcome = {.flags = 0};
+    uint8_t bytes[SOFT_WELCOME_SIZE];
+
+    memcpy(welcome.gids, &the_link->remote, sizeof(the_link->remote));
+    soft_welcome_pack(&welcome, bytes);
+    REQUIRE(write(peer, bytes, sizeof(bytes)) == sizeof(bytes));
+    look(peer);
+}
+
+static struct soft_stream *begin_served(int fd)
+{
+    struct soft_stream *stream = calloc(1, sizeof(*stream));
+
+    REQUIRE(stream && !soft_stream_init(stream, device.fabric, false));
+    REQUIRE(!soft_stream_begin(stream, fd, true, SOFT_GREETING));
+    return stream;
+}
+
+static void begin_link(int fd)
+{
+    the_link = calloc(1, sizeof(*the_link));
+    REQUIRE(the_link && !soft_stream_init(&the_link->stream, device.fabric, true));
+    the_link->leases_fd = -1;
+    the_link->remote = (union ibv_gid){.raw = {0xfe, 0x80, [15] = 2}};
+    REQUIRE(!soft_stream_begin(&the_link->stream, fd, true, SOFT_GREETING));
+    REQUIRE(soft_handshake_begin(the_link));
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    struct soft_fabric *fabric = device.fabric;
+    size_t piece, at;
+    int fds[2], how;
+
+    if (!size)
+        return 0;
+    how = data[0];
+    open_pair(fds);
+    pthread_mutex_lock(&fabric->progress);
+    if (how & LINK)
+        begin_link(fds[0]);
+    else
+        begin_served(fds[0]);
+    if (how & OPENED && how & LINK)
+        greet_link(fds[1]);
+    else if (how & OPENED)
+        greet_server(fds[1]);
+    REQUIRE(!(how & OPENED) || (fabric->streams && fabric->streams->stage == SOFT_OPEN));
+    piece = how & PIECES ? 7 : 65536;
+    for (at = 1; at < size && fabric->streams; at += piece) {
+        if (send(fds[1], data + at, size - at < piece ? size - at : piece, MSG_NOSIGNAL) < 0)
+            break;
+        look(fds[1]);
+    }
+    close(fds[1]);
+    while (fabric->streams && soft_fabric_look(fabric))
+        ;
+    REQUIRE(!fabric->streams && !fabric->handshakes && !fabric->stream_count);
+    if (the_link) {
+        soft_lease_unmake(the_link);
+        soft_stream_destroy(&the_link->stream);
+        free(the_link);
+        the_link = NULL;
+    }
+    pthread_mutex_unlock(&fabric->progress);
+    return 0;
+}

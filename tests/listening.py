@@ -1,0 +1,27 @@
+"""TCP ports of this host."""
+
+import contextlib
+import socket
+from pathlib import Path
+
+__all__ = ["free_port", "listens"]
+
+_LISTENING = "0A"
+
+
+def free_port() -> int:
+    """One that nobody had just now."""
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def listens(port: int) -> bool:
+    """Whether somebody waits at a TCP port: to try it would be to be its only peer."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                _, local, _, state = line.split()[:4]
+                if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                    return True
+    return False

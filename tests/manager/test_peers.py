@@ -1,0 +1,210 @@
+"""What the software device tells of its peers, and of those that it refused."""
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+
+from aioverbs import Device, VerbsError, open_device, refusals
+from tests.pace import patience
+
+PATIENCE_S = patience(20)
+_ports = itertools.count(7480)  # a device's counts are the process's: each test has its own
+WRONG = 128 * b"this is no handshake"
+
+
+def own_address() -> str:
+    """Of the loopback network, and no other test's that runs now."""
+    return str(IPv4Address((127 << 24) + 0x800000 + os.getpid()))
+
+
+@pytest.fixture
+def directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where devices find each other, of the test's own."""
+    path = tmp_path_factory.mktemp("p", numbered=True)
+    for name in ("ADDRESS", "USERS", "SECRET", "DIRECT", "SPIN"):
+        monkeypatch.delenv(f"AIOVERBS_SOFT_{name}", raising=False)
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(path))
+    yield path
+    assert not list(path.iterdir()), "it leaves nothing there"
+
+
+@pytest.fixture
+def port() -> int:
+    """Of TCP, that no other test has."""
+    return next(_ports)
+
+
+@pytest.fixture
+async def found(directory: Path, port: int) -> AsyncIterator[Device]:
+    """A device that others find."""
+    async with open_device(f"soft0@{own_address()}:{port}") as device:
+        yield device
+
+
+def names(directory: Path) -> set[str]:
+    return {each.name for each in directory.iterdir()}
+
+
+def connect(address: str | tuple[str, int]) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    peer.settimeout(PATIENCE_S)
+    peer.connect(address)
+    return peer
+
+
+def is_closed(peer: socket.socket) -> bool:
+    try:
+        return peer.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def until_closed(peer: socket.socket) -> None:
+    assert await asyncio.to_thread(is_closed, peer)
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        await asyncio.sleep(0.005)
+
+
+async def test_it_is_found(found: Device, directory: Path, port: int) -> None:
+    told = found.handle.fabric()
+    assert told.listening
+    assert told.address == f"{own_address()}:{port}"
+    assert told.problem == ""
+    assert names(directory) == {found.handle.query_gid(1, index).hex() for index in range(2)}
+    assert told.path in (f"{directory}/{name}" for name in names(directory))
+    assert found.peers() == ()
+    assert found.refusals() == ()
+
+
+async def test_who_does_not_speak_the_language_is_refused(
+    found: Device, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = datetime.now(UTC) - timedelta(milliseconds=1)
+    for address in ((own_address(), port), found.handle.fabric().path):
+        with connect(address) as peer:
+            peer.sendall(WRONG)
+            await until_closed(peer)
+    first, second = found.refusals()
+    assert began <= first.time <= second.time <= datetime.now(UTC)
+    assert first.gid is None
+    assert first.reason
+    told = found.handle.fabric()
+    assert (told.accepted, told.refused_peers, told.refused_frames) == (0, 2, 0)
+    assert told.refusals == (first, second)
+    logged = [(each.name, each.levelno, each.getMessage()) for each in caplog.records]
+    assert logged == [
+        ("aioverbs.fabric", logging.WARNING, f"{found.name} refused a peer: {each.reason}") for each in (first, second)
+    ]
+    found.refusals()
+    assert len(caplog.records) == 2, "each is told once"
+
+
+async def test_more_than_are_kept(found: Device, port: int, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(20):
+        with connect((own_address(), port)) as peer:
+            peer.sendall(WRONG)
+            await until_closed(peer)
+    assert len(found.refusals()) == 16
+    assert caplog.records[0].getMessage() == f"{found.name} refused 4 more peers, before these"
+    assert len(caplog.records) == 17
+
+
+async def test_the_loop_logs_by_itself(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(refusals, "EVERY_S", 0.01)
+    async with (
+        open_device(f"soft0@{own_address()}:{port}"),
+        open_device(f"soft0@{own_address()}:{port}"),
+    ):
+        with connect((own_address(), port)) as peer:
+            peer.sendall(WRONG)
+            await until_closed(peer)
+        await until(lambda: caplog.records)
+        await asyncio.sleep(0.05)
+    assert len(caplog.records) == 1, "whatever number of contexts there are"
+
+
+async def test_closing_logs_what_is_left(directory: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_device(f"soft0@{own_address()}:{port}"):
+        with connect((own_address(), port)) as peer:
+            peer.sendall(WRONG)
+            await until_closed(peer)
+    assert len(caplog.records) == 1
+
+
+async def test_another_loop_takes_over(directory: Path, port: int) -> None:
+    device = open_device(f"soft0@{own_address()}:{port}")
+    thread = threading.Thread(target=lambda: asyncio.run(opened(device)))
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    try:
+        before = refusals._attended[device.handle]
+        assert before.is_closed()
+        refusals.attend(device.handle)
+        assert refusals._attended[device.handle] is asyncio.get_running_loop()
+    finally:
+        await device.aclose()
+
+
+async def opened(device: Device) -> None:
+    await device.open()
+
+
+async def test_who_says_nothing_yet(found: Device, port: int) -> None:
+    with connect((own_address(), port)), connect(found.handle.fabric().path):
+        await until(lambda: len(found.peers()) == 2)
+        over_tcp, over_unix = sorted(found.peers(), key=lambda peer: peer.transport or "")
+        assert (over_tcp.transport, over_unix.transport) == ("tcp", "unix")
+        assert (over_unix.process_id, over_unix.user_id) == (os.getpid(), os.geteuid())
+        assert (over_tcp.process_id, over_tcp.user_id) == (None, None)
+        for peer in (over_tcp, over_unix):
+            assert not peer.connected_by_us
+            assert not peer.connected
+            assert not peer.direct
+            assert peer.gids == ()
+            assert (peer.frames_in, peer.frames_out, peer.connections, peer.waiting_queue_pairs) == (0, 0, 0, 0)
+    await until(lambda: not found.peers())
+
+
+async def test_an_address_that_is_taken(directory: Path, port: int) -> None:
+    said = rf"ibv_open_device failed: EADDRINUSE .*{port}.*Address already in use"
+    with socket.create_server((own_address(), port)), pytest.raises(VerbsError, match=said):
+        await open_device(f"soft0@{own_address()}:{port}").open()
+    async with open_device(f"soft0@{own_address()}:{port}"):
+        pass
+
+
+async def test_a_directory_of_others(directory: Path, port: int) -> None:
+    os.chmod(directory, 0o777)
+    with pytest.raises(VerbsError, match=r"can be written by others: chmod 0700 it"):
+        await open_device(f"soft0@{own_address()}:{port}").open()
+    os.chmod(directory, 0o700)
+
+
+async def test_others_have_none(device: Device) -> None:
+    assert device.peers() == ()
+    assert device.refusals() == ()
+
+
+async def test_in_one_process_there_is_no_fabric(directory: Path) -> None:
+    async with open_device("soft0") as device:
+        assert not device.handle.has_fabric
+        told = device.handle.fabric()
+        assert (told.listening, told.path, told.address, told.problem) == (False, "", "", "")

@@ -1,0 +1,547 @@
+/* The fabric between devices of one process: frames both ways, slow readers, fair turns, who reads. */
+#include "support.h"
+#include "support_fabric.h"
+#include "support_threads.h"
+
+#include <dirent.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "soft_stream.h"
+
+static struct node *a, *b;
+
+static void open_both(void)
+{
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+}
+
+static void close_both(void)
+{
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(a->wrong + b->wrong, 0);
+    CHECK_EQ(rmdir(directory()), 0); /* nothing is left in it */
+}
+
+static void frames_go_both_ways(void)
+{
+    static const uint32_t sizes[] = {0, 1, 8, 4096, 65537, SOFT_FRAGMENT};
+    struct soft_stream_stats streams[4];
+    struct sender sender;
+    unsigned int i, expected = 0;
+    uint64_t bytes = 0;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[1], 5);
+    for (i = 0; i < COUNT_OF(sizes); i++) {
+        sender_want(&sender, IBV_WR_RDMA_WRITE, 20, sizes[i]);
+        CHECK(sender_finish(&sender));
+        expected += 20;
+        bytes += 20ull * sizes[i];
+        EVENTUALLY(a->responses == expected);
+    }
+    CHECK_EQ(b->requests, expected);
+    CHECK_EQ(b->bytes, bytes);
+    for (i = 0; i < COUNT_OF(sizes); i++) {
+        sender_want(&sender, IBV_WR_RDMA_READ, 20, sizes[i]);
+        CHECK(sender_finish(&sender));
+        expected += 20;
+        EVENTUALLY(a->responses == expected);
+    }
+    CHECK_EQ(a->bytes, bytes);
+    CHECK(b->batches >= 1);
+    REQUIRE_EQ(soft_fabric_get_streams(&a->device, streams, 4), 1);
+    CHECK(streams[0].is_link && streams[0].connected && streams[0].is_unix);
+    CHECK_EQ(streams[0].frames_out, expected);
+    CHECK_EQ(streams[0].frames_in, expected);
+    CHECK_EQ(streams[0].pid, getpid());
+    CHECK(!memcmp(streams[0].peer, b->device.gids, 32));
+    REQUIRE_EQ(soft_fabric_get_streams(&b->device, streams, 4), 1);
+    CHECK(!streams[0].is_link && streams[0].connected);
+    CHECK_EQ(streams[0].frames_in, expected);
+    CHECK(!memcmp(streams[0].peer, a->device.gids, 32));
+    CHECK_EQ(stats_of(b).accepted, 1);
+    CHECK(stats_of(b).listening && !stats_of(a).listening);
+    sender_close(&sender);
+    close_both();
+}
+
+/* Both connect to each other: there are two streams, and no request meets an answer. */
+static void both_sides_ask(void)
+{
+    struct sender from_a, from_b;
+
+    open_both();
+    REQUIRE_EQ(soft_fabric_listen(&a->device), 0);
+    sender_open(&from_a, a, &b->device.gids[0], 5);
+    sender_open(&from_b, b, &a->device.gids[0], 6);
+    sender_want(&from_a, IBV_WR_RDMA_WRITE, 300, SOFT_FRAGMENT);
+    sender_want(&from_b, IBV_WR_RDMA_READ, 300, SOFT_FRAGMENT);
+    CHECK(sender_finish(&from_a) && sender_finish(&from_b));
+    EVENTUALLY(a->responses == 300 && b->responses == 300);
+    CHECK_EQ(stats_of(a).streams, 2);
+    sender_close(&from_a);
+    sender_close(&from_b);
+    close_both();
+}
+
+/* Nobody listens there: waiting ends, and goes well later. */
+static void a_peer_may_come_later(void)
+{
+    struct sender sender;
+
+    new_directory();
+    a = node_open();
+    b = node_open();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    CHECK_EQ(sender.error, ENOTCONN);
+    EVENTUALLY(sender.error == EHOSTUNREACH);
+    CHECK_EQ(sender.kicks, 1);
+    EVENTUALLY(stats_of(a).failed_connects >= 1);
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(a->responses == 1);
+    sender_close(&sender);
+    close_both();
+}
+
+/* A device that was stopped and listens again is reached again; what waited meanwhile is kicked. */
+static void a_peer_may_go_and_come_back(void)
+{
+    struct soft_stream_stats stream;
+    struct sender sender;
+    unsigned int round;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    for (round = 0; round < 5; round++) {
+        sender_want(&sender, IBV_WR_SEND, 10, 5000);
+        CHECK(sender_finish(&sender));
+        node_close(b);
+        EVENTUALLY(soft_fabric_get_streams(&a->device, &stream, 1) == 1 && !stream.connected);
+        CHECK(stream.reason[0]);
+        REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    }
+    sender_want(&sender, IBV_WR_SEND, 10, 5000);
+    CHECK(sender_finish(&sender));
+    CHECK_EQ(soft_fabric_get_streams(&a->device, &stream, 1), 1);
+    CHECK_EQ(stream.connected_times, 6);
+    CHECK_EQ(stats_of(a).lost, 5);
+    sender_close(&sender);
+    close_both();
+}
+
+/* Who is forgotten while he waits is not kicked. */
+static void who_is_forgotten_is_not_kicked(void)
+{
+    struct sender sender;
+
+    new_directory();
+    a = node_open();
+    b = node_open();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    soft_link_forget(sender.link, &sender.qp);
+    grace_wait();
+    sender.wanted = 0;
+    sender.kicks = 0;
+    sleep_us(50000);
+    CHECK_EQ(sender.kicks, 0);
+    sender_close(&sender);
+    close_both();
+}
+
+/* ---- Slow readers ---------------------------------------------------------------------------------------- */
+
+/* A peer that listens by hand, so that it can do what no device does. */
+static int listen_by_hand(struct node *node, struct soft_entry *entry)
+{
+    struct soft_settings settings;
+    char why[256];
+
+    REQUIRE_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
+    REQUIRE_EQ(soft_directory_enter(&settings, node->device.gids, entry, why, sizeof(why)), 0);
+    return entry->fd;
+}
+
+static int accept_by_hand(struct node *node, int listener)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_PROOF_SIZE];
+    struct soft_welcome welcome = {0};
+    int fd;
+
+    REQUIRE(wait_readable(listener));
+    fd = accept(listener, NULL, NULL);
+    REQUIRE(fd >= 0);
+    REQUIRE(raw_read(fd, hello, sizeof(hello)));
+    memcpy(welcome.gids, node->device.gids, sizeof(welcome.gids));
+    soft_welcome_pack(&welcome, bytes);
+    REQUIRE_EQ(write(fd, bytes, sizeof(bytes)), (ssize_t)sizeof(bytes));
+    REQUIRE(raw_read(fd, proof, sizeof(proof)));
+    return fd;
+}
+
+static void a_peer_that_does_not_read_is_waited_for(void)
+{
+    struct soft_stream_stats stats;
+    uint8_t *frame = malloc(SOFT_FRAME_SIZE + SOFT_FRAGMENT);
+    struct soft_entry entry;
+    struct sender sender;
+    unsigned int i, stuck;
+    int listener, fd;
+
+    REQUIRE(frame != NULL);
+    new_directory();
+    a = node_open();
+    b = node_open();
+    listener = listen_by_hand(b, &entry);
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 100, SOFT_FRAGMENT);
+    fd = accept_by_hand(b, listener);
+    EVENTUALLY(sender.error == EAGAIN);
+    sleep_us(20000);
+    stuck = sender.sent;
+    CHECK(stuck < 20); /* what the socket and one buffer take */
+    CHECK_EQ(soft_fabric_get_streams(&a->device, &stats, 1), 1);
+    CHECK_EQ(stats.waiting, 1);
+    for (i = 0; i < 100; i++) {
+        struct soft_frame parsed;
+
+        REQUIRE(raw_read(fd, frame, SOFT_FRAME_SIZE + SOFT_FRAGMENT));
+        CHECK(!soft_frame_parse(frame, &parsed));
+        CHECK_EQ(parsed.psn, i);
+    }
+    CHECK(sender_finish(&sender));
+    sender_close(&sender);
+    node_close(a);
+    close(fd);
+    soft_directory_leave(&entry);
+    free(frame);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* Asks for much and reads nothing: the owner of the data keeps no more than one answer. */
+static void a_peer_that_does_not_take_answers_is_not_served(void)
+{
+    enum { READS = 200 };
+    uint8_t *data = malloc(SOFT_FRAME_SIZE + SOFT_FRAGMENT), header[SOFT_FRAME_SIZE];
+    unsigned int i, handled;
+    int fd;
+
+    REQUIRE(data != NULL);
+    open_both();
+    fd = raw_open(b);
+    for (i = 0; i < READS; i++) {
+        struct soft_frame frame = request_frame(IBV_WR_RDMA_READ, 5, i, SOFT_FRAGMENT);
+
+        soft_frame_pack(&frame, header);
+        CHECK_EQ(write(fd, header, sizeof(header)), (ssize_t)sizeof(header));
+    }
+    EVENTUALLY(b->requests >= 1);
+    sleep_us(50000);
+    handled = b->requests;
+    CHECK(handled < 10);
+    sleep_us(50000);
+    CHECK_EQ(b->requests, handled);
+    for (i = 0; i < READS; i++) {
+        struct soft_frame parsed;
+
+        REQUIRE(raw_read(fd, data, SOFT_FRAME_SIZE + SOFT_FRAGMENT));
+        CHECK(!soft_frame_parse(data, &parsed));
+        CHECK_EQ(parsed.psn, i);
+        CHECK_EQ(parsed.size, SOFT_FRAGMENT);
+    }
+    EVENTUALLY(b->requests == READS);
+    close(fd);
+    EVENTUALLY(!stats_of(b).streams);
+    free(data);
+    close_both();
+}
+
+/* The same with the peer gone in the middle: nothing goes on waiting for it. */
+static void a_peer_that_goes_while_it_is_waited_for(void)
+{
+    uint8_t header[SOFT_FRAME_SIZE];
+    struct soft_frame frame = request_frame(IBV_WR_RDMA_READ, 5, 0, SOFT_FRAGMENT);
+    unsigned int i;
+    int fd;
+
+    open_both();
+    fd = raw_open(b);
+    soft_frame_pack(&frame, header);
+    for (i = 0; i < 50; i++)
+        CHECK_EQ(write(fd, header, sizeof(header)), (ssize_t)sizeof(header));
+    EVENTUALLY(b->requests >= 1);
+    sleep_us(20000);
+    CHECK_EQ(stats_of(b).streams, 1);
+    close(fd);
+    EVENTUALLY(!stats_of(b).streams);
+    close_both();
+}
+
+/* ---- Turns ----------------------------------------------------------------------------------------------- */
+
+static void send_in_turns(unsigned int count, unsigned int each, uint32_t size, unsigned int lead)
+{
+    struct sender *senders = calloc(count, sizeof(*senders));
+    unsigned int i;
+
+    REQUIRE(senders != NULL);
+    open_both();
+    b->of = count;
+    for (i = 0; i < count; i++)
+        sender_open(&senders[i], a, &b->device.gids[0], i);
+    pthread_mutex_lock(&b->device.fabric->progress); /* nobody is let in before all wait */
+    for (i = 0; i < count; i++)
+        sender_want(&senders[i], IBV_WR_RDMA_WRITE, each, size);
+    pthread_mutex_unlock(&b->device.fabric->progress);
+    for (i = 0; i < count; i++)
+        CHECK(sender_finish(&senders[i]));
+    EVENTUALLY(b->requests == count * each);
+    EVENTUALLY(a->responses == count * each);
+    for (i = 0; i < count; i++)
+        sender_close(&senders[i]);
+    close_both(); /* from here on nobody writes `lead` */
+    if (!CHECK(b->lead <= lead))
+        printf("%u ahead\n", b->lead);
+    free(senders);
+}
+
+static void large_messages_take_turns(void)
+{
+    send_in_turns(8, 40, SOFT_FRAGMENT, 4);
+}
+
+static void small_messages_take_turns(void)
+{
+    send_in_turns(16, 2000, 1000, 4 * SOFT_TURN_BYTES / 1096);
+}
+
+static void very_many_take_turns(void)
+{
+    send_in_turns(64, 10, 50000, 6);
+}
+
+struct poster {
+    struct sender *sender;
+    unsigned int count;
+};
+
+static void post_many(void *argument)
+{
+    struct poster *poster = argument;
+
+    sender_want(poster->sender, IBV_WR_RDMA_WRITE, poster->count, 3000);
+    CHECK(sender_finish(poster->sender));
+}
+
+static void threads_send_over_one_link(void)
+{
+    enum { POSTERS = 4 };
+    static struct sender senders[POSTERS];
+    struct poster posters[POSTERS];
+    unsigned int i;
+
+    open_both();
+    for (i = 0; i < POSTERS; i++) {
+        sender_open(&senders[i], a, &b->device.gids[0], i);
+        posters[i] = (struct poster){&senders[i], SCALED(2000)};
+    }
+    run_threads(POSTERS, post_many, posters, sizeof(posters[0]));
+    EVENTUALLY(a->responses == POSTERS * SCALED(2000));
+    for (i = 0; i < POSTERS; i++)
+        sender_close(&senders[i]);
+    close_both();
+}
+
+/* ---- Who reads ------------------------------------------------------------------------------------------- */
+
+/* Who polls brings everything forward by himself: the thread stands back. */
+static void who_polls_reads(void)
+{
+    struct sender sender;
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    unsigned int i;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    for (i = 1; i <= 500; i++) {
+        sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+        while (a->responses < i && now_ns() < end)
+            soft_fabric_progress(&a->device);
+        CHECK_EQ(a->responses, i);
+    }
+    EVENTUALLY((soft_fabric_progress(&a->device), atomic_load(&a->device.fabric->stood_back)) || now_ns() > end);
+    /* Without a word he polls no more: soon the thread is back. */
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+    EVENTUALLY(a->responses == i);
+    sender_close(&sender);
+    close_both();
+}
+
+static void who_goes_to_sleep_says_so(void)
+{
+    struct sender sender;
+    unsigned int i, n;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    for (i = 1; i <= 200; i++) {
+        for (n = 0; n < 40; n++)
+            soft_fabric_progress(&a->device);
+        sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+        soft_fabric_rest(&a->device);
+        soft_fabric_progress(&a->device); /* once more, as who arms does */
+        EVENTUALLY(a->responses == i);
+    }
+    sender_close(&sender);
+    close_both();
+}
+
+struct poller {
+    atomic_bool *stop;
+};
+
+static void poll_on(void *argument)
+{
+    struct poller *poller = argument;
+    unsigned int n = 0;
+
+    while (!atomic_load(poller->stop)) {
+        soft_fabric_progress(&a->device);
+        if (++n % 64 == 0)
+            soft_fabric_rest(&a->device);
+        if (n % 1024 == 0)
+            sleep_us(2000);
+    }
+}
+
+static void poll_or_send(void *argument)
+{
+    struct poller *poller = argument;
+    struct sender sender;
+
+    if (poller->stop) {
+        poll_on(argument);
+        return;
+    }
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_RDMA_READ, SCALED(2000), 3000);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(a->responses == SCALED(2000));
+    sender_close(&sender);
+}
+
+static atomic_bool polled_enough;
+
+static void poll_or_send_and_stop(void *argument)
+{
+    poll_or_send(argument);
+    atomic_store(&polled_enough, true);
+}
+
+static void many_read_at_once(void)
+{
+    struct poller pollers[4] = {{NULL}, {&polled_enough}, {&polled_enough}, {&polled_enough}};
+
+    atomic_store(&polled_enough, false);
+    open_both();
+    run_threads(4, poll_or_send_and_stop, pollers, sizeof(pollers[0]));
+    close_both();
+}
+
+/* A link that nobody uses is closed after a while, and made anew. */
+static void unused_links_are_closed(void)
+{
+    struct sender sender;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(a->responses == 1);
+    sender_close(&sender);
+    CHECK_EQ(stats_of(a).streams, 1); /* not at once */
+    EVENTUALLY(!stats_of(a).streams);
+    CHECK_EQ(soft_fabric_get_streams(&a->device, NULL, 0), 0);
+    EVENTUALLY(!stats_of(b).streams);
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(a->responses == 2);
+    sender_close(&sender);
+    close_both();
+}
+
+/* ---- What networks do -------------------------------------------------------------------------------------- */
+
+static uint64_t times_connected(void)
+{
+    struct soft_stream_stats stream = {.connected_times = 0};
+
+    CHECK_EQ(soft_fabric_get_streams(&a->device, &stream, 1), 1);
+    return stream.connected_times;
+}
+
+static bool sends_one(struct sender *sender)
+{
+    sender_want(sender, IBV_WR_SEND, 1, 8);
+    return sender_finish(sender);
+}
+
+static void connections_are_cut(void)
+{
+    struct sender sender;
+    unsigned int round;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    for (round = 1; round <= 12; round++) {
+        struct node *who = round % 2 ? a : b, *from = round % 2 ? b : a;
+
+        sender_want(&sender, IBV_WR_RDMA_WRITE, 50, SOFT_FRAGMENT);
+        EVENTUALLY(times_connected() == round);
+        EVENTUALLY(stats_of(b).streams == 1);
+        CHECK_EQ(soft_fabric_cut(&who->device, round % 3 ? NULL : &from->device.gids[round % 4 / 2]), 1);
+        CHECK(sender_finish(&sender)); /* what it was told is on its way may be lost */
+        EVENTUALLY(sends_one(&sender) && times_connected() == round + 1);
+    }
+    CHECK_EQ(soft_fabric_cut(&a->device, &a->device.gids[0]), 0); /* it has no connection with itself */
+    sender_close(&sender);
+    close_both();
+}
+
+static void a_peer_falls_silent(void)
+{
+    struct sender sender;
+    unsigned int before;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(a->responses == 1);
+    CHECK_EQ(soft_fabric_stall(&b->device, &a->device.gids[1], true), 1);
+    before = b->requests;
+    sender_want(&sender, IBV_WR_SEND, 100, SOFT_FRAGMENT);
+    sleep_us(20000);
+    CHECK_EQ(b->requests, before);
+    CHECK(sender.sent < 20);
+    CHECK_EQ(sender.error, EAGAIN);
+    CHECK_EQ(soft_fabric_stall(&b->device, NULL, false), 1);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(a->responses == 101);
+    CHECK_EQ(soft_fabric_stall(&b->device, &b->device.gids[0], true), 0); /* nobody has that */
+    sender_close(&sender);
+    close_both();
+}
+
+CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may_come_later),
+                CASE(a_peer_may_go_and_come_back), CASE(who_is_forgotten_is_not_kicked),
+                CASE(a_peer_that_does_not_read_is_waited_for), CASE(a_peer_that_does_not_take_answers_is_not_served),
+                CASE(a_peer_that_goes_while_it_is_waited_for), CASE(large_messages_take_turns),
+                CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(threads_send_over_one_link),
+                CASE(who_polls_reads), CASE(who_goes_to_sleep_says_so), CASE(many_read_at_once),
+                CASE(unused_links_are_closed), CASE(connections_are_cut), CASE(a_peer_falls_silent))

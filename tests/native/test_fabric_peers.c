@@ -1,0 +1,341 @@
+/* Peers that are not what they should be: each is turned away, counted and its reason kept; the others go on. */
+#include "support.h"
+#include "support_fabric.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "soft_stream.h"
+
+static struct node *a, *b;
+static struct sender honest; /* somebody whom nothing of all this concerns */
+
+static void open_all(void)
+{
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    sender_open(&honest, a, &b->device.gids[0], 5);
+    sender_want(&honest, IBV_WR_SEND, 1, 100);
+    EVENTUALLY(a->responses == 1);
+}
+
+static void close_all(void)
+{
+    unsigned int before = a->responses;
+
+    sender_want(&honest, IBV_WR_SEND, 10, 100);
+    EVENTUALLY(a->responses == before + 10);
+    CHECK_EQ(stats_of(a).lost + stats_of(a).refused_peers + stats_of(a).refused_frames, 0);
+    sender_close(&honest);
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(a->wrong + b->wrong, 0);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+static void expect_refused(int fd, const char *reason, uint64_t peers, uint64_t frames, struct check_place place)
+{
+    check_true(raw_is_closed(fd), place, "closed");
+    check_true(last_reason_is(b, reason), place, reason);
+    check_equal((long long)stats_of(b).refused_peers, (long long)peers, place, "refused peers", "as expected");
+    check_equal((long long)stats_of(b).refused_frames, (long long)frames, place, "refused frames", "as expected");
+    close(fd);
+}
+
+/* ---- The handshake --------------------------------------------------------------------------------------- */
+
+static void strangers(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
+    struct soft_hello said = {.flags = 0};
+    struct soft_welcome welcome;
+    int fd;
+
+    open_all();
+    fd = raw_connect(b);
+    CHECK_EQ(send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL), 16);
+    memset(hello, ' ', sizeof(hello));
+    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    expect_refused(fd, "no device of aioverbs", 1, 0, HERE);
+
+    /* Another version is told so. */
+    fd = raw_connect(b);
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    hello[8]++;
+    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    CHECK(raw_read(fd, bytes, sizeof(bytes)));
+    CHECK(soft_welcome_parse(bytes, &welcome) == soft_refused_text(SOFT_REFUSED_VERSION));
+    expect_refused(fd, soft_other_version, 2, 0, HERE);
+
+    /* Who looks for somebody else, too. */
+    fd = raw_connect(b);
+    said.wanted[15] ^= 1;
+    soft_hello_pack(&said, hello);
+    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    CHECK(raw_read(fd, bytes, sizeof(bytes)));
+    CHECK(soft_welcome_parse(bytes, &welcome) == soft_refused_text(SOFT_REFUSED_GID));
+    expect_refused(fd, "the GID that is looked for", 3, 0, HERE);
+
+    /* A proof that is none. */
+    fd = raw_connect(b);
+    raw_hello(fd, b, hello);
+    CHECK(raw_read(fd, bytes, sizeof(bytes)));
+    memset(bytes, 9, SOFT_PROOF_SIZE);
+    CHECK_EQ(send(fd, bytes, SOFT_PROOF_SIZE, MSG_NOSIGNAL), SOFT_PROOF_SIZE);
+    expect_refused(fd, "no device of aioverbs", 4, 0, HERE);
+
+    /* Who hangs up in the middle is nobody's fault. */
+    fd = raw_connect(b);
+    CHECK_EQ(send(fd, hello, 50, MSG_NOSIGNAL), 50);
+    close(fd);
+    EVENTUALLY(stats_of(b).streams == 1);
+    CHECK_EQ(stats_of(b).refused_peers, 4);
+    close_all();
+}
+
+/* However it comes in pieces. */
+static void slow_talkers(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE], rest[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE + 50];
+    static const uint8_t none[SOFT_DIGEST];
+    struct soft_hello said = {.flags = 0};
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 3, 50);
+    size_t i;
+    int fd;
+
+    open_all();
+    fd = raw_connect(b);
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    for (i = 0; i < sizeof(hello); i++) {
+        CHECK_EQ(send(fd, hello + i, 1, MSG_NOSIGNAL), 1);
+        sleep_us(100);
+    }
+    CHECK(raw_read(fd, welcome, sizeof(welcome)));
+    soft_proof_pack(none, rest);
+    soft_frame_pack(&frame, rest + SOFT_PROOF_SIZE);
+    fill_pattern(rest + SOFT_PROOF_SIZE + SOFT_FRAME_SIZE, 50, 3);
+    for (i = 0; i < sizeof(rest); i += 3) {
+        size_t part = sizeof(rest) - i < 3 ? sizeof(rest) - i : 3;
+
+        CHECK_EQ(send(fd, rest + i, part, MSG_NOSIGNAL), (ssize_t)part);
+        sleep_us(100);
+    }
+    EVENTUALLY(b->requests == 2);
+    close(fd);
+    close_all();
+}
+
+/* Who says nothing is waited for, for a while; too many such are not even let in. */
+static void half_open(void)
+{
+    int fds[SOFT_MAX_HANDSHAKES + 5];
+    unsigned int i;
+    uint64_t begin;
+
+    open_all();
+    begin = now_ns();
+    for (i = 0; i < COUNT_OF(fds); i++)
+        fds[i] = raw_connect(b);
+    EVENTUALLY(stats_of(b).refused_peers == 5);
+    CHECK(last_reason_is(b, "have not said who they are"));
+    EVENTUALLY(stats_of(b).refused_peers == COUNT_OF(fds));
+    CHECK(now_ns() - begin >= SOFT_HANDSHAKE_NS);
+    CHECK(last_reason_is(b, "did not say who it is in time"));
+    for (i = 0; i < COUNT_OF(fds); i++) {
+        CHECK(raw_is_closed(fds[i]));
+        close(fds[i]);
+    }
+    CHECK_EQ(stats_of(b).streams, 1);
+    close_all();
+}
+
+/* ---- Frames ---------------------------------------------------------------------------------------------- */
+
+static void send_frame(int fd, const struct soft_frame *frame)
+{
+    uint8_t bytes[SOFT_FRAME_SIZE];
+
+    soft_frame_pack(frame, bytes);
+    CHECK_EQ(send(fd, bytes, sizeof(bytes), MSG_NOSIGNAL), SOFT_FRAME_SIZE);
+}
+
+static void frames_that_are_none(void)
+{
+    struct soft_frame frame;
+    uint8_t garbage[1000];
+    int fd;
+
+    open_all();
+    fd = raw_open(b);
+    memset(garbage, 0xee, sizeof(garbage));
+    CHECK_EQ(send(fd, garbage, sizeof(garbage), MSG_NOSIGNAL), (ssize_t)sizeof(garbage));
+    expect_refused(fd, "out of range", 0, 1, HERE);
+
+    fd = raw_open(b); /* more than anybody keeps memory for */
+    frame = request_frame(IBV_WR_SEND, 6, 0, 100);
+    frame.size = frame.part = frame.total = SOFT_FRAGMENT + 4096;
+    send_frame(fd, &frame);
+    expect_refused(fd, "a part is too long", 0, 2, HERE);
+
+    fd = raw_open(b); /* an answer, where requests come */
+    frame = (struct soft_frame){.kind = SOFT_FRAME_RESPONSE, .to = 5, .from = 6};
+    send_frame(fd, &frame);
+    expect_refused(fd, "the wrong way", 0, 3, HERE);
+
+    fd = raw_open(b); /* directly, which was not agreed on */
+    frame = request_frame(IBV_WR_RDMA_WRITE, 6, 0, 100);
+    frame.flags |= SOFT_FRAME_DIRECT;
+    frame.segments = 1;
+    frame.size = SOFT_SEGMENT_SIZE;
+    send_frame(fd, &frame);
+    expect_refused(fd, "not agreed on", 0, 4, HERE);
+
+    fd = raw_open(b); /* what a queue pair finds wrong */
+    frame = request_frame(IBV_WR_SEND_WITH_INV, 6, 0, 0);
+    send_frame(fd, &frame);
+    expect_refused(fd, "nobody here invalidates", 0, 5, HERE);
+    CHECK_EQ(b->requests, 1);
+    close_all();
+}
+
+/* Frames that are cut off by the peer's end are not handled. */
+static void half_frames(void)
+{
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 5000);
+    uint8_t bytes[SOFT_FRAME_SIZE + 4999];
+    int fd;
+
+    open_all();
+    fd = raw_open(b);
+    soft_frame_pack(&frame, bytes);
+    fill_pattern(bytes + SOFT_FRAME_SIZE, 4999, 0);
+    CHECK_EQ(send(fd, bytes, sizeof(bytes), MSG_NOSIGNAL), (ssize_t)sizeof(bytes));
+    sleep_us(10000);
+    CHECK_EQ(stats_of(b).streams, 2);
+    close(fd);
+    EVENTUALLY(stats_of(b).streams == 1);
+    CHECK_EQ(b->requests, 1);
+    CHECK_EQ(stats_of(b).refused_frames, 0);
+    close_all();
+}
+
+/* The last reasons are kept, the oldest first; all are counted. */
+static void reasons_are_kept(void)
+{
+    struct soft_fabric_stats stats;
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
+    unsigned int i;
+    int fd;
+
+    open_all();
+    for (i = 0; i < SOFT_FABRIC_EVENTS + 3; i++) {
+        fd = raw_open(b);
+        frame.kind = i == SOFT_FABRIC_EVENTS + 2 ? 0 : SOFT_FRAME_RESPONSE;
+        send_frame(fd, &frame);
+        CHECK(raw_is_closed(fd));
+        close(fd);
+    }
+    EVENTUALLY(stats_of(b).refused_frames == SOFT_FABRIC_EVENTS + 3);
+    stats = stats_of(b);
+    CHECK_EQ(stats.events, SOFT_FABRIC_EVENTS);
+    CHECK(strstr(stats.event[SOFT_FABRIC_EVENTS - 1].reason, "kind of frame is unknown") != NULL);
+    CHECK(strstr(stats.event[0].reason, "reserved field") != NULL);
+    for (i = 0; i < SOFT_FABRIC_EVENTS; i++) {
+        CHECK_EQ(stats.event[i].peer[3], 7); /* as raw_hello says */
+        CHECK(!i || stats.event[i].time_ns >= stats.event[i - 1].time_ns);
+    }
+    close_all();
+}
+
+/* ---- Secrets --------------------------------------------------------------------------------------------- */
+
+static struct node *node_with(const char *secret)
+{
+    struct node *node;
+
+    if (secret)
+        setenv("AIOVERBS_SOFT_SECRET", secret, 1);
+    else
+        unsetenv("AIOVERBS_SOFT_SECRET");
+    node = node_open();
+    unsetenv("AIOVERBS_SOFT_SECRET");
+    return node;
+}
+
+static void meet(const char *of_a, const char *of_b, const char *reason_a, const char *reason_b)
+{
+    struct sender sender;
+
+    new_directory();
+    a = node_with(of_a);
+    b = node_with(of_b);
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 100);
+    if (!reason_a) {
+        CHECK(sender_finish(&sender));
+        EVENTUALLY(a->responses == 1);
+    } else {
+        EVENTUALLY(sender.error == EHOSTUNREACH);
+        CHECK(last_reason_is(a, reason_a));
+        CHECK_EQ(stats_of(a).refused_peers, 1);
+        if (reason_b) {
+            EVENTUALLY(last_reason_is(b, reason_b));
+            CHECK_EQ(stats_of(b).refused_peers, 1);
+        }
+        CHECK_EQ(b->requests, 0);
+    }
+    sender_close(&sender);
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+static void secrets(void)
+{
+    meet("open sesame", "open sesame", NULL, NULL);
+    meet("open sesame", "open Sesame", "does not know the secret", NULL); /* a goes as soon as it sees b's proof */
+    meet("open sesame", NULL, "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
+    meet(NULL, "open sesame", "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
+}
+
+/* Who connects without a look at the other's proof is refused by his own. */
+static void a_wrong_proof(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_DIGEST];
+    uint8_t message[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE];
+    struct soft_hello said = {.flags = SOFT_HELLO_SECRET};
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
+    int right, fd;
+
+    new_directory();
+    b = node_with("open sesame");
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    for (right = 0; right < 2; right++) {
+        fd = raw_connect(b);
+        CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+        CHECK(raw_read(fd, bytes, sizeof(bytes)));
+        soft_prove(SOFT_ROLE_CONNECTING, "open sesame", right ? 11 : 10, hello, bytes, proof);
+        soft_proof_pack(proof, message);
+        soft_frame_pack(&frame, message + SOFT_PROOF_SIZE);
+        CHECK_EQ(send(fd, message, sizeof(message), MSG_NOSIGNAL), (ssize_t)sizeof(message));
+        if (right) {
+            EVENTUALLY(b->requests == 1);
+            close(fd);
+        } else {
+            expect_refused(fd, "does not know the secret", 1, 0, HERE);
+            CHECK_EQ(b->requests, 0);
+        }
+    }
+    node_close(b);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(half_open), CASE(frames_that_are_none), CASE(half_frames),
+                CASE(reasons_are_kept), CASE(secrets), CASE(a_wrong_proof))

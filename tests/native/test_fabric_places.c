@@ -1,0 +1,357 @@
+/* Where devices are found: the directory, names in it, what others left there, TCP. */
+#include "support.h"
+#include "support_fabric.h"
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "soft_address.h"
+#include "soft_stream.h"
+
+static unsigned int files_in(const char *path)
+{
+    DIR *listing = opendir(path);
+    unsigned int count = 0;
+
+    REQUIRE(listing != NULL);
+    while (readdir(listing))
+        count++;
+    closedir(listing);
+    return count - 2; /* itself and its parent */
+}
+
+static void expect_no_entry(int error, const char *part, struct check_place place)
+{
+    struct node *node = node_open();
+    char why[256];
+
+    check_equal(soft_fabric_listen(&node->device), error, place, "soft_fabric_listen", "the error");
+    soft_fabric_error(&node->device, why, sizeof(why));
+    check_true(strstr(why, part) != NULL, place, why);
+    check_true(!stats_of(node).listening, place, "it does not listen");
+    node_close(node);
+}
+
+static void the_directory_is_made_and_left_empty(void)
+{
+    char path[100];
+    struct node *node;
+    struct stat found;
+
+    new_directory();
+    snprintf(path, sizeof(path), "%s/made", directory());
+    setenv("AIOVERBS_SOFT_DIRECTORY", path, 1);
+    node = node_open();
+    CHECK_EQ(stat(path, &found), -1);
+    REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
+    REQUIRE_EQ(stat(path, &found), 0);
+    CHECK_EQ(found.st_mode & 07777, 0700);
+    CHECK_EQ(files_in(path), 2);
+    CHECK_EQ(soft_fabric_listen(&node->device), 0); /* again as often as one likes */
+    CHECK_EQ(files_in(path), 2);
+    REQUIRE_EQ(stat(stats_of(node).path, &found), 0);
+    CHECK(S_ISSOCK(found.st_mode));
+    CHECK_EQ(found.st_mode & 07777, 0600);
+    node_close(node);
+    CHECK_EQ(files_in(path), 0);
+    CHECK_EQ(rmdir(path), 0);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+static void directories_that_are_not_ours_alone(void)
+{
+    struct node *shared;
+    struct stat found;
+    char path[100];
+    FILE *file;
+
+    new_directory();
+    CHECK_EQ(chmod(directory(), 0770), 0);
+    expect_no_entry(EACCES, "chmod 0700", HERE);
+    CHECK_EQ(chmod(directory(), 0702), 0);
+    expect_no_entry(EACCES, "chmod 0700", HERE);
+    CHECK_EQ(chmod(directory(), 0755), 0); /* others may look */
+    snprintf(path, sizeof(path), "%s/link", directory());
+    CHECK_EQ(symlink(directory(), path), 0);
+    setenv("AIOVERBS_SOFT_DIRECTORY", path, 1);
+    expect_no_entry(ENOTDIR, "no directory", HERE);
+    CHECK_EQ(unlink(path), 0);
+    file = fopen(path, "w");
+    REQUIRE(file != NULL);
+    fclose(file);
+    expect_no_entry(ENOTDIR, "no directory", HERE);
+    CHECK_EQ(unlink(path), 0);
+    snprintf(path, sizeof(path), "%s/not/there", directory());
+    setenv("AIOVERBS_SOFT_DIRECTORY", path, 1);
+    expect_no_entry(ENOENT, "cannot be made", HERE);
+    if (!geteuid()) {
+        setenv("AIOVERBS_SOFT_DIRECTORY", directory(), 1);
+        CHECK_EQ(chown(directory(), 1, 1), 0);
+        expect_no_entry(EACCES, "another user's", HERE);
+        setenv("AIOVERBS_SOFT_USERS", "1", 1); /* he may have it */
+        shared = node_open();
+        CHECK_EQ(soft_fabric_listen(&shared->device), 0);
+        CHECK_EQ(stat(stats_of(shared).path, &found), 0);
+        CHECK_EQ(found.st_mode & 07777, 0666);
+        node_close(shared);
+    }
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+static void settings_that_cannot_be(void)
+{
+    static const struct {
+        const char *name, *value;
+    } bad[] = {
+        {"AIOVERBS_SOFT_DIRECTORY", "here"}, {"AIOVERBS_SOFT_USERS", "root"}, {"AIOVERBS_SOFT_USERS", "1,"},
+        {"AIOVERBS_SOFT_USERS", "-1"},       {"AIOVERBS_SOFT_USERS", "1 2"},  {"AIOVERBS_SOFT_USERS", "4294967295"},
+        {"AIOVERBS_SOFT_DIRECT", "yes"},     {"AIOVERBS_SOFT_DIRECT", "2"},   {"AIOVERBS_SOFT_SPIN", "fast"},
+        {"AIOVERBS_SOFT_SPIN", "1000001"},   {"AIOVERBS_SOFT_SPIN", "5us"},
+    };
+    char text[300];
+    size_t i;
+
+    for (i = 0; i < COUNT_OF(bad); i++) {
+        new_directory();
+        CHECK_EQ(rmdir(directory()), 0);
+        setenv(bad[i].name, bad[i].value, 1);
+        expect_no_entry(EINVAL, bad[i].name, HERE);
+    }
+    new_directory();
+    CHECK_EQ(rmdir(directory()), 0);
+    memset(text, '/', sizeof(text));
+    text[75] = 0;
+    setenv("AIOVERBS_SOFT_DIRECTORY", text, 1);
+    expect_no_entry(ENAMETOOLONG, "74 characters at most", HERE);
+    new_directory();
+    CHECK_EQ(rmdir(directory()), 0);
+    memset(text, 'x', sizeof(text));
+    text[257] = 0;
+    setenv("AIOVERBS_SOFT_SECRET", text, 1);
+    expect_no_entry(EINVAL, "256 bytes", HERE);
+    new_directory(); /* who is let in must be told where */
+    CHECK_EQ(rmdir(directory()), 0);
+    unsetenv("AIOVERBS_SOFT_DIRECTORY");
+    setenv("AIOVERBS_SOFT_USERS", "1", 1);
+    expect_no_entry(EINVAL, "AIOVERBS_SOFT_DIRECTORY", HERE);
+    new_directory();
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* Nobody finds what is elsewhere by default, and everybody who has no variables set finds the same. */
+static void defaults(void)
+{
+    struct soft_settings settings;
+    const char *runtime = getenv("XDG_RUNTIME_DIR");
+    char expected[100], why[256];
+
+    unsetenv("AIOVERBS_SOFT_DIRECTORY");
+    setenv("XDG_RUNTIME_DIR", "/run/user/77", 1);
+    CHECK_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
+    CHECK(!strcmp(settings.directory, "/run/user/77/aioverbs"));
+    unsetenv("XDG_RUNTIME_DIR");
+    CHECK_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
+    snprintf(expected, sizeof(expected), "/tmp/aioverbs-%u", (unsigned int)geteuid());
+    CHECK(!strcmp(settings.directory, expected));
+    CHECK(settings.direct);
+    CHECK_EQ(settings.spin_ns, 50000);
+    CHECK_EQ(settings.secret_size, 0);
+    CHECK(soft_settings_allow(&settings, geteuid()) && !soft_settings_allow(&settings, geteuid() + 1));
+    if (runtime)
+        setenv("XDG_RUNTIME_DIR", runtime, 1);
+}
+
+/* A socket's file that nobody listens at. */
+static void leave_stale(const union ibv_gid *gid)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    char name[SOFT_GID_NAME];
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    soft_gid_name(gid, name);
+    snprintf(address.sun_path, sizeof(address.sun_path), "%.60s/%s", directory(), name);
+    REQUIRE_EQ(bind(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    REQUIRE_EQ(listen(fd, 1), 0);
+    close(fd);
+}
+
+static void what_the_dead_left_is_replaced(void)
+{
+    struct node *first, *second, *third;
+    struct sender sender;
+
+    new_directory();
+    first = node_open();
+    leave_stale(&first->device.gids[0]);
+    leave_stale(&first->device.gids[1]);
+    second = node_open();
+    sender_open(&sender, second, &first->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(sender.error == EHOSTUNREACH); /* there is a file, but nobody */
+    REQUIRE_EQ(soft_fabric_listen(&first->device), 0);
+    CHECK_EQ(files_in(directory()), 2);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(second->responses == 1);
+
+    /* Who lives is not replaced. */
+    third = node_open_at(first->device.gids, 0);
+    CHECK_EQ(soft_fabric_listen(&third->device), EADDRINUSE);
+    CHECK_EQ(files_in(directory()), 2);
+    node_close(third);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(second->responses == 2);
+    sender_close(&sender);
+    node_close(first);
+    node_close(second);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* What has our name by now is another's. */
+static void what_is_not_ours_is_left(void)
+{
+    struct node *node;
+    char path[SOFT_MAX_PATH];
+
+    new_directory();
+    node = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
+    strcpy(path, stats_of(node).path);
+    CHECK_EQ(unlink(path), 0);
+    leave_stale(&node->device.gids[0]);
+    node_close(node);
+    CHECK_EQ(files_in(directory()), 1);
+    CHECK_EQ(unlink(path), 0);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* ---- TCP ------------------------------------------------------------------------------------------------- */
+
+/* A port of this host that nobody has just now. */
+static uint16_t free_port(void)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof(address);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    REQUIRE_EQ(bind(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    REQUIRE_EQ(getsockname(fd, (struct sockaddr *)&address, &size), 0);
+    close(fd);
+    return ntohs(address.sin_port);
+}
+
+static struct node *node_with_port(uint16_t port)
+{
+    union ibv_gid gids[2] = {{.raw = {0xfe, 0x80, [8] = 2}}, {.raw = {[10] = 0xff, 0xff, 127, 0, 0, 1}}};
+
+    gids[0].raw[14] = gids[1].raw[8] = (uint8_t)(port >> 8);
+    gids[0].raw[15] = gids[1].raw[9] = (uint8_t)port;
+    return node_open_at(gids, port);
+}
+
+/* Devices that share no directory reach each other by their addresses. */
+static void over_tcp(void)
+{
+    struct soft_stream_stats stream;
+    struct node *near, *far, *other;
+    struct sender sender;
+    char first[64];
+
+    new_directory();
+    strcpy(first, directory());
+    far = node_with_port(free_port());
+    REQUIRE_EQ(soft_fabric_listen(&far->device), 0);
+    CHECK(!strncmp(stats_of(far).address, "127.0.0.1:", 10));
+    other = node_with_port(far->device.address.port);
+    other->device.gids[0].raw[9] = 1;
+    CHECK_EQ(soft_fabric_listen(&other->device), EADDRINUSE);
+    CHECK_EQ(files_in(directory()), 2);
+    new_directory();
+    near = node_open();
+    sender_open(&sender, near, &far->device.gids[1], 5);
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 200, SOFT_FRAGMENT);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(near->responses == 200);
+    REQUIRE_EQ(soft_fabric_get_streams(&near->device, &stream, 1), 1);
+    CHECK(stream.connected && !stream.is_unix && !stream.direct);
+    CHECK(strstr(stream.why_not_direct, "TCP") != NULL);
+    CHECK_EQ(far->wrong + near->wrong, 0);
+
+    node_close(far);
+    EVENTUALLY(!stats_of(near).streams);
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+    EVENTUALLY(sender.error == EHOSTUNREACH);
+    REQUIRE_EQ(soft_fabric_listen(&far->device), 0); /* the port is free again at once */
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(near->responses == 201);
+    sender_close(&sender);
+    node_close(near);
+    node_close(far);
+    node_close(other);
+    CHECK_EQ(rmdir(directory()), 0);
+    CHECK_EQ(rmdir(first), 0);
+}
+
+/* Somebody else's port is an error of opening; nothing is left of the attempt. */
+static void an_address_is_listened_at_when_it_is_opened(void)
+{
+    struct soft_options options = {.address = {AF_INET, free_port(), {127, 0, 0, 1}}};
+    struct sockaddr_in address = {
+        .sin_family = AF_INET, .sin_port = htons(options.address.port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct ibv_context *context;
+
+    new_directory();
+    REQUIRE_EQ(bind(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    REQUIRE_EQ(listen(fd, 1), 0);
+    CHECK_REFUSED(soft_open(&options), EADDRINUSE);
+    CHECK_EQ(files_in(directory()), 0);
+    close(fd);
+    context = soft_open(&options);
+    REQUIRE(context != NULL);
+    CHECK_EQ(files_in(directory()), 2);
+    fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK_EQ(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    close(fd);
+    CHECK_EQ(soft_verbs.close_device(context), 0);
+    CHECK_EQ(files_in(directory()), 0);
+    fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK_EQ(connect(fd, (struct sockaddr *)&address, sizeof(address)), -1);
+    close(fd);
+    CHECK_EQ(rmdir(directory()), 0);
+    options.address.bytes[0] = 192; /* a documentation address, which no host has */
+    options.address.bytes[2] = 2;
+    CHECK_REFUSED(soft_open(&options), EADDRNOTAVAIL);
+}
+
+static void gids_that_lead_nowhere(void)
+{
+    static const char *const nowhere[] = {"fe80::1",        "ff02::1",          "::",         "::ffff:127.5.6.7",
+                                          "::ffff:0.1.2.3", "::ffff:224.0.0.1", "febf::1:2:3"};
+    struct sockaddr_storage address;
+    union ibv_gid gid;
+    size_t i;
+
+    for (i = 0; i < COUNT_OF(nowhere); i++) {
+        REQUIRE_EQ(inet_pton(AF_INET6, nowhere[i], gid.raw), 1);
+        CHECK_EQ(soft_gid_address(&gid, 1, &address), 0);
+    }
+    REQUIRE_EQ(inet_pton(AF_INET6, "2001:db8::5", gid.raw), 1);
+    CHECK_EQ(soft_gid_address(&gid, 77, &address), sizeof(struct sockaddr_in6));
+    CHECK_EQ(ntohs(((struct sockaddr_in6 *)&address)->sin6_port), 77);
+    REQUIRE_EQ(inet_pton(AF_INET6, "::ffff:10.0.0.1", gid.raw), 1);
+    CHECK_EQ(soft_gid_address(&gid, 77, &address), sizeof(struct sockaddr_in));
+    CHECK_EQ(ntohs(((struct sockaddr_in *)&address)->sin_port), SOFT_PORT);
+    gid.raw[9] = 5;
+    CHECK_EQ(soft_gid_address(&gid, 77, &address), sizeof(struct sockaddr_in));
+    CHECK_EQ(ntohs(((struct sockaddr_in *)&address)->sin_port), 5);
+    CHECK_EQ(ntohl(((struct sockaddr_in *)&address)->sin_addr.s_addr), 0x0a000001);
+}
+
+CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(settings_that_cannot_be), CASE(defaults),
+                CASE(what_the_dead_left_is_replaced), CASE(what_is_not_ours_is_left), CASE(over_tcp),
+                CASE(an_address_is_listened_at_when_it_is_opened), CASE(gids_that_lead_nowhere),
+                CASE(directories_that_are_not_ours_alone))

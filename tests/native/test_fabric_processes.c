@@ -1,0 +1,551 @@
+/* The fabric between processes: peers that are killed, forks, memory that is reached directly, leases. */
+#include "support.h"
+#include "support_fabric.h"
+#include "support_threads.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "soft_address.h"
+#include "soft_stream.h"
+
+/* What a test and its child share. */
+struct shared {
+    atomic_uint ready, go;
+    atomic_int error;
+    union ibv_gid gid[2];
+    atomic_ullong address;
+};
+
+static struct shared *shared;
+static struct node *node;
+
+static void share(void)
+{
+    shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(shared != MAP_FAILED);
+}
+
+static void unshare_it(void)
+{
+    munmap(shared, sizeof(*shared));
+}
+
+/* Before the test has threads. The child ends itself, or is killed. */
+static pid_t start(void (*function)(void))
+{
+    pid_t child;
+
+    atomic_store(&shared->ready, 0);
+    fflush(stdout);
+    child = fork();
+    REQUIRE(child >= 0);
+    if (!child) {
+        alarm(60);
+        function();
+        fflush(stdout);
+        _exit(check_failures() != 0);
+    }
+    return child;
+}
+
+static void end(pid_t child)
+{
+    int status = -1;
+
+    kill(child, SIGKILL);
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFSIGNALED(status) || (WIFEXITED(status) && !WEXITSTATUS(status)));
+}
+
+static void serve(void)
+{
+    node = node_open_at(shared->gid, 0);
+    CHECK_EQ(soft_fabric_listen(&node->device), 0);
+    atomic_store(&shared->ready, 1);
+    for (;;)
+        pause();
+}
+
+static void begin(void)
+{
+    new_directory();
+    share();
+    shared->gid[0] = (union ibv_gid){.raw = {0xfe, 0x80, [15] = 9}};
+    shared->gid[1] = (union ibv_gid){.raw = {[10] = 0xff, 0xff, 127, 9, 9, 9}};
+}
+
+static void finish(void)
+{
+    char path[100], name[SOFT_GID_NAME];
+    int i;
+
+    for (i = 0; i < 2; i++) { /* who was killed left them */
+        soft_gid_name(&shared->gid[i], name);
+        snprintf(path, sizeof(path), "%s/%s", directory(), name);
+        unlink(path);
+    }
+    CHECK_EQ(rmdir(directory()), 0);
+    unshare_it();
+}
+
+/* The survivor's link ends, who waits is kicked, and whoever comes with the same GIDs is found again. */
+static void a_peer_is_killed(void)
+{
+    struct sender sender;
+    unsigned int round, random = 7;
+    pid_t child;
+
+    begin();
+    node = NULL;
+    for (round = 0; round < SCALED(20); round++) {
+        struct soft_stream_stats stream;
+        struct node *own;
+
+        child = start(serve);
+        EVENTUALLY(shared->ready);
+        own = node_open();
+        sender_open(&sender, own, &shared->gid[0], 5);
+        sender_want(&sender, round % 2 ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE, 1000000, SOFT_FRAGMENT);
+        sleep_us(next_random(&random, 20000));
+        end(child);
+        EVENTUALLY(soft_fabric_get_streams(&own->device, &stream, 1) == 1 && !stream.connected);
+        EVENTUALLY(sender.error == EHOSTUNREACH || sender.error == 0);
+        CHECK_EQ(soft_fabric_get_streams(&own->device, &stream, 1), 1);
+        CHECK_EQ(stream.waiting, 0);
+        CHECK_EQ(own->wrong, 0);
+        sender_close(&sender);
+        node_close(own);
+    }
+    finish();
+}
+
+static void ask_on(void)
+{
+    static struct sender sender;
+
+    node = node_open();
+    sender_open(&sender, node, &shared->gid[1], 5);
+    sender_want(&sender, IBV_WR_RDMA_READ, 1000000, 100000);
+    for (;;)
+        pause();
+}
+
+/* Who serves forgets a client that is killed. */
+static void clients_are_killed(void)
+{
+    enum { CLIENTS = 4 };
+    pid_t children[CLIENTS];
+    unsigned int i;
+
+    begin();
+    for (i = 0; i < CLIENTS; i++)
+        children[i] = start(ask_on);
+    node = node_open_at(shared->gid, 0);
+    REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
+    /* They came too early, and do not try again: what they wait for ends, and nothing else. */
+    sleep_us(30000);
+    for (i = 0; i < CLIENTS; i++)
+        end(children[i]);
+    EVENTUALLY(!stats_of(node).streams);
+    node_close(node);
+
+    for (i = 0; i < 3; i++) {
+        unsigned int before, n;
+
+        for (n = 0; n < CLIENTS; n++) { /* no thread runs: they are forked, and wait for the socket */
+            children[n] = start(ask_on);
+            kill(children[n], SIGSTOP);
+        }
+        node = node_open_at(shared->gid, 0);
+        REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
+        for (n = 0; n < CLIENTS; n++)
+            kill(children[n], SIGCONT);
+        sleep_us(50000);
+        for (n = 0; n < CLIENTS; n++)
+            end(children[n]);
+        EVENTUALLY(!stats_of(node).streams);
+        before = node->requests;
+        sleep_us(2000);
+        CHECK_EQ(node->requests, before);
+        CHECK_EQ(stats_of(node).refused_frames, 0);
+        node_close(node);
+    }
+    finish();
+}
+
+/* A child of a fork has none of its parent's sockets: the parent's end is its peers' end. */
+static void a_fork_keeps_no_sockets(void)
+{
+    unsigned int before = 0, after = 0;
+    struct node *server, *client;
+    struct sender sender;
+    int pipes[2], status, fd;
+    pid_t child;
+
+    if (UNDER_TSAN) /* it does not let a process with threads fork */
+        return;
+    begin();
+    server = node_open_at(shared->gid, 0);
+    client = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&server->device), 0);
+    sender_open(&sender, client, &shared->gid[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(client->responses == 1);
+    for (fd = 0; fd < 1024; fd++)
+        before += fcntl(fd, F_GETFD) >= 0;
+    REQUIRE_EQ(pipe(pipes), 0);
+    child = fork();
+    REQUIRE(child >= 0);
+    if (!child) {
+        for (fd = 0; fd < 1024; fd++)
+            after += fcntl(fd, F_GETFD) >= 0;
+        if (write(pipes[1], &after, sizeof(after)) < 0)
+            _exit(1);
+        pause();
+    }
+    CHECK_EQ(read(pipes[0], &after, sizeof(after)), (ssize_t)sizeof(after));
+    /* Of each: epoll and eventfd; the server's listener; both ends of the stream; leases and processes. */
+    CHECK(before - (after - 2) >= 7);
+    node_close(server);
+    EVENTUALLY(!stats_of(client).streams); /* though the child lives */
+    kill(child, SIGKILL);
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    sender_close(&sender);
+    node_close(client);
+    close(pipes[0]);
+    close(pipes[1]);
+    CHECK_EQ(rmdir(directory()), 0);
+    unshare_it();
+}
+
+/* ---- Directly -------------------------------------------------------------------------------------------- */
+
+enum { LARGE = 3000000 };
+
+static uint8_t *region; /* the owner's */
+
+/* The owner's side, which moves the data: writes are pulled, reads are pushed. */
+static bool move_request(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct soft_frame answer = {.kind = SOFT_FRAME_RESPONSE,
+                                .to = frame->from,
+                                .from = frame->to,
+                                .token = frame->token,
+                                .psn = frame->psn,
+                                .flags = SOFT_FRAME_DIRECT,
+                                .part = frame->part};
+    struct iovec local[2] = {{region, 1000}, {region + 1000, LARGE - 1000}};
+    int error;
+
+    if (!(frame->flags & SOFT_FRAME_DIRECT))
+        return false;
+    error = soft_direct_move(from, frame, payload, local, 2, frame->opcode == IBV_WR_RDMA_WRITE);
+    atomic_store(&shared->error, error);
+    atomic_fetch_add(&shared->go, 1);
+    if (!error)
+        soft_stream_answer(from, &answer, NULL, 0);
+    return true;
+}
+
+static atomic_uint answered;
+
+static bool move_response(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
+{
+    (void)by;
+    (void)payload;
+    CHECK(frame->flags & SOFT_FRAME_DIRECT);
+    atomic_fetch_add(&answered, 1);
+    return true;
+}
+
+static void nothing_to_do(struct soft_stream *from)
+{
+    (void)from;
+}
+
+static void no_kick(struct soft_qp *qp)
+{
+    (void)qp;
+}
+
+static const struct soft_fabric_user movers = {move_request, move_response, nothing_to_do, no_kick};
+
+static void serve_directly(void)
+{
+    static struct soft_device device;
+
+    region = malloc(LARGE);
+    REQUIRE(region != NULL);
+    fill_pattern(region, LARGE, 1);
+    memcpy(device.gids, shared->gid, sizeof(device.gids));
+    CHECK_EQ(soft_fabric_new(&device, &movers), 0);
+    CHECK_EQ(soft_fabric_listen(&device), 0);
+    atomic_store(&shared->ready, 1);
+    for (;;)
+        pause();
+}
+
+static struct soft_device *own; /* never freed, as devices are not: each leads to the one before */
+static struct soft_qp qp;
+
+static int send_direct(struct soft_link *link, enum ibv_wr_opcode opcode, uint16_t lease, uint32_t serial,
+                       const struct soft_frame_segment *segments, unsigned int count)
+{
+    struct soft_frame frame = request_frame(opcode, 5, 0, 0);
+    uint8_t list[4 * SOFT_SEGMENT_SIZE];
+    struct iovec piece = {list, count * SOFT_SEGMENT_SIZE};
+    unsigned int i;
+
+    for (i = 0; i < count; i++)
+        frame.part += segments[i].length;
+    frame.total = frame.part;
+    frame.packets = (frame.part + 4095) / 4096;
+    frame.flags |= SOFT_FRAME_DIRECT;
+    frame.segments = (uint16_t)count;
+    frame.size = (uint32_t)piece.iov_len;
+    frame.lease = lease;
+    frame.serial = serial;
+    soft_segments_pack(segments, count, list);
+    return soft_link_send(link, &qp, &frame, &piece, 1);
+}
+
+static struct soft_link *connect_directly(void)
+{
+    struct soft_device *device = calloc(1, sizeof(*device));
+    struct soft_frame none = request_frame(IBV_WR_SEND, 5, 0, 0);
+    struct soft_link *link;
+    struct soft_stream_stats stream;
+    union ibv_gid gids[2] = {{.raw = {0xfe, 0x80, [15] = 1}}, {.raw = {[10] = 0xff, 0xff, 127, 1, 1, 1}}};
+
+    REQUIRE(device != NULL);
+    device->next = own;
+    own = device;
+    memset(&qp, 0, sizeof(qp));
+    memcpy(own->gids, gids, sizeof(gids));
+    atomic_store(&answered, 0);
+    REQUIRE_EQ(soft_fabric_new(own, &movers), 0);
+    link = soft_link_get(own, &shared->gid[1]);
+    REQUIRE(link != NULL);
+    CHECK_EQ(soft_link_send(link, &qp, &none, NULL, 0), ENOTCONN);
+    EVENTUALLY(soft_fabric_get_streams(own, &stream, 1) && stream.connected && !stream.waiting);
+    CHECK_EQ(stream.uid, geteuid());
+    return link;
+}
+
+static void end_directly(struct soft_link *link)
+{
+    soft_link_forget(link, &qp);
+    grace_wait();
+    soft_link_put(link);
+    soft_fabric_stop(own);
+}
+
+static void data_moves_directly(void)
+{
+    uint8_t *data = malloc(LARGE), *expected = malloc(LARGE);
+    struct soft_frame_segment segments[4];
+    struct soft_link *link;
+    uint32_t serial, first_serial;
+    uint16_t lease;
+    pid_t child;
+
+    REQUIRE(data != NULL && expected != NULL);
+    begin();
+    child = start(serve_directly);
+    EVENTUALLY(shared->ready);
+    link = connect_directly();
+    CHECK_EQ(shared->ready, 1);
+    REQUIRE(soft_link_direct(link)); /* where a kernel does not allow it, this fails and says why */
+
+    segments[0] = (struct soft_frame_segment){(uintptr_t)data, 1};
+    segments[1] = (struct soft_frame_segment){(uintptr_t)data + 1, 999998};
+    segments[2] = (struct soft_frame_segment){(uintptr_t)data + 999999, LARGE - 999999};
+    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
+    EVENTUALLY(answered == 1);
+    soft_lease_close(link, lease, serial);
+    fill_pattern(expected, LARGE, 1);
+    CHECK(!memcmp(data, expected, LARGE));
+    first_serial = serial;
+
+    /* There and back again. */
+    fill_pattern(data, LARGE, 2);
+    memcpy(expected, data, LARGE);
+    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+    CHECK(serial != first_serial);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
+    EVENTUALLY(answered == 2);
+    soft_lease_close(link, lease, serial);
+    memset(data, 0, LARGE);
+    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
+    EVENTUALLY(answered == 3);
+    CHECK(!memcmp(data, expected, LARGE));
+
+    /* What was given up moves nothing, whatever else has the word by then. */
+    memset(data, 0, LARGE);
+    soft_lease_close(link, lease, serial);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
+    EVENTUALLY(shared->go == 4);
+    CHECK_EQ(shared->error, ESTALE);
+    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial - 1, segments, 3), 0);
+    EVENTUALLY(shared->go == 5);
+    CHECK_EQ(shared->error, ESTALE);
+    CHECK(!data[0] && !memcmp(data, data + 1, LARGE - 1));
+
+    /* Memory that is not there. */
+    segments[1].address = 4096;
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
+    EVENTUALLY(shared->go == 6);
+    CHECK_EQ(shared->error, EFAULT);
+    CHECK_EQ(answered, 3);
+    soft_lease_close(link, lease, serial);
+
+    /* Segments that are not those of their frame. */
+    segments[1].length = 0;
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
+    EVENTUALLY(shared->go == 7);
+    CHECK_EQ(shared->error, EPROTO);
+    EVENTUALLY(!soft_link_direct(link));
+    end_directly(link);
+    end(child);
+    finish();
+    free(data);
+    free(expected);
+}
+
+static void all_leases_can_be_had(void)
+{
+    static uint16_t leases[SOFT_LEASES];
+    static uint32_t serials[SOFT_LEASES];
+    struct soft_link *link;
+    unsigned int round, i;
+    uint16_t lease;
+    uint32_t serial;
+    pid_t child;
+
+    begin();
+    child = start(serve_directly);
+    EVENTUALLY(shared->ready);
+    link = connect_directly();
+    for (round = 0; round < 3; round++) {
+        for (i = 0; i < SOFT_LEASES; i++)
+            REQUIRE_EQ(soft_lease_open(link, &leases[i], &serials[i]), 0);
+        CHECK_EQ(soft_lease_open(link, &lease, &serial), EAGAIN);
+        for (i = 0; i < SOFT_LEASES; i++)
+            soft_lease_close(link, leases[i], serials[i]);
+    }
+    /* Closing after the peer's end, in the middle of moving: the word stays as it was. */
+    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+    CHECK(soft_lease_enter(link->stream.leases, lease, serial));
+    end(child);
+    soft_lease_close(link, lease, serial);
+    end_directly(link);
+    finish();
+}
+
+static void serve_without(void)
+{
+    setenv("AIOVERBS_SOFT_DIRECT", "0", 1);
+    serve_directly();
+}
+
+static void directly_can_be_switched_off(void)
+{
+    struct soft_stream_stats stream;
+    struct soft_link *link;
+    pid_t child;
+    int here;
+
+    for (here = 0; here < 2; here++) {
+        begin();
+        child = start(here ? serve_directly : serve_without);
+        EVENTUALLY(shared->ready);
+        if (here)
+            setenv("AIOVERBS_SOFT_DIRECT", "0", 1);
+        link = connect_directly();
+        CHECK(!soft_link_direct(link));
+        CHECK_EQ(soft_fabric_get_streams(own, &stream, 1), 1);
+        CHECK(strstr(stream.why_not_direct, here ? "AIOVERBS_SOFT_DIRECT" : "cannot reach") != NULL);
+        end_directly(link);
+        end(child);
+        finish();
+    }
+}
+
+/* ---- Leases and memory ------------------------------------------------------------------------------------ */
+
+/* Who moves, in another thread: only while he is inside may he touch `bytes`. */
+static struct {
+    struct soft_lease_page page;
+    struct soft_link link;
+    uint64_t offered; /* atomic: lease and serial */
+    unsigned char bytes[64];
+    bool stop;
+} scene;
+
+static void move_bytes(void *argument)
+{
+    unsigned int moved = 0;
+
+    (void)argument;
+    while (!__atomic_load_n(&scene.stop, __ATOMIC_ACQUIRE)) {
+        uint64_t offered = __atomic_load_n(&scene.offered, __ATOMIC_RELAXED); /* which tells nothing of `bytes` */
+
+        if (!soft_lease_enter(&scene.page, (uint16_t)(offered >> 32), (uint32_t)offered))
+            continue;
+        memset(scene.bytes, (int)++moved, sizeof(scene.bytes));
+        soft_lease_leave(&scene.page, (uint16_t)(offered >> 32), (uint32_t)offered);
+    }
+}
+
+static void own_bytes(void)
+{
+    unsigned int round, i;
+
+    for (round = 0; round < SCALED(20000); round++) {
+        uint16_t lease;
+        uint32_t serial;
+
+        for (i = 1; i < sizeof(scene.bytes); i++)
+            CHECK_EQ(scene.bytes[i], scene.bytes[0]);
+        memset(scene.bytes, (int)round, sizeof(scene.bytes));
+        REQUIRE_EQ(soft_lease_open(&scene.link, &lease, &serial), 0);
+        __atomic_store_n(&scene.offered, (uint64_t)lease << 32 | serial, __ATOMIC_RELAXED);
+        if (round % 8 == 0)
+            sched_yield();
+        soft_lease_close(&scene.link, lease, serial);
+    }
+    __atomic_store_n(&scene.stop, true, __ATOMIC_RELEASE);
+}
+
+static void own_or_move(void *argument)
+{
+    if (*(int *)argument)
+        own_bytes();
+    else
+        move_bytes(NULL);
+}
+
+/* The thread sanitizer sees whoever touches them when he should not. */
+static void nothing_moves_without_a_lease(void)
+{
+    int roles[2] = {0, 1};
+
+    memset(&scene, 0, sizeof(scene));
+    scene.link.stream.leases = &scene.page;
+    scene.link.stream.pidfd = -1;
+    REQUIRE_EQ(pthread_mutex_init(&scene.link.stream.tx, NULL), 0);
+    run_threads(2, own_or_move, roles, sizeof(roles[0]));
+    pthread_mutex_destroy(&scene.link.stream.tx);
+}
+
+CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),
+                CASE(all_leases_can_be_had), CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease),
+                CASE(a_fork_keeps_no_sockets))

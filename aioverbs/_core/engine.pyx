@@ -28,7 +28,7 @@ import socket
 import sys
 import threading
 import warnings
-from datetime import UTC, datetime
+import datetime
 
 from aioverbs.attributes import (
     AddressVector,

@@ -83,7 +83,7 @@ cdef tuple _peers(Context context):
 
 cdef object _refusal(v.soft_fabric_event *event):
     seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
-    moment = datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000)
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=nanoseconds // 1000)
     return Refusal(moment, _gid(event.peer), _text(event.reason))
 
 

@@ -56,7 +56,9 @@ def install_project(
     products = folder(session, "build")
     config = products / "setup.cfg"
     flags = {
-        name: f"{os.environ.get(name, '')} {more}".strip() for name, more in (("CFLAGS", cflags), ("LDFLAGS", ldflags))
+        name: f"{os.environ.get(name, '')} {more}".strip()
+        for name, more in (("CFLAGS", cflags), ("LDFLAGS", ldflags))
+        if more  # a variable that is set takes the place of Python's own flags, -O3 among them
     }
     settings = (
         f"[build]\nbuild_base = {products}\n[egg_info]\negg_base = {products}\n# {os.environ.get('CC')} {flags}\n"

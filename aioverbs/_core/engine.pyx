@@ -20,6 +20,7 @@ destroys an object that the hardware still works with.
 
 import atexit
 import contextlib
+import datetime
 import fcntl
 import importlib
 import os
@@ -28,7 +29,6 @@ import socket
 import sys
 import threading
 import warnings
-import datetime
 
 from aioverbs.attributes import (
     AddressVector,
@@ -86,6 +86,16 @@ cdef extern from "affinity_thread.h":
     bint affinity_claim(int *inside)
     void affinity_yield(int *inside)
 
+cdef extern from *:
+    """
+    #ifdef __OPTIMIZE__
+    #define AIOVERBS_OPTIMIZED 1
+    #else
+    #define AIOVERBS_OPTIMIZED 0
+    #endif
+    """
+    const bint AIOVERBS_OPTIMIZED
+
 cdef extern from "running_loop.h":
     int running_loop_prepare()
     PyObject *running_loop_run()
@@ -106,6 +116,11 @@ cdef enum:
 # without a GIL.
 _ledger = {}
 _inherited = []
+
+
+def is_optimized():
+    """Whether the compiler optimized this extension: CFLAGS that are set take the place of Python's own."""
+    return <bint>AIOVERBS_OPTIMIZED
 
 
 def open_handles():

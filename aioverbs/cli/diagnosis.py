@@ -65,7 +65,7 @@ def _warning(code: str, subject: str, message: str, *commands: str, hint: str | 
 
 def diagnose(machine: Machine) -> Diagnosis:
     """Find what is wrong, what is to be mended first first."""
-    system = [*_software(machine), *_hardware(machine), *_limits(machine), *_connecting(machine)]
+    system = [*_software(machine), *_hardware(machine), *_limits(machine), *_connecting(machine), *_build(machine)]
     broken = any(finding.severity is Severity.ERROR for finding in system)
     findings = list(system)
     usable: list[str] = []
@@ -203,6 +203,18 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     elif machine.devices and machine.memlock < _ENOUGH_LOCKED:
         message = f"{limit}: registering more fails with ENOMEM"
         yield _warning("memlock", "system", message, *commands, hint=hint)
+
+
+def _build(machine: Machine) -> Iterator[Finding]:
+    if not machine.probe.optimized:
+        yield _warning(
+            "not-optimized",
+            "system",
+            "aioverbs was compiled without optimization, as happens where CFLAGS is set while it is installed: "
+            "it is several times slower",
+            "env -u CFLAGS pip install --force-reinstall --no-deps --no-binary aioverbs aioverbs",
+            hint="or have -O3 among your CFLAGS",
+        )
 
 
 def _connecting(machine: Machine) -> Iterator[Finding]:

@@ -93,6 +93,7 @@ class Probe:
     :param trials: what came of using a device, by its name; of those that pyverbs can open.
     :param warnings: what the libraries wrote.
     :param crash: how the process ended, where it did not end well.
+    :param optimized: whether the compiler optimized the compiled core.
     """
 
     libibverbs: Library = Library()
@@ -102,6 +103,7 @@ class Probe:
     trials: dict[str, Trial] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     crash: str | None = None
+    optimized: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
         listed=tuple(told["listed"]),
         trials={name: Trial(**trial) for name, trial in told["trials"].items()},
         warnings=warnings,
+        optimized=told["optimized"],
     )
 
 

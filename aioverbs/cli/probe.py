@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from aioverbs._core.engine import is_optimized
 from aioverbs.attributes import QpCapabilities
 from aioverbs.device import open_device
 
@@ -79,7 +80,8 @@ def main() -> None:
     pyverbs = _pyverbs()
     listed = [] if "problem" in libraries["libibverbs"] else _listed()
     trials = {} if "problem" in pyverbs else {name: _try(name) for name in listed}
-    json.dump({**libraries, "pyverbs": pyverbs, "listed": listed, "trials": trials}, sys.stdout)
+    found = {**libraries, "pyverbs": pyverbs, "listed": listed, "trials": trials, "optimized": is_optimized()}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

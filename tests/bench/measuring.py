@@ -3,16 +3,28 @@
 import math
 import resource
 import statistics
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-__all__ = ["Contender", "Limit", "Result", "Rounds", "Sleeps", "interleaved", "percentile"]
+from aioverbs._core.engine import is_optimized
+
+__all__ = ["Contender", "Limit", "Result", "Rounds", "Sleeps", "check_build", "interleaved", "percentile"]
 
 WARM_UP = 32  # operations
 
 # A contender runs so many operations and says how many nanoseconds all of them took.
 Contender = Callable[[int], Awaitable[float]]
+
+
+def check_build() -> None:
+    """See that what is measured was compiled as its users have it.
+
+    :raises SystemExit: it was compiled without optimization.
+    """
+    if not is_optimized():
+        sys.exit("aioverbs was compiled without optimization: build it with CFLAGS unset, or with -O3 among them")
 
 
 @dataclass(frozen=True)

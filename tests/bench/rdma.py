@@ -22,7 +22,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 from aioverbs.ports import gid_index
-from tests.bench.measuring import Limit, Result
+from tests.bench.measuring import Limit, Result, check_build
 from tests.bench.table import add, empty_table
 from tests.rdma.links import NEAR, netem
 from tests.rdma.seam import opened, rdma_devices
@@ -281,6 +281,7 @@ async def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="processes of each contender (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=1, help="of the number of operations (default: %(default)s)")
     options = parser.parse_args()
+    check_build()
     benchmarks = Benchmarks(options.yard, rdma_devices(), options.rounds, options.scale)
     if unknown := set(options.parts).difference(benchmarks.all):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(benchmarks.all)}")

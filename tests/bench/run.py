@@ -22,7 +22,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 from tests.bench import basics, data_path, growth, many, neighbours
-from tests.bench.measuring import Result
+from tests.bench.measuring import Result, check_build
 from tests.bench.table import add, empty_table
 
 ROUNDS = 1001
@@ -100,6 +100,7 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=10_000_000, help="of growth (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each benchmark (default: %(default)s)")
     options = parser.parse_args()
+    check_build()
     known = benchmarks(options)
     if unknown := set(options.parts).difference(known):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")

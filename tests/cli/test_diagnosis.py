@@ -98,6 +98,10 @@ def limited(tree: Tree) -> None:
     tree.write("proc/self/status", USER_STATUS)
 
 
+def not_optimized(tree: Tree) -> None:
+    tree.probe = replace(tree.probe, optimized=False)
+
+
 def remove(path: str) -> Callable[[Tree], None]:
     return lambda tree: (tree.root / path).unlink()
 
@@ -129,6 +133,7 @@ CHANGES = [
     (pyverbs_problem("cannot import name 'x'"), "pyverbs-broken", "system", True, "name 'x'", "--reinstall"),
     (crash, "libraries-crash", "system", True, "status -11; it said: a last word", "--reinstall libibverbs1"),
     (no_librdmacm, "librdmacm-missing", "system", False, "no such file", "install librdmacm1"),
+    (not_optimized, "not-optimized", "system", False, "CFLAGS", "env -u CFLAGS pip install"),
     (remove("dev/infiniband/rdma_cm"), "rdma-cm-missing", "system", False, "", "modprobe rdma_ucm"),
     (refused("rdma_cm", errno.EACCES), "rdma-cm-permission", "system", False, "Permission denied", "chmod 666"),
     (remove("sys/class/infiniband_verbs/uverbs0/ibdev"), "no-uverbs", "rxe0", True, "", "modprobe ib_uverbs"),
@@ -286,7 +291,8 @@ def test_gids_that_are_routable(tree: Tree) -> None:
 
 def test_what_a_probe_prints() -> None:
     text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"}, "pyverbs": {},
-               "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}}}"""
+               "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}},
+               "optimized": false}"""
     assert parse_probe(text, ("a warning",)) == Probe(
         Library("/l", "44.0"),
         Library(problem="none"),
@@ -294,4 +300,5 @@ def test_what_a_probe_prints() -> None:
         ("rxe0",),
         {"rxe0": Trial("no", 12)},
         ("a warning",),
+        optimized=False,
     )

@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from aioverbs import AccessFlags, MemoryRegion, QpCapabilities, QueuePair, RegionSlice, RemoteRegion, open_device
 from aioverbs.completion import CompletionQueue, MessageModel
@@ -23,6 +24,7 @@ __all__ = [
     "batches_over",
     "ends",
     "reads",
+    "windowed",
     "writes",
     "writes_over",
 ]
@@ -33,6 +35,9 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE
 MODELS = {True: MessageModel.DEFAULT, False: MessageModel.FORCE_LOW_LATENCY}
 
 Place = tuple[RegionSlice, RemoteRegion]
+
+Local = TypeVar("Local")
+Remote = TypeVar("Remote")
 
 
 @dataclass(frozen=True)
@@ -99,19 +104,26 @@ async def writes(qp: QueuePair, place: Place, operations: int) -> float:
     return time.perf_counter_ns() - begin
 
 
-async def reads(qp: QueuePair, places: Sequence[Place], operations: int) -> float:
-    """Reads, as many of them under way as there are places; the oldest is awaited."""
+async def windowed(
+    call: Callable[[Local, Remote], Awaitable[None]], places: Sequence[tuple[Local, Remote]], operations: int
+) -> float:
+    """Operations, as many of them under way as there are places; the oldest is awaited."""
     window = deque[Awaitable[None]]()
     source = itertools.cycle(places)
     begin = time.perf_counter_ns()
     for local, remote in itertools.islice(source, min(operations, len(places))):
-        window.append(qp.read(local, remote))
+        window.append(call(local, remote))
     for local, remote in itertools.islice(source, operations - len(window)):
         await window.popleft()
-        window.append(qp.read(local, remote))
+        window.append(call(local, remote))
     for operation in window:
         await operation
     return time.perf_counter_ns() - begin
+
+
+async def reads(qp: QueuePair, places: Sequence[Place], operations: int) -> float:
+    """Reads, so many of them under way."""
+    return await windowed(qp.read, places, operations)
 
 
 async def batches(qp: QueuePair, places: Sequence[Place], count: int) -> float:
@@ -140,18 +152,7 @@ async def bare_window(places: Sequence[Place], operations: int) -> float:
     """The loop of `reads`, likewise."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     done.set_result(None)
-    call = {0: done}.get
-    window = deque[Awaitable[None]]()
-    source = itertools.cycle([(0, done)] * len(places))
-    begin = time.perf_counter_ns()
-    for local, remote in itertools.islice(source, min(operations, len(places))):
-        window.append(call(local, remote))
-    for local, remote in itertools.islice(source, operations - len(window)):
-        await window.popleft()
-        window.append(call(local, remote))
-    for operation in window:
-        await operation
-    return time.perf_counter_ns() - begin
+    return await windowed({0: done}.get, [(0, done)] * len(places), operations)
 
 
 class Walk:

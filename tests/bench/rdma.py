@@ -11,10 +11,10 @@ import os
 import statistics
 import sys
 import traceback
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a sc
 from aioverbs.ports import gid_index
 from tests.bench.measuring import Limit, Result, check_build
 from tests.bench.table import add, empty_table
+from tests.bench.turns import alone, in_turns, line_of, running
 from tests.rdma.links import NEAR, netem
 from tests.rdma.seam import opened, rdma_devices
 
@@ -93,35 +94,6 @@ class Taken:
         return 1e6 / self.us
 
 
-@asynccontextmanager
-async def running(*command: str) -> AsyncIterator[Process]:
-    """A process that does not outlive the block."""
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def line_of(process: Process) -> bytes:
-    """The next line that it says, which it has to."""
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a benchmark's process ended without an answer, status {await process.wait()}")
-    return line
-
-
-async def alone(work: Work, contender: Contender) -> bytes:
-    """Its answer, of the one process that does the work."""
-    async with running(*work.command(contender, work.what, work.near, work.far)) as process:
-        answer = await line_of(process)
-        await process.wait()
-    return answer
-
-
 async def both(work: Work, contender: Contender) -> bytes:
     """The answer of the one that asks, of two processes that are told what the other one says."""
     async with (
@@ -140,18 +112,16 @@ async def both(work: Work, contender: Contender) -> bytes:
 
 
 async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) -> dict[str, Taken]:
-    """In each round each contender has its turn, in an order that rotates."""
-    taken = {name: Taken([], [], []) for name in contenders}
-    names = list(contenders)
-    for at in range(rounds):
-        first = at % len(names)
-        for name in (*names[first:], *names[:first]):
-            async with asyncio.timeout(12 * PACE):
-                answer = await (both if work.what == "echo" else alone)(work, contenders[name])
-            of = taken[name]
-            for values, value in zip((of.ns, of.sleeps, of.events), map(float, answer.split()), strict=True):
-                values.append(value)
-    return taken
+    """What each of them took."""
+
+    def turn(contender: Contender) -> Callable[[], Awaitable[bytes]]:
+        if work.what == "echo":
+            return partial(both, work, contender)
+        return partial(alone, *work.command(contender, work.what, work.near, work.far))
+
+    turns = {name: turn(contender) for name, contender in contenders.items()}
+    taken = await in_turns(turns, rounds, 12 * PACE)
+    return {name: Taken(*map(list, zip(*answers, strict=True))) for name, answers in taken.items()}
 
 
 class Benchmarks:

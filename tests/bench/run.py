@@ -21,7 +21,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
-from tests.bench import basics, data_path, growth, many, neighbours
+from tests.bench import basics, data_path, fabric, growth, many, neighbours
 from tests.bench.measuring import Result, check_build
 from tests.bench.table import add, empty_table
 
@@ -64,6 +64,7 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
     """All parts by their names."""
     rounds, seconds = options.rounds, options.timeout
     short = max(1, rounds // 200)  # of what takes a second or more
+    turns = max(1, rounds // 143)  # of processes
     modes = ({"engine_mode": False}, {"engine_mode": True})
 
     def on(*measures: Callable[[], Awaitable[Result]], loops: Iterable[str] = ("uvloop",)) -> Callable[[], Results]:
@@ -84,6 +85,9 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "models": on(*(partial(data_path.message_models, rounds, **mode) for mode in modes)),
         "many": on(*(partial(many.many_queue_pairs, short, **mode) for mode in modes)),
         "neighbours": on(*(partial(neighbours.neighbours, short, **mode) for mode in modes), loops=LOOPS),
+        "fabric": on(
+            *(partial(each, turns) for each in (fabric.small_writes, fabric.reads_asleep, fabric.large_writes))
+        ),
         "growth": partial(alone, partial(growth.growth, options.operations, seconds / 2), seconds),
         "outstanding": partial(alone, growth.outstanding, seconds),
         "parts": lambda: iter([basics.parts(fast=rounds < ROUNDS)]),

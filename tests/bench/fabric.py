@@ -1,0 +1,109 @@
+"""The software fabric between two processes of this machine, against what programs do without it."""
+
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from tests.bench.measuring import Limit, Result
+from tests.bench.turns import alone, in_turns
+from tests.native.build import COMMON, KINDS
+
+__all__ = ["large_writes", "reads_asleep", "small_writes"]
+
+HERE = Path(__file__).resolve().parent
+TURN_S = 60
+LARGE = 1 << 20
+LARGE_WINDOW = 4
+
+Turn = Callable[[], Awaitable[bytes]]
+
+
+@contextmanager
+def _yard() -> Iterator[str]:
+    """The program of fabric_yard.c, compiled."""
+    with tempfile.TemporaryDirectory(prefix="fabric-yard-") as folder:
+        program = str(Path(folder, "fabric_yard"))
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        subprocess.run([*compiler, *COMMON, *KINDS["bench"], str(HERE / "fabric_yard.c"), "-o", program], check=True)
+        yield program
+
+
+def _ours(what: str, model: str, length: int, window: int, operations: int, *, direct: bool = True) -> Turn:
+    command = (sys.executable, "-P", str(HERE / "fabric_end.py"), what, model, *map(str, (length, window, operations)))
+    return partial(alone, *command, env={**os.environ, "AIOVERBS_SOFT_DIRECT": str(int(direct))})
+
+
+def _streams(kind: str, asked: int, answered: int, operations: int) -> Turn:
+    return partial(
+        alone, sys.executable, "-P", str(HERE / "stream_end.py"), kind, *map(str, (asked, answered, operations))
+    )
+
+
+def _c(yard: str, what: str, length: int, operations: int) -> Turn:
+    return partial(alone, yard, what, str(length), str(operations))
+
+
+async def _medians(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Of each of the numbers that each one says."""
+    taken = await in_turns(turns, rounds, TURN_S)
+    return {name: [statistics.median(each) for each in zip(*lines, strict=True)] for name, lines in taken.items()}
+
+
+async def small_writes(rounds: int) -> Result:
+    """8-byte writes, each awaited before the next, where nobody sleeps; C sends 8 bytes there and back."""
+    with _yard() as yard:
+        turns = {
+            "await": _ours("write", "FORCE_LOW_LATENCY", 8, 1, 50_000),
+            "c": _c(yard, "spins", 8, 100_000),
+        }
+        taken = await _medians(turns, rounds)
+    ours, c = taken["await"][0], taken["c"][0]
+    figures = {"await_us": ours / 1e3, "c_us": c / 1e3, "to_c": ours / c}
+    return Result("fabric_write_8", figures, {"to_c": Limit(at_most=2)})
+
+
+async def reads_asleep(rounds: int) -> Result:
+    """4 KiB reads in DEFAULT, each awaited before the next; uvloop asks with 8 bytes for as many."""
+    operations = 10_000
+    turns = {
+        "await": _ours("read", "DEFAULT", 4096, 1, operations),
+        "streams": _streams("streams", 8, 4096, operations),
+        "protocols": _streams("protocols", 8, 4096, operations),
+    }
+    taken = await _medians(turns, rounds)
+    (ours, woken, _), (streams,), (protocols,) = taken["await"], taken["streams"], taken["protocols"]
+    figures = {
+        "await_us": ours / 1e3,
+        "events_per_await": woken,
+        "streams_us": streams / 1e3,
+        "protocols_us": protocols / 1e3,
+        "faster_than_streams": streams / ours,
+        "faster_than_protocols": protocols / ours,
+    }
+    return Result("fabric_read_4k", figures, {"faster_than_streams": Limit(at_least=1)})
+
+
+async def large_writes(rounds: int) -> Result:
+    """1 MiB writes, some under way, through the socket and from memory to memory; C does the same by itself."""
+    with _yard() as yard:
+        turns = {
+            "socket": _ours("write", "DEFAULT", LARGE, LARGE_WINDOW, 500, direct=False),
+            "c_socket": _c(yard, "streams", LARGE, 500),
+            "direct": _ours("write", "DEFAULT", LARGE, LARGE_WINDOW, 2000),
+            "memcpy": _c(yard, "copies", LARGE, 2000),
+        }
+        taken = await _medians(turns, rounds)
+    figures = {f"{name}_gb_per_s": LARGE / numbers[0] for name, numbers in taken.items()}
+    figures["socket_to_c"] = taken["c_socket"][0] / taken["socket"][0]
+    figures["direct_to_memcpy"] = taken["memcpy"][0] / taken["direct"][0]
+    limits = {"socket_to_c": Limit(at_least=0.8)}
+    if taken["direct"][2]:
+        limits["direct_to_memcpy"] = Limit(at_least=0.7)
+    return Result("fabric_writes_1m", figures, limits)

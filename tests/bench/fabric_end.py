@@ -1,0 +1,122 @@
+"""One of two processes that reach each other through the software fabric; it starts the other one.
+
+    python fabric_end.py WHAT MODEL LENGTH WINDOW OPERATIONS
+
+WHAT: `write` or `read`, of so many bytes, so many of them under way; or `answer`, which the other one does. Its line
+tells how many nanoseconds an operation took, how often the completion queue's event woke it up for one, and whether
+the peer moves data directly (1) or not (0).
+"""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+
+from aioverbs import (
+    AccessFlags,
+    CompletionQueue,
+    Device,
+    Endpoint,
+    MemoryRegion,
+    MessageModel,
+    QpCapabilities,
+    QueuePair,
+    RemoteRegion,
+    open_device,
+)
+from tests.bench.ends import Place, windowed, writes
+from tests.bench.turns import line_of
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
+
+
+@dataclass(frozen=True)
+class End:
+    """A queue pair that is not connected yet, and memory of so many places."""
+
+    device: Device
+    cq: CompletionQueue
+    qp: QueuePair
+    region: MemoryRegion
+
+    def line(self) -> str:
+        """What the other end is told."""
+        remote = self.region.remote()
+        told = {"endpoint": bytes(self.qp.local_endpoint()).hex(), "address": remote.address, "rkey": remote.rkey}
+        return json.dumps(told)
+
+    def connect(self, line: str) -> RemoteRegion:
+        """Connect to who told that, with memory of the same size."""
+        told = json.loads(line)
+        self.qp.connect(Endpoint.from_bytes(bytes.fromhex(told["endpoint"])), ACCESS)
+        return RemoteRegion(told["address"], len(self.region), told["rkey"])
+
+
+@asynccontextmanager
+async def end(model: str, length: int, window: int) -> AsyncIterator[End]:
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain(message_model=MessageModel[model]) as domain,
+        domain.register(length * window, ACCESS) as region,
+        domain.completion_queue(window + 1) as cq,
+        domain.queue_pair(cq, capabilities=QpCapabilities(max_send_wr=window, max_recv_wr=1)) as qp,
+    ):
+        region.buffer[:] = bytes(len(region))
+        yield End(device, cq, qp, region)
+
+
+async def answer(model: str, length: int, window: int) -> None:
+    """Have memory that somebody else asks for, until the input ends."""
+    async with end(model, length, window) as here:
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        print(here.line(), flush=True)
+        here.connect((await reader.readline()).decode())
+        print("connected", flush=True)
+        await reader.read()
+
+
+def work(what: str, here: End, places: list[Place]) -> Callable[[int], Awaitable[float]]:
+    """What is measured, for so many operations."""
+    if what == "write" and len(places) == 1:
+        return partial(writes, here.qp, places[0])
+    return partial(windowed, {"write": here.qp.write, "read": here.qp.read}[what], places)
+
+
+async def ask(what: str, model: str, length: int, window: int, operations: int) -> None:
+    command = (sys.executable, "-P", __file__, "answer", model, str(length), str(window), "0")
+    async with end(model, length, window) as here:
+        other = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        assert other.stdin is not None
+        remote = here.connect((await line_of(other)).decode())
+        other.stdin.write(f"{here.line()}\n".encode())
+        await line_of(other)
+        places = [(here.region[at : at + length], remote[at : at + length]) for at in range(0, length * window, length)]
+        measured = work(what, here, places)
+        await measured(operations // 10 + 1)
+        woken = here.cq.statistics().wakeups
+        took = await measured(operations)
+        woken = here.cq.statistics().wakeups - woken
+        (peer,) = here.device.peers()
+        print(took / operations, woken / operations, int(peer.direct), flush=True)
+        other.stdin.close()
+        await other.wait()
+
+
+def main() -> None:
+    what, model, *numbers = sys.argv[1:]
+    length, window, operations = map(int, numbers)
+    uvloop.run(answer(model, length, window) if what == "answer" else ask(what, model, length, window, operations))
+
+
+if __name__ == "__main__":
+    main()

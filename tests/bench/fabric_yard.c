@@ -1,0 +1,160 @@
+/* What a program in C pays for what the software fabric does: two processes, a Unix stream, and nothing else.
+ *
+ *     fabric_yard spins LENGTH OPERATIONS      messages there and back, both ends looking without sleeping
+ *     fabric_yard streams LENGTH OPERATIONS    messages one after the other, one way
+ *     fabric_yard copies LENGTH OPERATIONS     no other process: memcpy, from one of four places to another
+ *
+ * It says how many nanoseconds an operation took. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PLACES 4
+
+static size_t length;
+
+static void check(bool good, const char *what)
+{
+    if (good)
+        return;
+    perror(what);
+    exit(1);
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+static void send_all(int fd, const char *bytes, int flags)
+{
+    size_t done = 0;
+
+    while (done < length) {
+        ssize_t sent = send(fd, bytes + done, length - done, flags | MSG_NOSIGNAL);
+
+        check(sent > 0 || errno == EAGAIN, "send");
+        done += sent > 0 ? (size_t)sent : 0;
+    }
+}
+
+static void receive_all(int fd, char *bytes, int flags)
+{
+    size_t done = 0;
+
+    while (done < length) {
+        ssize_t received = recv(fd, bytes + done, length - done, flags);
+
+        check(received > 0 || (received < 0 && errno == EAGAIN), "recv");
+        done += received > 0 ? (size_t)received : 0;
+    }
+}
+
+static void ask(int fd, char *memory, bool spins, int64_t operations)
+{
+    int64_t at;
+
+    for (at = 0; at < operations; at++) {
+        char *place = memory + (size_t)(at % PLACES) * length;
+
+        send_all(fd, place, spins ? MSG_DONTWAIT : 0);
+        if (spins)
+            receive_all(fd, place, MSG_DONTWAIT);
+    }
+    if (!spins)
+        check(recv(fd, memory, 1, 0) == 1, "recv"); /* all of it is there */
+}
+
+static void answer(int fd, char *memory, bool spins, int64_t operations)
+{
+    int64_t at;
+
+    for (at = 0; at < operations; at++) {
+        char *place = memory + (size_t)(at % PLACES) * length;
+
+        receive_all(fd, place, spins ? MSG_DONTWAIT : 0);
+        if (spins)
+            send_all(fd, place, MSG_DONTWAIT);
+    }
+    if (!spins)
+        check(send(fd, memory, 1, MSG_NOSIGNAL) == 1, "send");
+}
+
+static int64_t copies(char *from, char *to, int64_t operations)
+{
+    int64_t began = now_ns(), at;
+
+    for (at = 0; at < operations; at++) {
+        size_t place = (size_t)(at % PLACES) * length;
+
+        memcpy(to + place, from + place, length);
+        __asm__ volatile("" ::: "memory");
+    }
+    return now_ns() - began;
+}
+
+static char *places(void)
+{
+    void *memory = NULL;
+
+    check(!posix_memalign(&memory, 4096, PLACES * length), "posix_memalign");
+    memset(memory, 1, PLACES * length);
+    return memory;
+}
+
+static int64_t between(bool spins, int64_t operations)
+{
+    char *memory = places();
+    int64_t began;
+    int fds[2], status = 0;
+    pid_t other;
+
+    check(!socketpair(AF_UNIX, SOCK_STREAM, 0, fds), "socketpair");
+    check((other = fork()) >= 0, "fork");
+    if (!other) {
+        close(fds[0]);
+        answer(fds[1], memory, spins, operations / 10 + 1);
+        answer(fds[1], memory, spins, operations);
+        _exit(0);
+    }
+    close(fds[1]);
+    ask(fds[0], memory, spins, operations / 10 + 1);
+    began = now_ns();
+    ask(fds[0], memory, spins, operations);
+    began = now_ns() - began;
+    check(waitpid(other, &status, 0) == other && !status, "waitpid");
+    return began;
+}
+
+int main(int argc, char **argv)
+{
+    int64_t operations, took;
+
+    if (argc != 4) {
+        fprintf(stderr, "usage: %s spins|streams|copies LENGTH OPERATIONS\n", argv[0]);
+        return 2;
+    }
+    length = strtoul(argv[2], NULL, 10);
+    operations = strtoll(argv[3], NULL, 10);
+    if (!strcmp(argv[1], "copies")) {
+        char *from = places(), *to = places();
+
+        copies(from, to, operations / 10 + 1);
+        took = copies(from, to, operations);
+    } else {
+        took = between(!strcmp(argv[1], "spins"), operations);
+    }
+    printf("%f\n", (double)took / (double)operations);
+    return 0;
+}

@@ -405,8 +405,9 @@ bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint
 struct soft_cq;
 
 struct soft_channel {
-    struct ibv_comp_channel channel;
-    pthread_mutex_t lock;         /* guards the list; channel.fd is readable while it is not empty */
+    struct ibv_comp_channel channel; /* its fd is of an epoll, with event_fd in it, and the fabric's where it leads */
+    int event_fd;                    /* an eventfd, readable while the list is not empty */
+    pthread_mutex_t lock;            /* guards the list */
     struct soft_cq *first, *last; /* queues with events that nobody took yet */
     atomic_uint references;
 };

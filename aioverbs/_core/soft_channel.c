@@ -5,8 +5,36 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
+
+static int make_descriptors(struct soft_channel *channel)
+{
+    struct epoll_event event = {.events = EPOLLIN};
+    int error;
+
+    channel->channel.fd = epoll_create1(EPOLL_CLOEXEC);
+    if (channel->channel.fd < 0)
+        return errno;
+    channel->event_fd = eventfd(0, EFD_CLOEXEC);
+    if (channel->event_fd >= 0) {
+        if (!epoll_ctl(channel->channel.fd, EPOLL_CTL_ADD, channel->event_fd, &event))
+            return 0;
+        error = errno;
+        close(channel->event_fd);
+    } else {
+        error = errno;
+    }
+    close(channel->channel.fd);
+    return error;
+}
+
+static void close_descriptors(const struct soft_channel *channel)
+{
+    close(channel->event_fd);
+    close(channel->channel.fd);
+}
 
 struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *ibv_context)
 {
@@ -24,23 +52,19 @@ struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *ibv_contex
         return NULL;
     }
     channel->channel.context = ibv_context;
-    channel->channel.fd = eventfd(0, EFD_CLOEXEC);
-    if (channel->channel.fd < 0) {
-        error = errno;
-        goto free_channel;
+    error = make_descriptors(channel);
+    if (!error) {
+        error = pthread_mutex_init(&channel->lock, NULL);
+        if (error)
+            close_descriptors(channel);
     }
-    error = pthread_mutex_init(&channel->lock, NULL);
-    if (error)
-        goto close_fd;
+    if (error) {
+        free(channel);
+        errno = error;
+        return NULL;
+    }
     atomic_fetch_add(&context->channels, 1);
     return &channel->channel;
-
-close_fd:
-    close(channel->channel.fd);
-free_channel:
-    free(channel);
-    errno = error;
-    return NULL;
 }
 
 int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
@@ -52,7 +76,8 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
         return ENODEV;
     if (atomic_load(&channel->references))
         return EBUSY;
-    close(ibv_channel->fd);
+    soft_fabric_resign(context->device, channel);
+    close_descriptors(channel);
     pthread_mutex_destroy(&channel->lock);
     atomic_fetch_sub(&context->channels, 1);
     free(channel);
@@ -66,9 +91,9 @@ static void set_readable(struct soft_channel *channel, bool readable)
     eventfd_t value;
 
     if (readable)
-        (void)eventfd_write(channel->channel.fd, 1);
+        (void)eventfd_write(channel->event_fd, 1);
     else
-        (void)eventfd_read(channel->channel.fd, &value);
+        (void)eventfd_read(channel->event_fd, &value);
 }
 
 static void append(struct soft_channel *channel, struct soft_cq *cq)
@@ -128,9 +153,39 @@ uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
     return taken;
 }
 
+/* The next event that waits; NULL: none does. */
+static struct soft_cq *take(struct soft_channel *channel)
+{
+    struct soft_cq *cq;
+
+    pthread_mutex_lock(&channel->lock);
+    cq = pop(channel);
+    if (cq) {
+        cq->events_taken++;
+        if (--cq->events_waiting)
+            append(channel, cq);
+        if (!channel->first)
+            set_readable(channel, false);
+    }
+    pthread_mutex_unlock(&channel->lock);
+    return cq;
+}
+
+/* Of a channel that leads, and has none: a peer sent something, which may bring one. */
+static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
+{
+    bool something = soft_fabric_progress(device);
+    struct soft_cq *cq = take(channel);
+
+    if (something && !cq)
+        soft_fabric_resign(device, channel);
+    return cq;
+}
+
 int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_cq, void **cq_context)
 {
     struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
+    struct soft_device *device = to_soft_context(ibv_channel->context)->device;
     struct soft_cq *cq;
 
     for (;;) {
@@ -140,16 +195,9 @@ int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_
             errno = ENODEV;
             return -1;
         }
-        pthread_mutex_lock(&channel->lock);
-        cq = pop(channel);
-        if (cq) {
-            cq->events_taken++;
-            if (--cq->events_waiting)
-                append(channel, cq);
-            if (!channel->first)
-                set_readable(channel, false);
-        }
-        pthread_mutex_unlock(&channel->lock);
+        cq = take(channel);
+        if (!cq && soft_fabric_leads(device, channel))
+            cq = take_from_peers(device, channel);
         if (cq) {
             *ibv_cq = (struct ibv_cq *)&cq->ex;
             *cq_context = cq->ex.cq_context;

@@ -121,7 +121,7 @@ int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
     if (cq->armed != SOFT_ARMED_ANY)
         cq->armed = solicited_only ? SOFT_ARMED_SOLICITED : SOFT_ARMED_ANY;
     soft_lock_give(&cq->lock);
-    soft_fabric_rest(to_soft_context(ibv_cq->context)->device); /* who arms it polls no more */
+    soft_fabric_rest(to_soft_context(ibv_cq->context)->device, cq->channel); /* who arms it polls no more */
     return 0;
 }
 

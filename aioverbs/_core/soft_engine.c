@@ -62,13 +62,16 @@ static void cancel_timer(struct soft_engine *engine, struct soft_timer *timer)
         sift_down(engine, slot, last);
 }
 
-static void set_timer(struct soft_engine *engine, struct soft_timer *timer, uint64_t due)
+/* Whether it is the next one now, and was not before. One that is set for an earlier moment stays: who is called then
+ * finds that it is not time yet, and sets it again. */
+static bool set_timer(struct soft_engine *engine, struct soft_timer *timer, uint64_t due)
 {
     if (timer->forgotten || (timer->slot && timer->due <= due))
-        return;
+        return false;
     cancel_timer(engine, timer);
     timer->due = due;
     sift_up(engine, engine->timer_count++, timer);
+    return timer->slot == 1;
 }
 
 /* ---- The list of queue pairs to execute, under engine->lock ----------------------------------------------- */
@@ -313,8 +316,7 @@ void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, u
     bool wake;
 
     pthread_mutex_lock(&engine->lock);
-    set_timer(engine, timer, due);
-    wake = engine->asleep && timer->slot == 1;
+    wake = set_timer(engine, timer, due) && engine->asleep;
     pthread_mutex_unlock(&engine->lock);
     if (wake)
         pthread_cond_signal(&engine->wake);

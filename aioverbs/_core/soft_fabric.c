@@ -39,6 +39,8 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
         error = pthread_mutex_init(&fabric->progress, NULL);
     if (!error)
         error = pthread_mutex_init(&fabric->links, NULL);
+    if (!error)
+        error = pthread_mutex_init(&fabric->leading, NULL);
     if (error)
         free(fabric);
     else
@@ -269,6 +271,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         pthread_join(fabric->thread, NULL);
         pthread_mutex_lock(&fabric->progress);
         atomic_store_explicit(&fabric->active, false, memory_order_release);
+        soft_lead_depose(fabric); /* after that nobody begins to lead */
         if (grace_ready())
             close_all(fabric);
         drop_descriptors(fabric);

@@ -16,6 +16,7 @@
 
 #include "soft_frame.h"
 
+struct soft_channel;
 struct soft_device;
 struct soft_qp;
 struct soft_link;
@@ -75,11 +76,16 @@ int soft_fabric_listen(struct soft_device *device);
 void soft_fabric_error(struct soft_device *device, char *text, size_t size);
 
 /* Handles what there is, if nobody else does so just now: from poll_cq, with no device lock held, outside of grace
- * sections. Never waits. */
-void soft_fabric_progress(struct soft_device *device);
+ * sections. Never waits. Whether there was something. */
+bool soft_fabric_progress(struct soft_device *device);
 
-/* Who polled goes to sleep (req_notify_cq): the thread takes over. */
-void soft_fabric_rest(struct soft_device *device);
+/* Who polled goes to sleep (req_notify_cq), on that channel or, if that is NULL, for good: the thread takes over, unless
+ * a channel leads. */
+void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel);
+
+/* Whether who sleeps on the channel is woken by peers, too (soft_lead.c). Without a lock: he asks about his own. */
+bool soft_fabric_leads(const struct soft_device *device, const struct soft_channel *channel);
+void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel);
 
 /* ---- Links: the way to a remote GID -------------------------------------------------------------------------- */
 

@@ -1,6 +1,6 @@
 /* Reading: who does it, when he sleeps, and when he looks again without sleeping.
  *
- * Whoever polls a completion queue reads by himself, and then the thread stands back: it only looks now and then
+ * Whoever sleeps on a completion channel may lead: see soft_lead.c. Whoever polls a completion queue reads by himself, and then the thread stands back: it only looks now and then
  * whether he is still there. Else the thread sleeps in epoll_wait; after it had something to do it looks on for a
  * while, as long as that has been worth it lately. */
 #define _GNU_SOURCE
@@ -65,6 +65,8 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
         switch (watch->what) {
         case SOFT_WATCH_WAKE:
             (void)eventfd_read(watch->fd, &value);
+            if (atomic_load(&fabric->stop)) /* that was for the thread */
+                soft_fabric_wake(fabric);
             soft_links_connect(fabric);
             break;
         case SOFT_WATCH_UNIX:
@@ -114,25 +116,27 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 
 /* ---- By who polls -------------------------------------------------------------------------------------------- */
 
-void soft_fabric_progress(struct soft_device *device)
+bool soft_fabric_progress(struct soft_device *device)
 {
     struct soft_fabric *fabric = device->fabric;
+    bool something = false;
 
     if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
-        return;
+        return false;
     atomic_fetch_add_explicit(&fabric->polls, 1, memory_order_relaxed);
     if (!grace_ready() || pthread_mutex_trylock(&fabric->progress))
-        return;
+        return false;
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed))
-        soft_fabric_look(fabric);
+        something = soft_fabric_look(fabric);
     pthread_mutex_unlock(&fabric->progress);
+    return something;
 }
 
-void soft_fabric_rest(struct soft_device *device)
+void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel)
 {
     struct soft_fabric *fabric = device->fabric;
 
-    if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
+    if (!atomic_load_explicit(&fabric->active, memory_order_acquire) || (channel && soft_lead(fabric, channel)))
         return;
     atomic_store(&fabric->polls, 0);
     if (atomic_load(&fabric->stood_back))
@@ -158,6 +162,21 @@ static void stand_back(struct soft_fabric *fabric)
     atomic_store(&fabric->stood_back, false);
     if (wake.revents || atomic_load(&fabric->polls) == seen)
         atomic_store(&fabric->polls, 0); /* he went away without a word */
+}
+
+/* There is something. Whether the leader takes it: he has a moment for that. */
+static bool leader_takes_it(struct soft_fabric *fabric)
+{
+    struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
+    unsigned int seen = atomic_load(&fabric->polls);
+
+    atomic_store(&fabric->stood_back, true);
+    if (atomic_load(&fabric->leader)) /* he may have resigned just now */
+        poll(&wake, 1, STAND_BACK_MS);
+    atomic_store(&fabric->stood_back, false);
+    if (wake.revents || !atomic_load(&fabric->leader))
+        return false;
+    return atomic_load(&fabric->polls) != seen || !soft_lead_depose(fabric);
 }
 
 /* Until there is something, or something is due. */
@@ -230,6 +249,8 @@ void *soft_fabric_main(void *argument)
         count = sleep_for_events(fabric, events);
         if (somebody_polls(fabric) && soft_now_ns() < atomic_load(&fabric->sweep_at))
             continue; /* he reads it */
+        if (count > 0 && atomic_load(&fabric->leader) && leader_takes_it(fabric))
+            continue;
         look_once(fabric, events, count, closes);
         if (count <= 0)
             continue;

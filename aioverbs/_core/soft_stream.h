@@ -129,6 +129,9 @@ struct soft_fabric {
     atomic_uint polls;      /* by others than the thread, since the last rest */
     atomic_bool stood_back; /* the thread leaves the reading to who polls */
 
+    pthread_mutex_t leading;             /* before nothing else; see soft_lead.c */
+    struct soft_channel *_Atomic leader; /* written under leading */
+
     pthread_mutex_t progress; /* before grace sections */
     struct soft_stream *streams;
     struct soft_stream *hot; /* the last one that had something */
@@ -150,6 +153,14 @@ struct soft_fabric {
 /* The thread runs: 0 or an errno. Any lock but a stream's and the fabric's may be held. */
 int soft_fabric_start(struct soft_fabric *fabric);
 void soft_fabric_wake(struct soft_fabric *fabric);
+
+/* ---- soft_lead.c ------------------------------------------------------------------------------------------- */
+
+/* Whether it, or another one, leads from here on. */
+bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel);
+
+/* Nobody leads: whether somebody did. */
+bool soft_lead_depose(struct soft_fabric *fabric);
 
 /* ---- soft_progress.c, all under progress --------------------------------------------------------------------- */
 

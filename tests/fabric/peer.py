@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+import time
 
 from aioverbs import AccessFlags, Endpoint, MessageModel, QueuePair, RegionSlice, open_device
 
@@ -51,6 +52,11 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                     answer = bytes(qp.local_endpoint()).hex()
                 case ["look", at, length]:
                     answer = bytes(region.buffer[int(at) : int(at) + int(length)]).hex()
+                case ["sleep", seconds]:
+                    writer.write(b"asleep\n")
+                    await writer.drain()
+                    time.sleep(float(seconds))  # the loop with it
+                    answer = "awake"
                 case ["peers"]:
                     answer = " ".join(f"{each.process_id}:{each.connected_by_us:d}" for each in device.peers())
                 case _:

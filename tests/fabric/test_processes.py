@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import signal
 import socket
@@ -218,6 +219,28 @@ async def test_one_that_is_not_there() -> None:
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
 
 
+async def test_one_whose_loop_is_busy() -> None:
+    """Its loop sleeps on the completion channel, where peers wake it up; while it does not come, its thread serves."""
+    async with other() as there, end() as here:
+        (qp,) = here.qps
+        await there.connect(qp)
+        back = qp.receive(here.region[:8])
+        await qp.send(here.region[8:16])
+        await back
+        assert await there.ask("sleep 1.5") == "asleep"
+        awake = asyncio.create_task(there.reader.readline())
+        for _ in range(20):
+            await qp.write(here.region[:8], there.region[:8])
+        assert not awake.done()
+        assert await awake == b"awake\n"
+
+
+def stop(pid: int) -> None:
+    """Stop a child, and wait until it is: a thread of it that runs goes on for a moment after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
 async def test_one_that_is_stopped_and_goes_on() -> None:
     """Silent for longer than all repetitions take; then what was asked is not done any more."""
     async with other() as there, end(queue_pairs=2) as here:
@@ -225,7 +248,7 @@ async def test_one_that_is_stopped_and_goes_on() -> None:
         await there.connect(first, **QUICK)
         await there.connect(second)
         await first.write(here.region[:8], there.region[:8])
-        there.process.send_signal(signal.SIGSTOP)
+        stop(there.process.pid)
         try:
             with pytest.raises(WorkCompletionError) as caught:
                 await first.read(here.region, there.region)
@@ -297,7 +320,7 @@ async def test_memory_goes_during_a_large_read(direct: bool) -> None:
         (qp,) = here.qps
         await there.connect(qp)
         async with here.domain.register(memory, AccessFlags.LOCAL_WRITE) as region:
-            there.process.send_signal(signal.SIGSTOP)
+            stop(there.process.pid)
             reads = [qp.read(region, there.region) for _ in range(8)]
             region.handle.destroy()
             there.process.send_signal(signal.SIGCONT)

@@ -395,7 +395,7 @@ static void who_goes_to_sleep_says_so(void)
         for (n = 0; n < 40; n++)
             soft_fabric_progress(&a->device);
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
-        soft_fabric_rest(&a->device);
+        soft_fabric_rest(&a->device, NULL);
         soft_fabric_progress(&a->device); /* once more, as who arms does */
         EVENTUALLY(a->responses == i);
     }
@@ -415,7 +415,7 @@ static void poll_on(void *argument)
     while (!atomic_load(poller->stop)) {
         soft_fabric_progress(&a->device);
         if (++n % 64 == 0)
-            soft_fabric_rest(&a->device);
+            soft_fabric_rest(&a->device, NULL);
         if (n % 1024 == 0)
             sleep_us(2000);
     }

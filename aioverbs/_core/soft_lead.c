@@ -1,0 +1,65 @@
+/* Whose waiting for completions is waiting for peers, too.
+ *
+ * Who arms a queue and sleeps on its channel's descriptor would be woken by the thread, which was woken by the socket:
+ * one hop too many. So one channel leads: the fabric's epoll descriptor is in its own, and who sleeps there wakes up
+ * when a peer sends something, reads it in get_cq_event, and finds his event. A leader that was woken for nothing of
+ * his own resigns, and one that does not come in time is deposed: then the thread reads, as where nobody leads. */
+#define _GNU_SOURCE
+#include "soft_stream.h"
+
+#include <sys/epoll.h>
+
+#include "soft.h"
+
+/* Under leading. */
+static bool end_of(struct soft_fabric *fabric, const struct soft_channel *channel)
+{
+    struct soft_channel *leader = atomic_load(&fabric->leader);
+
+    if (!leader || (channel && leader != channel))
+        return false;
+    epoll_ctl(leader->channel.fd, EPOLL_CTL_DEL, fabric->epoll, NULL);
+    atomic_store(&fabric->leader, NULL);
+    return true;
+}
+
+bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
+{
+    struct epoll_event event = {.events = EPOLLIN};
+
+    if (atomic_load(&fabric->leader))
+        return true;
+    pthread_mutex_lock(&fabric->leading);
+    if (!atomic_load(&fabric->leader) && atomic_load(&fabric->active) &&
+        !epoll_ctl(channel->channel.fd, EPOLL_CTL_ADD, fabric->epoll, &event))
+        atomic_store(&fabric->leader, channel);
+    pthread_mutex_unlock(&fabric->leading);
+    return atomic_load(&fabric->leader);
+}
+
+bool soft_lead_depose(struct soft_fabric *fabric)
+{
+    bool led;
+
+    pthread_mutex_lock(&fabric->leading);
+    led = end_of(fabric, NULL);
+    pthread_mutex_unlock(&fabric->leading);
+    return led;
+}
+
+bool soft_fabric_leads(const struct soft_device *device, const struct soft_channel *channel)
+{
+    return atomic_load_explicit(&device->fabric->leader, memory_order_relaxed) == channel;
+}
+
+void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel)
+{
+    struct soft_fabric *fabric = device->fabric;
+    bool led;
+
+    pthread_mutex_lock(&fabric->leading);
+    led = end_of(fabric, channel);
+    pthread_mutex_unlock(&fabric->leading);
+    if (led)
+        soft_fabric_rest(device, NULL);
+}

@@ -20,6 +20,11 @@ def pattern(at: int, length: int) -> bytes:
     return b"".join(each.to_bytes(8, "little") for each in range(at // 8, (at + length) // 8))
 
 
+def doze(seconds: float) -> None:
+    """The loop sleeps with it."""
+    time.sleep(seconds)
+
+
 async def echo(qp: QueuePair) -> None:
     async for message in qp.messages():
         with message:
@@ -55,7 +60,7 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                 case ["sleep", seconds]:
                     writer.write(b"asleep\n")
                     await writer.drain()
-                    time.sleep(float(seconds))  # the loop with it
+                    doze(float(seconds))
                     answer = "awake"
                 case ["peers"]:
                     answer = " ".join(f"{each.process_id}:{each.connected_by_us:d}" for each in device.peers())

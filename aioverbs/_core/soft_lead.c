@@ -3,7 +3,8 @@
  * Who arms a queue and sleeps on its channel's descriptor would be woken by the thread, which was woken by the socket:
  * one hop too many. So one channel leads: the fabric's epoll descriptor is in its own, and who sleeps there wakes up
  * when a peer sends something, reads it in get_cq_event, and finds his event. A leader that was woken for nothing of
- * his own resigns, and one that does not come in time is deposed: then the thread reads, as where nobody leads. */
+ * his own resigns, and one that does not come in time is deposed, as are all where a socket is full: then the thread
+ * reads and sends, as where nobody leads. */
 #define _GNU_SOURCE
 #include "soft_stream.h"
 
@@ -29,8 +30,10 @@ bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
 
     if (atomic_load(&fabric->leader))
         return true;
+    if (atomic_load(&fabric->outgoing))
+        return false;
     pthread_mutex_lock(&fabric->leading);
-    if (!atomic_load(&fabric->leader) && atomic_load(&fabric->active) &&
+    if (!atomic_load(&fabric->leader) && atomic_load(&fabric->active) && !atomic_load(&fabric->outgoing) &&
         !epoll_ctl(channel->channel.fd, EPOLL_CTL_ADD, fabric->epoll, &event))
         atomic_store(&fabric->leader, channel);
     pthread_mutex_unlock(&fabric->leading);
@@ -41,6 +44,8 @@ bool soft_lead_depose(struct soft_fabric *fabric)
 {
     bool led;
 
+    if (!atomic_load(&fabric->leader))
+        return false;
     pthread_mutex_lock(&fabric->leading);
     led = end_of(fabric, NULL);
     pthread_mutex_unlock(&fabric->leading);

@@ -57,6 +57,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
 {
     struct soft_fabric *fabric = stream->fabric;
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = &stream->watch};
+    static const int room = SOFT_SOCKET_ROOM;
     uint64_t now = soft_now_ns();
 
     stream->is_unix = is_unix;
@@ -75,6 +76,8 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
         soft_descriptor_close(fd);
         return error;
     }
+    if (is_unix) /* TCP finds out by itself what it needs */
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room));
     stream->next = fabric->streams;
     stream->place = &fabric->streams;
     if (stream->next)
@@ -126,6 +129,22 @@ void soft_fabric_note(struct soft_fabric *fabric, enum soft_end end, const uint8
     snprintf(event->reason, sizeof(event->reason), "%s", reason);
 }
 
+/* Whoever leads waits for answers: to send on is the thread's. */
+static void set_events(struct soft_stream *stream, uint32_t events)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    uint32_t before = stream->events;
+
+    stream->events = events;
+    if (before & ~events & EPOLLOUT)
+        atomic_fetch_sub(&fabric->outgoing, 1);
+    if (events & ~before & EPOLLOUT) {
+        atomic_fetch_add(&fabric->outgoing, 1);
+        if (soft_lead_depose(fabric))
+            soft_fabric_rest(fabric->device, NULL);
+    }
+}
+
 void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char *reason)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -148,6 +167,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     stream->stage = SOFT_CLOSED;
     stream->watch.fd = -1;
     stream->out_begin = stream->out_end = 0;
+    set_events(stream, 0);
     if (link) {
         link->wanted = false;
         link->again_at = end == SOFT_END_UNUSED ? 0 : soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
@@ -187,7 +207,8 @@ void soft_stream_watch(struct soft_stream *stream)
         events |= EPOLLOUT;
     if (events == stream->events)
         return;
-    event.events = stream->events = events;
+    set_events(stream, events);
+    event.events = events;
     epoll_ctl(stream->fabric->epoll, EPOLL_CTL_MOD, stream->watch.fd, &event);
 }
 

@@ -1,9 +1,11 @@
 /* What a program in C pays for what the software fabric does: two processes, a Unix stream, and nothing else.
  *
- *     fabric_yard spins LENGTH OPERATIONS      messages there and back, both ends looking without sleeping
- *     fabric_yard streams LENGTH OPERATIONS    messages one after the other, one way
- *     fabric_yard copies LENGTH OPERATIONS     no other process: memcpy, from one of four places to another
+ *     fabric_yard spins LENGTH PLACES OPERATIONS      messages there and back, both ends looking without sleeping
+ *     fabric_yard streams LENGTH PLACES OPERATIONS    messages one after the other, one way
+ *     fabric_yard moves LENGTH PLACES OPERATIONS      from the memory of the other process: process_vm_readv
+ *     fabric_yard copies LENGTH PLACES OPERATIONS     no other process: memcpy
  *
+ * Each end has memory of so many messages, and goes from one to the next.
  * It says how many nanoseconds an operation took. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -13,13 +15,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#define PLACES 4
-
 static size_t length;
+static int64_t place_count;
 
 static void check(bool good, const char *what)
 {
@@ -66,7 +68,7 @@ static void ask(int fd, char *memory, bool spins, int64_t operations)
     int64_t at;
 
     for (at = 0; at < operations; at++) {
-        char *place = memory + (size_t)(at % PLACES) * length;
+        char *place = memory + (size_t)(at % place_count) * length;
 
         send_all(fd, place, spins ? MSG_DONTWAIT : 0);
         if (spins)
@@ -81,7 +83,7 @@ static void answer(int fd, char *memory, bool spins, int64_t operations)
     int64_t at;
 
     for (at = 0; at < operations; at++) {
-        char *place = memory + (size_t)(at % PLACES) * length;
+        char *place = memory + (size_t)(at % place_count) * length;
 
         receive_all(fd, place, spins ? MSG_DONTWAIT : 0);
         if (spins)
@@ -96,10 +98,23 @@ static int64_t copies(char *from, char *to, int64_t operations)
     int64_t began = now_ns(), at;
 
     for (at = 0; at < operations; at++) {
-        size_t place = (size_t)(at % PLACES) * length;
+        size_t place = (size_t)(at % place_count) * length;
 
         memcpy(to + place, from + place, length);
         __asm__ volatile("" ::: "memory");
+    }
+    return now_ns() - began;
+}
+
+static int64_t moves(pid_t from_process, char *from, char *to, int64_t operations)
+{
+    int64_t began = now_ns(), at;
+
+    for (at = 0; at < operations; at++) {
+        size_t place = (size_t)(at % place_count) * length;
+        struct iovec there = {from + place, length}, here = {to + place, length};
+
+        check(process_vm_readv(from_process, &here, 1, &there, 1, 0) == (ssize_t)length, "process_vm_readv");
     }
     return now_ns() - began;
 }
@@ -108,9 +123,34 @@ static char *places(void)
 {
     void *memory = NULL;
 
-    check(!posix_memalign(&memory, 4096, PLACES * length), "posix_memalign");
-    memset(memory, 1, PLACES * length);
+    check(!posix_memalign(&memory, 4096, (size_t)place_count * length), "posix_memalign");
+    memset(memory, 1, (size_t)place_count * length);
     return memory;
+}
+
+/* The other process only has memory. */
+static int64_t from_other(int64_t operations)
+{
+    char *from = places(), *to = places();
+    int64_t took;
+    int fds[2];
+    pid_t other;
+
+    check(!socketpair(AF_UNIX, SOCK_STREAM, 0, fds), "socketpair");
+    check((other = fork()) >= 0, "fork");
+    if (!other) {
+        close(fds[0]);
+        memset(from, 2, (size_t)place_count * length); /* its own, from here on */
+        check(send(fds[1], from, 1, MSG_NOSIGNAL) == 1, "send");
+        _exit(recv(fds[1], from, 1, 0) != 0); /* until we are done */
+    }
+    close(fds[1]);
+    check(recv(fds[0], to, 1, 0) == 1, "recv");
+    moves(other, from, to, operations / 10 + 1);
+    took = moves(other, from, to, operations);
+    close(fds[0]);
+    check(waitpid(other, NULL, 0) == other, "waitpid");
+    return took;
 }
 
 static int64_t between(bool spins, int64_t operations)
@@ -141,17 +181,20 @@ int main(int argc, char **argv)
 {
     int64_t operations, took;
 
-    if (argc != 4) {
-        fprintf(stderr, "usage: %s spins|streams|copies LENGTH OPERATIONS\n", argv[0]);
+    if (argc != 5) {
+        fprintf(stderr, "usage: %s spins|streams|moves|copies LENGTH PLACES OPERATIONS\n", argv[0]);
         return 2;
     }
     length = strtoul(argv[2], NULL, 10);
-    operations = strtoll(argv[3], NULL, 10);
+    place_count = strtoll(argv[3], NULL, 10);
+    operations = strtoll(argv[4], NULL, 10);
     if (!strcmp(argv[1], "copies")) {
         char *from = places(), *to = places();
 
         copies(from, to, operations / 10 + 1);
         took = copies(from, to, operations);
+    } else if (!strcmp(argv[1], "moves")) {
+        took = from_other(operations);
     } else {
         took = between(!strcmp(argv[1], "spins"), operations);
     }

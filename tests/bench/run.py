@@ -21,7 +21,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
-from tests.bench import basics, data_path, fabric, growth, many, neighbours
+from tests.bench import basics, data_path, fabric, fabric_many, growth, many, neighbours
 from tests.bench.measuring import Result, check_build
 from tests.bench.table import add, empty_table
 
@@ -88,6 +88,7 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "fabric": on(
             *(partial(each, turns) for each in (fabric.small_writes, fabric.reads_asleep, fabric.large_writes))
         ),
+        "fabric_many": on(partial(fabric_many.many_clients, 10)),
         "growth": partial(alone, partial(growth.growth, options.operations, seconds / 2), seconds),
         "outstanding": partial(alone, growth.outstanding, seconds),
         "parts": lambda: iter([basics.parts(fast=rounds < ROUNDS)]),

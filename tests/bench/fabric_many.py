@@ -1,0 +1,72 @@
+"""One process that many others ask through the software fabric: whether all get their share, and what they cost it."""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import Process
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from aioverbs import AccessFlags, Endpoint, QpCapabilities, open_device
+from tests.bench.measuring import Limit, Result, percentile
+from tests.bench.turns import line_of, running
+
+__all__ = ["many_clients"]
+
+HERE = Path(__file__).resolve().parent
+CLIENTS, QUEUE_PAIRS, LENGTH = 64, 4, 4096
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+def _anonymous_kib() -> int:
+    """What memory of its own this process has."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1])
+    raise RuntimeError("the kernel does not tell how much memory a process has")
+
+
+def _say(process: Process, line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n".encode())
+
+
+async def many_clients(seconds: float) -> Result:
+    """4 KiB writes by 64 processes with 4 queue pairs each, each one awaited before the next of its queue pair."""
+    command = (sys.executable, "-P", str(HERE / "fabric_client.py"), str(QUEUE_PAIRS), str(LENGTH), str(seconds))
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain() as domain,
+        domain.register(LENGTH, ACCESS) as region,
+        domain.completion_queue(2 * CLIENTS * QUEUE_PAIRS) as cq,
+        AsyncExitStack() as stack,
+    ):
+        clients = [await stack.enter_async_context(running(*command)) for _ in range(CLIENTS)]
+        told = [json.loads(await line_of(client)) for client in clients]
+        before = _anonymous_kib()
+        for client, endpoints in zip(clients, told, strict=True):
+            ours = []
+            for endpoint in endpoints:
+                room = QpCapabilities(max_send_wr=1, max_recv_wr=1)
+                qp = await stack.enter_async_context(domain.queue_pair(cq, capabilities=room))
+                qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
+                ours.append(bytes(qp.local_endpoint()).hex())
+            _say(client, json.dumps({"endpoints": ours, "address": region.address, "rkey": region.rkey}))
+        await asyncio.gather(*map(line_of, clients))
+        for client in clients:
+            _say(client, "begin")
+        counts = [list(map(int, line.split())) for line in await asyncio.gather(*map(line_of, clients))]
+        cost = (_anonymous_kib() - before) / CLIENTS
+        for client in clients:
+            _say(client, "end")
+        await asyncio.gather(*(client.wait() for client in clients))
+    each = sorted(float(count) for line in counts for count in line)
+    apart = [min(line) / max(line) for line in counts]
+    figures = {
+        "per_s": sum(each) / seconds,
+        "slowest_to_median": each[0] / percentile(each, 50),
+        "fastest_to_median": each[-1] / percentile(each, 50),
+        "slowest_to_fastest_of_a_process": min(apart),
+        "kib_per_client": cost,
+    }
+    return Result("fabric_64_clients", figures, {"slowest_to_median": Limit(at_least=0.5)})

@@ -24,7 +24,7 @@
 /* So a link costs 320 KiB at most and a served stream 544 KiB, of which the kernel gives pages when they are used first:
  * a few, where messages are small. */
 _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
-#define SOFT_SOCKET_ROOM (1 << 20) /* that a Unix socket is asked to have; the system gives what it allows */
+#define SOFT_SOCKET_ROOM (1 << 19) /* that a Unix socket is asked to have; the system gives what it allows */
 #define SOFT_HANDSHAKE_NS 2000000000u
 #define SOFT_MAX_HANDSHAKES 64u
 #define SOFT_MAX_SERVED 4096u

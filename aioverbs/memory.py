@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import mmap
 import sys
 import weakref
@@ -25,6 +26,7 @@ __all__ = ["LentMemoryRegion", "MemoryRegion", "MemoryWindow", "Pins", "RegionSl
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
+_HUGE_PAGE = 2 << 20  # bytes
 _MADV_WIPEONFORK = 18  # linux/mman.h; the module mmap has no name for it
 
 
@@ -58,10 +60,18 @@ class Pins(work.Pins):
 def pages(length: int) -> mmap.mmap:
     """Zeroed pages that no fork copies: a child finds zeros there.
 
-    With MADV_DONTFORK it would find nothing, map something else there, and lose that by the end of this object.
+    With MADV_DONTFORK it would find nothing, map something else there, and lose that by the end of this object. What is
+    as large as a huge page is of such pages where the system has them at hand: devices, and the kernel where it moves
+    memory from one process to another, look up one of them instead of 512.
     """
     found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found.madvise(_MADV_WIPEONFORK)
+    if length >= _HUGE_PAGE:
+        try:
+            found.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel without them
+                raise
     return found
 
 

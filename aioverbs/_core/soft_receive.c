@@ -80,8 +80,9 @@ static bool has_room(struct soft_stream *stream)
     return room;
 }
 
-/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. */
-static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size)
+/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. What was
+ * moved for it is added to `*moved`. */
+static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, uint64_t *moved)
 {
     const struct soft_fabric_user *user = stream->fabric->user;
     struct soft_frame frame;
@@ -107,14 +108,26 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
     if (!(stream->is_link ? user->response(container_of(stream, struct soft_link, stream), &frame, bytes)
                           : user->request(stream, &frame, bytes)))
         soft_stream_refuse(stream, "a frame was refused");
+    *moved += frame.part;
     return SOFT_FRAME_SIZE + frame.size;
 }
 
-/* All that is at hand. */
+static void send_answers(struct soft_stream *stream)
+{
+    pthread_mutex_lock(&stream->tx);
+    if (!stream->blocked)
+        soft_stream_flush(stream);
+    soft_stream_watch(stream);
+    pthread_mutex_unlock(&stream->tx);
+}
+
+/* All that is at hand. Answers go out together, but do not wait for large data of others to be moved: the peer goes on
+ * meanwhile. */
 static void handle(struct soft_stream *stream)
 {
     struct grace_reader *grace = grace_enter();
     bool answers = false;
+    uint64_t moved = 0;
     uint32_t done;
 
     do {
@@ -122,8 +135,14 @@ static void handle(struct soft_stream *stream)
         uint32_t size = stream->in_end - stream->in_begin;
 
         if (stream->stage == SOFT_OPEN) {
-            done = handle_frame(stream, bytes, size);
+            done = handle_frame(stream, bytes, size, &moved);
             answers |= done && !stream->is_link;
+            if (answers && moved >= SOFT_FRAGMENT && !stream->refusal) {
+                stream->fabric->user->batch_ends(stream);
+                send_answers(stream);
+                answers = false;
+                moved = 0;
+            }
         } else {
             done = soft_handshake_handle(stream, bytes, size);
         }
@@ -132,13 +151,8 @@ static void handle(struct soft_stream *stream)
     if (answers && !stream->refusal)
         stream->fabric->user->batch_ends(stream);
     grace_leave(grace);
-    if (answers) {
-        pthread_mutex_lock(&stream->tx);
-        if (!stream->blocked)
-            soft_stream_flush(stream);
-        soft_stream_watch(stream);
-        pthread_mutex_unlock(&stream->tx);
-    }
+    if (answers)
+        send_answers(stream);
     /* The next frame fits behind what is there already, or what is there moves to the front. */
     if (stream->in_begin == stream->in_end) {
         stream->in_begin = stream->in_end = 0;

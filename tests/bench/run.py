@@ -86,7 +86,8 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "many": on(*(partial(many.many_queue_pairs, short, **mode) for mode in modes)),
         "neighbours": on(*(partial(neighbours.neighbours, short, **mode) for mode in modes), loops=LOOPS),
         "fabric": on(
-            *(partial(each, turns) for each in (fabric.small_writes, fabric.reads_asleep, fabric.large_writes))
+            *(partial(each, turns) for each in (fabric.small_writes, fabric.reads_asleep, fabric.large_writes)),
+            *(partial(fabric.direct_writes, turns, places) for places in (fabric.MANY, fabric.FEW)),
         ),
         "fabric_many": on(partial(fabric_many.many_clients, 10)),
         "growth": partial(alone, partial(growth.growth, options.operations, seconds / 2), seconds),

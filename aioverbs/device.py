@@ -232,6 +232,15 @@ class Device(Handled[engine.Context]):
         """Whether it is a software device."""
         return self.handle.software
 
+    @property
+    def faults(self) -> engine.FaultPlan:
+        """What is to go wrong on it, and when, of a software device: verbs and requests that fail, messages that are
+        lost or late, a port that goes down, a device that is lost. Its methods take queue pairs by their `handle`.
+
+        :raises ValueError: it is an RDMA device.
+        """
+        return self.handle.faults
+
     def attributes(self) -> DeviceAttributes:
         """What it can do: ``ibv_query_device``."""
         return self.handle.query_device()

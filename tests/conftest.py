@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-pytest_plugins = ["tests.ledger"]
+pytest_plugins = ["aioverbs.testing"]
 
 from tests.pace import fewer  # noqa: E402  (found by what stands above)
 
@@ -23,6 +24,12 @@ hypothesis.settings.register_profile(
     "ci", deadline=None, derandomize=True, max_examples=fewer(200, least=20), print_blob=True
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def _ledger(aioverbs_ledger: None) -> None:
+    """Of every test: it comes first and goes last."""
+
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aioverbs._core import engine
-from tests.ledger import destroy_all
+from aioverbs.testing import destroy_all
 
 # How long after its posting a request is executed; the last is long enough to be in flight when the next line runs.
 _DELAYS_NS = {"inline": None, "engine": 0, "engine-delayed": 200_000}

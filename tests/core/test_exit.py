@@ -77,13 +77,13 @@ SCRIPTS = {
     """,
     "destroyed at exit by the user": """
         import atexit
-        from tests.ledger import destroy_all
+        from aioverbs.testing import destroy_all
         near, far = busy()
         atexit.register(lambda: destroy_all(engine.open_handles()))
     """,
     "destroyed after the core's own": """
         import atexit
-        from tests.ledger import destroy_all
+        from aioverbs.testing import destroy_all
         near, far = busy()
         atexit.unregister(engine._halt_software)
         engine._halt_software()

@@ -4,9 +4,9 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, QpType
 from aioverbs._core import domains, engine
+from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import KINSHIPS, MEMBERS, Family, make, make_all
-from tests.ledger import destroy_all
 
 COUNTED = {
     "pds": 1,

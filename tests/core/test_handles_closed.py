@@ -8,9 +8,9 @@ import pytest
 
 from aioverbs import ClosedResourceError, QpState, SendOpcode, VerbsError
 from aioverbs._core import engine
+from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
-from tests.ledger import destroy_all
 
 # What says which object it was, and what may be asked of any handle at any time.
 IDENTITY = {

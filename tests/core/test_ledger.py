@@ -10,7 +10,11 @@ from aioverbs._core import engine
 from tests.conftest import ROOT
 
 INNER = """
+import pytest
+
 from aioverbs._core import engine
+
+pytestmark = pytest.mark.usefixtures("aioverbs_ledger")
 
 def test_leaks() -> None:
     cq = engine.CompletionQueue(engine.Context.open_software(engine=True), 1)
@@ -29,7 +33,7 @@ def test_is_not_blamed_either() -> None:
 
 def test_a_leak_is_an_error_of_its_test_alone(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(INNER)
-    options = ["-p", "tests.ledger", "-p", "no:cacheprovider", "-rA"]
+    options = ["-p", "aioverbs.testing", "-p", "no:cacheprovider", "-rA"]
     run = f"import sys, pytest; sys.path.append({str(ROOT)!r}); sys.exit(pytest.main({options!r}))"
     done = subprocess.run([sys.executable, "-P", "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -45,5 +49,5 @@ def test_a_leak_is_an_error_of_its_test_alone(tmp_path: Path) -> None:
 
 
 def test_every_test_has_the_ledger(request: pytest.FixtureRequest) -> None:
-    assert "ledger" in request.fixturenames
+    assert "aioverbs_ledger" in request.fixturenames
     assert engine.open_handles() == []

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core import domains, engine
+from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context, opened
 from tests.core.family import make_all
 from tests.core.pairs import make_pair, wait_until
-from tests.ledger import destroy_all
 
 
 def test_forgetting_open_handles_destroys_nothing() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core import domains, engine
+from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
 from tests.core.pairs import make_pair, succeed
-from tests.ledger import destroy_all
 
 OPEN = {
     "context": r"<Context of soft0>",

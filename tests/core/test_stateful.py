@@ -15,10 +15,10 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from aioverbs import EventType, QpType, WcStatus
 from aioverbs._core import engine
+from aioverbs.testing import destroy_all
 from tests.core.making import RECEIVERS, SENDERS
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE
 from tests.core.rules import Rules
-from tests.ledger import destroy_all
 
 ENOUGH = 150  # examples, to reach all that the test asks for at its end
 

@@ -1,0 +1,56 @@
+"""The plugin for pytest, as a user's tests see it."""
+
+import pytest
+
+import aioverbs
+from aioverbs import WcStatus, WorkCompletionError
+from tests.data_path.ends import ends
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = """
+pytest_plugins = ["aioverbs.testing"]
+"""
+USERS_TESTS = """
+from aioverbs._core import engine
+
+async def test_forgets(aioverbs_device):
+    device = aioverbs_device
+    await device.open()
+    pd = device.protection_domain()
+    await pd.open()
+    await pd.aclose()
+
+async def test_begins_with_nothing(aioverbs_device):
+    assert not engine.open_handles()
+    async with aioverbs_device as device:
+        assert device.software
+
+async def test_fails_by_itself(aioverbs_device):
+    await aioverbs_device.open()
+    raise ValueError("for a reason of its own")
+"""
+
+
+@pytest.fixture
+def result(pytester: pytest.Pytester) -> pytest.RunResult:
+    """What comes of a user's tests, in a process of their own."""
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(USERS_TESTS)
+    pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function")
+    return pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:cacheprovider")
+
+
+def test_what_is_left_open_is_told_once(result: pytest.RunResult) -> None:
+    """In both ways of execution; the next test begins with nothing, and who failed already is not failed twice."""
+    result.assert_outcomes(passed=4, failed=2, errors=2)
+    result.stdout.fnmatch_lines(["*left open: <Context of soft0*", "*ValueError: for a reason of its own*"])
+    assert result.stdout.str().count("left open:") == 2
+
+
+async def test_faults_are_planned(aioverbs_device: aioverbs.Device) -> None:
+    async with aioverbs_device as device, ends(device) as here:
+        device.faults.fail_request(WcStatus.REM_ACCESS_ERR, here.near.handle)
+        with pytest.raises(WorkCompletionError) as caught:
+            await here.write(b"some")
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR

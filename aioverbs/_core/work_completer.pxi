@@ -112,12 +112,13 @@ cdef class Completer:
         """At home: the channel has an event."""
         if self.loop is None:
             return
+        self.wakeups += 1
         try:
             # One is all that an armed queue raises; were there more, the loop would come again. None where what woke
             # the loop was a peer of the software device, whose request it then did.
             if self.handle.channel.get_event() is None:
+                self.wakeups -= 1
                 return
-            self.wakeups += 1
             self.unacknowledged += 1
             self.armed = False
             self.acknowledge()

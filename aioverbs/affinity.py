@@ -12,16 +12,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 import anyio
 
 from aioverbs._core.engine import Affinity
-from aioverbs.errors import AffinityError, BrokenResourceError, ForkedProcessError
+from aioverbs.errands import Awaited, Call
+from aioverbs.errors import AffinityError, ForkedProcessError
 
 __all__ = ["Affinity", "Bell", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# How often somebody who waits for another loop looks whether that is still there. A loop that is closed drops what it
-# was asked to do, and tells nobody.
-_LOOK_S = 0.1
 
 
 class ThreadModel(enum.Enum):
@@ -62,11 +59,6 @@ def running_loop() -> asyncio.AbstractEventLoop:
         trio = sys.modules.get("trio")
         here = "this is a trio task" if trio is not None and trio.lowlevel.in_trio_task() else "none is running here"
         raise RuntimeError(f"aioverbs needs an asyncio event loop, and {here}") from None
-
-
-async def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
-    result = function(*args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
 
 
 async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
@@ -125,63 +117,6 @@ class Bell:
             self._waiting.remove(waiting)
 
 
-class _Errand:
-    """A call on its way to another loop and back. What is not said to be of a loop is the caller's."""
-
-    def __init__(self, call: Callable[[], Coroutine[Any, Any, object]], loop: asyncio.AbstractEventLoop) -> None:
-        self._call = call
-        self._loop = loop  # the owner's
-        self._caller = running_loop()
-        self._back = asyncio.Event()
-        self._task: asyncio.Task[object] | None = None  # the owner's, like all but the event from `start` on
-        self.result: object = None
-        self.error: BaseException | None = None
-
-    def start(self) -> None:
-        """On the owner's loop."""
-        self._task = self._loop.create_task(self._call())
-        self._task.add_done_callback(self._done)  # comes also where it is cancelled before it began
-
-    def withdraw(self) -> None:
-        """On the owner's loop, after the start."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def _done(self, task: asyncio.Task[object]) -> None:
-        if task.cancelled():
-            self.error = asyncio.CancelledError()
-        else:
-            self.error = task.exception()
-            self.result = None if self.error is not None else task.result()
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
-            self._caller.call_soon_threadsafe(self._back.set)
-
-    async def wait(self, owner: Affinity) -> None:
-        """Until it is back.
-
-        :raises AffinityError: it cannot come any more.
-        """
-        while not self._back.is_set():
-            await self._look()
-            if not self._back.is_set() and self._is_lost(owner):
-                raise AffinityError(f"the owner {self._loop!r} is gone, and with it the call that was carried there")
-
-    async def wait_withdrawn(self, owner: Affinity) -> None:
-        """Until it is back or cannot come, but not for a loop that stands still; whatever cancels who waits."""
-        with anyio.CancelScope(shield=True):
-            while not self._back.is_set() and self._loop.is_running() and not self._is_lost(owner):
-                with contextlib.suppress(asyncio.CancelledError):  # the first is the one that is raised
-                    await self._look()
-
-    async def _look(self) -> None:
-        with anyio.move_on_after(_LOOK_S):
-            await self._back.wait()
-
-    def _is_lost(self, owner: Affinity) -> bool:
-        # Somebody may have taken over what the loop owned.
-        return owner.orphaned or owner.loop is not self._loop
-
-
 @overload
 async def run_on_owner(
     owner: Affinity | None, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
@@ -193,36 +128,37 @@ async def run_on_owner(
 ) -> object:
     """Call a function where `owner` is, from any asyncio event loop; what it returns or raises comes back.
 
-    Context variables go with it. A coroutine function is awaited there. Without an owner, or by the owner itself, it is
-    called at once. A cancellation goes there, too, once, and is raised here when the function has ended.
+    Context variables go with it. A plain function is called between the owner's tasks, a coroutine function is awaited
+    in one of its own. Without an owner, or by the owner itself, it is called at once. A cancellation goes there, too,
+    once, and is raised here when the function has ended, or what that raised on its way out.
 
     :raises AffinityError: the owner is gone.
     :raises RuntimeError: it is called from elsewhere than an asyncio event loop.
     :raises ForkedProcessError: the owner is of the process that this one was forked from.
-    :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends.
+    :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends; or the function ended
+        that loop, by a SystemExit.
     """
-    call = functools.partial(_call, function, *args, **kwargs)
     if owner is None or owner.owns():
-        return await call()
+        result = function(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
     if owner.inherited:
         raise ForkedProcessError(repr(owner))
     if owner.loop is None or owner.orphaned:
         raise AffinityError(f"{owner!r} is gone: nothing can be called there")
-    loop = owner.loop
-    errand = _Errand(call, loop)
+    awaited: Awaited[object] = Awaited(running_loop())
+    call = Call(functools.partial(function, **kwargs) if kwargs else function, args, awaited, owner)
     try:
-        loop.call_soon_threadsafe(errand.start)
+        call.send_to(owner.loop)
     except RuntimeError as error:
         raise AffinityError(f"{owner!r} is gone: nothing can be called there") from error
-    try:
-        await errand.wait(owner)
-    except asyncio.CancelledError:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(errand.withdraw)
-        await errand.wait_withdrawn(owner)
-        raise
-    if isinstance(errand.error, asyncio.CancelledError):
-        raise BrokenResourceError(f"{owner!r} cancelled what was called there") from errand.error
-    if errand.error is not None:
-        raise errand.error
-    return errand.result
+    awaited.watch(functools.partial(_lost, owner, call))
+    return await awaited.wait(call.withdraw)
+
+
+def _lost(owner: Affinity, call: Call[object]) -> BaseException | None:
+    """Why it cannot come back any more: a loop that is closed drops what it was asked to do, and tells nobody."""
+    if owner.orphaned or owner.loop is not call.loop:  # somebody may have taken over what the loop owned
+        return AffinityError(f"the owner {call.loop!r} is gone, and with it the call that was carried there")
+    if call.is_withdrawn and not call.loop.is_running():
+        return asyncio.CancelledError()  # it will not begin; a loop that stands still is not waited for
+    return None

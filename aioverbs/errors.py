@@ -30,6 +30,7 @@ __all__ = [
     "UnreachableError",
     "VerbsError",
     "WorkCompletionError",
+    "WorkerDiedError",
 ]
 
 # Where Linux has two names for one number, the one that the verbs' documents use.
@@ -226,6 +227,22 @@ class BusyResourceError(anyio.BusyResourceError):
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
+
+
+class WorkerDiedError(BrokenResourceError):
+    """A pool's worker died before a call that it had was over: how much of that was done is not known.
+
+    :param worker: its number.
+    :param how: how it ended.
+    """
+
+    def __init__(self, worker: int, how: str) -> None:
+        super().__init__(worker, how)
+        self.worker = worker
+        self.how = how
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} of the pool died: {self.how}"
 
 
 class StateError(RuntimeError):

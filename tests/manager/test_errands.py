@@ -1,13 +1,17 @@
 """Calls that are carried to another loop end, whatever becomes of that loop and of who waits."""
 
 import asyncio
+import gc
+import threading
 import time
+import weakref
 
 import anyio
 import pytest
 
-from aioverbs import AffinityError
+from aioverbs import AffinityError, BrokenResourceError
 from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+from tests.data_path_endings.pair import until
 from tests.manager.test_domains import Elsewhere
 from tests.pace import patience
 
@@ -91,3 +95,63 @@ def test_without_asyncio_it_says_so() -> None:
     with pytest.raises(RuntimeError, match="aioverbs needs an asyncio event loop, and none is running here"):
         coroutine.send(None)
     loop.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_one_that_ends_its_loop_says_so(asynchronous: bool) -> None:
+    """A SystemExit there is none here."""
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    loop, owner = await standing()
+
+    def run() -> int | str | None:
+        with pytest.raises(SystemExit) as caught:
+            loop.run_forever()
+        return caught.value.code
+
+    running = asyncio.create_task(asyncio.to_thread(run))
+    async with asyncio.timeout(patience(5)):
+        with pytest.raises(BrokenResourceError, match=r"ended <Affinity of .*: SystemExit\(3\)"):
+            await run_on_owner(owner, leave if asynchronous else lambda: exit(3))
+        assert await running == 3
+    await asyncio.to_thread(loop.close)
+
+
+async def test_what_fails_on_its_way_out_is_raised() -> None:
+    started = threading.Event()
+
+    async def stay() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            raise ZeroDivisionError("on its way out")
+
+    with Elsewhere() as elsewhere:
+        task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
+        await asyncio.to_thread(started.wait, 30)
+        task.cancel()
+        with pytest.raises(ZeroDivisionError, match="on its way out"):
+            await task
+
+
+async def test_what_is_raised_there_is_garbage_soon() -> None:
+    class Failed(Exception):
+        pass
+
+    def fail() -> None:
+        raise Failed
+
+    gc.collect()
+    gc.disable()
+    try:
+        with Elsewhere() as elsewhere:
+            with pytest.raises(Failed) as caught:
+                await run_on_owner(elsewhere.owner, fail)
+            last = weakref.ref(caught.value)
+            del caught
+            await until(lambda: last() is None)  # loops may still have what they did last
+    finally:
+        gc.enable()

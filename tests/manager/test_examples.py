@@ -25,6 +25,7 @@ SAYS = {
         "stopped: ibv_post_send on <QueuePair",
         "ResourceDomain, open",
     ],
+    "pool": ["hello by worker 0 and world by worker 1", "b'hello' b'world'"],
     "rc_pingpong": ["answered 50 messages", "50 iters in"],
     "two_processes": ["received b'hello'", "counted [0, 1, 2] and read b'hello' and 3 back", "from memory to memory"],
     "shared_pd": ["registered by the other: b'hello'", "with another key: ibv_share_pd failed: EACCES"],

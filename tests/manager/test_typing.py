@@ -25,6 +25,7 @@ from aioverbs import (
     Message,
     Operation,
     ParentDomain,
+    PoolStatistics,
     ProtectionDomain,
     QpAttributes,
     QpCapabilities,
@@ -43,9 +44,12 @@ from aioverbs import (
     SharedProtectionDomain,
     SharedReceiveQueue,
     SharedReceiveQueueStatistics,
+    StartedCall,
     State,
     ThreadDomain,
     Way,
+    WorkerPool,
+    WorkerStatistics,
     WorkQueueStatistics,
     XrcDomain,
 )
@@ -168,6 +172,27 @@ async def test_requests() -> None:
         await far.send(None, immediate=7)
         assert assert_type(await receive, Received).immediate == 7
         assert_type(near.statistics().sends, WorkQueueStatistics)
+
+
+def number() -> int:
+    return aioverbs.current_worker().number
+
+
+async def text(value: int, ending: str) -> str:
+    return f"{value}{ending}"
+
+
+async def test_pools() -> None:
+    async with aioverbs.open_device("soft0") as device, aioverbs.WorkerPool(device, 2) as pool:
+        assert_type(pool, WorkerPool)
+        assert_type(pool.pd, ProtectionDomain)
+        assert assert_type(await pool.run(number, worker=1), int) == 1
+        assert assert_type(await pool.run(text, 1, ".", key="a"), str) == "1."
+        started = assert_type(pool.start_soon(text, 1, "."), StartedCall[str])
+        assert assert_type(await started.wait(), str) == "1."
+        assert assert_type(await pool.map(str, [1, 2]), list[str]) == ["1", "2"]
+        assert_type(pool.statistics(), PoolStatistics)
+        assert_type(pool.statistics().workers, tuple[WorkerStatistics, ...])
 
 
 async def test_peers() -> None:

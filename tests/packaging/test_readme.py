@@ -33,6 +33,13 @@ def test_the_code_works_as_pasted() -> None:
     assert (done.stdout, done.stderr) == ("b'hello'\n", "")
 
 
+def test_parts_of_examples_are_what_runs() -> None:
+    parts = re.findall(r"\[(examples/\w+\.py)\][^\n]*:\n\n```py\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert len(parts) == README.count("```py\n") == 1
+    for path, part in parts:
+        assert part in (ROOT / path).read_text()
+
+
 def test_every_session_is_listed() -> None:
     assert sorted(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == sorted(sessions())
 

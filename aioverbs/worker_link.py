@@ -1,0 +1,107 @@
+"""What a pool and a worker that is a process say to each other, over a socket that nobody else has."""
+
+import asyncio
+import enum
+import socket
+import struct
+from collections.abc import Callable
+from typing import cast
+
+__all__ = ["Kind", "Link", "frame", "receive_frame"]
+
+_HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
+
+
+class Kind(enum.IntEnum):
+    """What is said."""
+
+    SETUP = 1
+    """To the worker, first: what to be."""
+    READY = 2
+    """From the worker: it is at work."""
+    FAILED = 3
+    """From the worker: the error for which it cannot be; it ends."""
+    CALL = 4
+    """To the worker: a function and its arguments."""
+    CANCEL = 5
+    """To the worker: a call is to be cancelled, if it is not over."""
+    RESULT = 6
+    """From the worker: what a call returned."""
+    ERROR = 7
+    """From the worker: what a call raised."""
+    CANCELLED = 8
+    """From the worker: a call ended by a cancellation."""
+    STOP = 9
+    """To the worker: it is to end."""
+
+
+def frame(kind: Kind, number: int, payload: bytes = b"") -> bytes:
+    """One thing to say."""
+    return _HEADER.pack(len(payload), number, kind) + payload
+
+
+def receive_frame(sock: socket.socket) -> tuple[Kind, bytes]:
+    """The next thing that is said, and no byte more, from a blocking socket.
+
+    :raises EOFError: nothing is.
+    """
+    length, _, kind = _HEADER.unpack(_receive(sock, _HEADER.size))
+    return Kind(kind), _receive(sock, length)
+
+
+def _receive(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise EOFError("the pool is gone")
+        data += piece
+    return bytes(data)
+
+
+class Link(asyncio.Protocol):
+    """One end.
+
+    :param received: called with each thing that is said: its kind, the call's number, and the rest.
+    """
+
+    def __init__(self, received: Callable[[Kind, int, bytes], None]) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._received = received
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It can be spoken."""
+        self._transport = cast(asyncio.Transport, transport)  # which uvloop's is only by what it can do
+
+    def data_received(self, data: bytes) -> None:
+        """Something was said, or a part of it."""
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _HEADER.size:
+            length, number, kind = _HEADER.unpack_from(buffer, at)
+            end = at + _HEADER.size + length
+            if len(buffer) < end:
+                break
+            payload = bytes(memoryview(buffer)[at + _HEADER.size : end])
+            at = end
+            self._received(Kind(kind), number, payload)
+        del buffer[:at]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The other end is gone, or this one was closed."""
+        self._transport = None
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
+        """Say something; where the other end is gone, nobody hears it."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(kind, number, payload))
+
+    def close(self) -> None:
+        """Say no more, when what was said is sent."""
+        if self._transport is not None:
+            self._transport.close()

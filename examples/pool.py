@@ -1,0 +1,41 @@
+"""Two workers, each with an event loop and queue pairs of its own, that write into memory that was registered once."""
+
+import asyncio
+
+import aioverbs
+from aioverbs import AccessFlags, MemoryRegion, current_worker
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+async def shout(region: MemoryRegion, name: str, at: int) -> str:
+    domain = current_worker().domain  # this worker's own, over the pool's protection domain
+    async with (
+        domain.register(64) as words,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        words.buffer[:5] = name.encode()
+        await near.write(words[:5], region.remote()[at : at + 5])
+    return f"{name} by worker {current_worker().number}"
+
+
+async def main() -> None:
+    async with (
+        aioverbs.open_device() as device,
+        aioverbs.WorkerPool(device, size=2) as pool,
+        pool.pd.register(4096, ACCESS) as region,
+    ):
+        first, second = await asyncio.gather(
+            pool.run(shout, region, "hello", 0),
+            pool.run(shout, region, "world", 8),
+        )
+        print(first, "and", second)
+        print(bytes(region.buffer[:5]), bytes(region.buffer[8:13]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,377 @@
+"""Calls to a pool's workers: where they go, what goes with them, how they end."""
+
+import asyncio
+import collections
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    AffinityError,
+    BrokenResourceError,
+    ClosedResourceError,
+    CompletionQueue,
+    Device,
+    MemoryRegion,
+    ThreadModel,
+)
+from aioverbs.placement import LeastLoaded, rendezvous
+from aioverbs.pool import StartedCall, WorkerPool, current_worker
+from tests.core.children import in_child
+from tests.data_path_endings.pair import until
+from tests.pace import patience
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE")
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+def number() -> int:
+    return current_worker().number
+
+
+async def number_later() -> int:
+    await asyncio.sleep(0.001)
+    return number()
+
+
+async def stay(started: threading.Event, ended: list[str]) -> None:
+    started.set()
+    try:
+        await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(0.02)
+        ended.append("ended there")
+
+
+async def test_each_worker_has_a_loop_a_thread_and_a_domain_of_its_own(pool: WorkerPool, loop_name: str) -> None:
+    def look() -> tuple[int, int, str, bool, bool]:
+        worker = current_worker()
+        assert worker.loop is asyncio.get_running_loop()
+        owner = worker.domain.owner
+        assert owner is not None
+        return (
+            threading.get_ident(),
+            id(worker.domain),
+            type(worker.loop).__module__,
+            owner.owns(),
+            worker.domain.native,
+        )
+
+    seen = [await pool.run(look, worker=number) for number in range(3)]
+    assert len({each[0] for each in seen} | {threading.get_ident()}) == 4
+    assert len({each[1] for each in seen}) == 3
+    assert {each[2].partition(".")[0] for each in seen} == {loop_name}
+    assert all(owns for *_, owns, _ in seen)
+    assert [each.native for each in pool.statistics().workers] == [native for *_, native in seen]
+
+
+async def test_plain_functions_coroutine_functions_and_awaitables(pool: WorkerPool) -> None:
+    assert await pool.run(divmod, 7, 2) == (3, 1)
+    assert await pool.run(number, worker=2) == 2
+    assert await pool.run(number_later, worker=1) == 1
+    assert await pool.run(lambda: number_later(), worker=1) == 1
+
+    async def none_of_the_callers_tasks() -> bool:
+        return asyncio.current_task() in tasks
+
+    tasks = asyncio.all_tasks()
+    assert not await pool.run(none_of_the_callers_tasks)
+
+
+async def test_one_after_the_other_unless_said_otherwise(pool: WorkerPool) -> None:
+    assert [await pool.run(number) for _ in range(6)] == [0, 1, 2] * 2
+    for key in ("a", b"b", 3):
+        assert {await pool.run(number, key=key) for _ in range(3)} == {rendezvous(key, range(3))}
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match="has the workers 0 to 2, and no"):
+            await pool.run(number, worker=wrong)
+    with pytest.raises(ValueError, match="give one of both"):
+        await pool.run(number, worker=1, key="a")
+    with pytest.raises(TypeError, match="a key is a text"):
+        await pool.run(number, key=cast(Any, ()))
+
+
+async def test_the_least_loaded_gets_the_call(device: Device) -> None:
+    async with WorkerPool(device, 3, placement=LeastLoaded()) as pool:
+        started, ended = threading.Event(), list[str]()
+        blocking = [pool.start_soon(stay, started, ended, worker=number) for number in (0, 2)]
+        assert {await pool.run(number_later) for _ in range(5)} == {1}
+        for each in blocking:
+            assert each.cancel()
+    assert ended == ["ended there"] * 2
+
+
+async def test_context_variables_go_there_and_nothing_comes_back(pool: WorkerPool) -> None:
+    def plain() -> str:
+        value = VARIABLE.get()
+        VARIABLE.set("changed there")
+        return value
+
+    async def coroutine() -> str:
+        await asyncio.sleep(0)
+        return plain()
+
+    VARIABLE.set("carried")
+    assert [await pool.run(function, worker=0) for function in (plain, coroutine, plain)] == ["carried"] * 3
+    assert await pool.start_soon(plain).wait() == "carried"
+    assert VARIABLE.get() == "carried"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_what_it_raises_is_raised_here(pool: WorkerPool, asynchronous: bool) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("there")
+
+    async def fail_later() -> None:
+        await asyncio.sleep(0)
+        fail()
+
+    with pytest.raises(ZeroDivisionError, match="there"):
+        await pool.run(fail_later if asynchronous else fail)
+    assert await pool.run(number) in range(3)
+    assert sum(worker.failed for worker in pool.statistics().workers) == 1
+
+
+@pytest.mark.parametrize("kind", ["native", "native, often", "anyio", "wait_for"])
+async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool, kind: str) -> None:
+    started, ended = threading.Event(), list[str]()
+    if kind == "anyio":
+        with anyio.move_on_after(0.05) as scope:
+            await pool.run(stay, started, ended)
+        assert scope.cancelled_caught
+    elif kind == "wait_for":
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.run(stay, started, ended), 0.05)
+    else:
+        task = asyncio.create_task(pool.run(stay, started, ended))
+        await asyncio.to_thread(started.wait, patience(10))
+        for _ in range(5 if "often" in kind else 1):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert ended == ["ended there"]
+    assert sum(worker.cancelled for worker in pool.statistics().workers) == 1
+
+
+async def test_one_that_is_cancelled_before_it_began_does_not_begin(pool: WorkerPool) -> None:
+    began: list[int] = []
+    blocking = pool.start_soon(time.sleep, 0.1, worker=0)
+
+    async def begin() -> None:
+        began.append(1)
+
+    with anyio.move_on_after(0.01) as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(pool.run, begin, worker=0))
+            group.start_soon(partial(pool.run, began.append, 1, worker=0))
+    assert scope.cancelled_caught
+    await blocking.wait()
+    assert began == []
+
+
+async def test_one_that_something_there_cancels(pool: WorkerPool) -> None:
+    async def cancel_myself() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(30)
+
+    with pytest.raises(BrokenResourceError, match=r"<worker 1 of WorkerPool .* cancelled what was called there"):
+        await pool.run(cancel_myself, worker=1)
+
+
+async def test_calls_between_workers_and_to_oneself(pool: WorkerPool) -> None:
+    async def there_and_back(hops: int) -> list[int]:
+        here = number()
+        rest = await pool.run(there_and_back, hops - 1, worker=hops % 3) if hops else []
+        assert number() == here
+        return [here, *rest]
+
+    assert await pool.run(there_and_back, 7, worker=1) == [1, 1, 0, 2, 1, 0, 2, 1]
+
+
+async def test_calls_from_other_loops_and_threads(pool: WorkerPool) -> None:
+    def elsewhere() -> tuple[int, int]:
+        started = pool.start_soon(number_later, worker=2)
+        with pytest.raises(RuntimeError, match="aioverbs needs an asyncio event loop, and none is running here"):
+            pool.run(number).send(None)
+        return asyncio.run(pool.run(number_later, worker=1)), started.result(patience(10))
+
+    assert await asyncio.to_thread(elsewhere) == (1, 2)
+
+
+# ---- What belongs to a worker
+
+
+async def test_what_belongs_to_a_worker_is_refused_elsewhere(pool: WorkerPool) -> None:
+    async def make() -> CompletionQueue:
+        return await current_worker().domain.completion_queue(4).open()
+
+    async def use(cq: CompletionQueue) -> None:
+        with pytest.raises(AffinityError, match=r"which belongs to thread 'WorkerPool .*, worker 0'"):
+            cq.resize(8)
+
+    cq = await pool.run(make, worker=0)
+    await use(cq)
+    await pool.run(use, cq, worker=1)
+    await pool.run(cq.resize, 8, worker=0)
+    await pool.run(cq.aclose, worker=0)
+
+
+async def test_memory_that_is_registered_once_serves_all(pool: WorkerPool) -> None:
+    async def write(region: MemoryRegion, at: int) -> None:
+        domain = current_worker().domain
+        async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
+            near.connect(far.local_endpoint(), ACCESS)
+            far.connect(near.local_endpoint(), ACCESS)
+            await near.write(region[:5], region.remote()[at : at + 5])
+
+    async with pool.pd.register(4096, ACCESS) as region:
+        region.buffer[:5] = b"hello"
+        for worker in range(3):
+            await pool.run(write, region, 100 * (worker + 1), worker=worker)
+        assert [bytes(region.buffer[at : at + 5]) for at in (100, 200, 300)] == [b"hello"] * 3
+
+
+async def test_a_protection_domain_that_is_there_already(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        async with WorkerPool(device, 2, pd=pd, thread_model=ThreadModel.UNSAFE) as pool:
+            assert pool.pd is pd
+            bases = await pool.map(lambda _: current_worker().domain.base, range(2))
+            assert bases == [pd, pd]
+            assert await pool.run(lambda: current_worker().domain.thread_model) is ThreadModel.UNSAFE
+        assert not pd.closed
+
+
+def test_there_is_no_worker_here() -> None:
+    with pytest.raises(RuntimeError, match=r"use pool.run\(function\)"):
+        current_worker()
+
+
+# ---- Many
+
+
+async def test_results_are_in_the_order_of_the_items(pool: WorkerPool) -> None:
+    async def late(item: int) -> int:
+        await asyncio.sleep((item * 7 % 5) / 1000)
+        return item * item
+
+    assert await pool.map(late, range(100)) == [item * item for item in range(100)]
+    assert await pool.map(str, [], limit=1) == []
+    numbers = await pool.map(lambda _: number(), range(30), key=str)
+    assert numbers == [rendezvous(str(item), range(3)) for item in range(30)]
+
+
+async def test_items_are_asked_for_as_they_are_needed(pool: WorkerPool) -> None:
+    running: collections.Counter[str] = collections.Counter()
+    most = 0
+
+    async def count(_: int) -> None:
+        running["asked"] -= 1
+        await asyncio.sleep(0.001)
+
+    def items() -> Iterator[int]:
+        nonlocal most
+        for item in range(50):
+            running["asked"] += 1
+            most = max(most, running["asked"])
+            yield item
+
+    await pool.map(count, items(), limit=4)
+    assert most <= 4
+    with pytest.raises(ValueError, match="limit is 1 or more"):
+        await pool.map(number, [], limit=0)  # type: ignore[arg-type]
+
+
+async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None:
+    ended: list[int] = []
+
+    async def fail(item: int) -> None:
+        if item == 5:
+            await asyncio.sleep(0.02)
+            raise ZeroDivisionError(f"{item}")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(item)
+            if item == 6:
+                raise KeyError(item)
+
+    with pytest.raises(ZeroDivisionError, match="5") as caught:
+        await pool.map(fail, range(1000), limit=10)
+    assert sorted(ended) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert caught.value.__notes__ == ["and another call raised KeyError: 6"]
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        await pool.map(lambda item: item, broken(), limit=2)
+
+
+# ---- Calls that nobody waits for
+
+
+async def test_a_started_call_is_awaited_asked_or_cancelled(pool: WorkerPool) -> None:
+    started: StartedCall[int] = pool.start_soon(number_later, worker=2)
+    assert await started.wait() == 2
+    assert (started.done(), started.result(), started.exception(), started.cancel()) == (True, 2, None, False)
+    begun, ended = threading.Event(), list[str]()
+    staying = pool.start_soon(stay, begun, ended)
+    await asyncio.to_thread(begun.wait, patience(10))
+    assert staying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await staying.wait()
+    await until(staying.cancelled)
+    assert ended == ["ended there"]
+    failing = pool.start_soon(divmod, 1, 0)
+    with pytest.raises(ZeroDivisionError):
+        await failing.wait()
+
+
+async def test_who_awaits_it_and_is_cancelled_cancels_it(pool: WorkerPool) -> None:
+    begun, ended = threading.Event(), list[str]()
+    staying = pool.start_soon(stay, begun, ended)
+    with anyio.move_on_after(0.05):
+        await staying.wait()
+    await pool.drain()
+    assert ended == ["ended there"]
+
+
+async def test_one_that_fails_and_is_forgotten_is_logged(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.start_soon(divmod, 1, 0)
+    await pool.drain()
+    await until(lambda: "nobody asked for its end" in caplog.text)
+    assert "ZeroDivisionError" in caplog.text
+
+
+# ---- In the child of a fork
+
+
+async def test_the_child_of_a_fork_has_no_workers(pool: WorkerPool) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: asyncio.run(pool.run(number)),
+        lambda: pool.start_soon(number),
+        lambda: asyncio.run(pool.drain()),
+    ]
+
+    def child() -> list[str]:
+        raised = []
+        for call in calls:
+            with pytest.raises(ClosedResourceError) as caught:
+                call()
+            raised.append(type(caught.value).__name__)
+        asyncio.run(pool.aclose())
+        return raised
+
+    assert in_child(child) == ["ForkedProcessError"] * 3
+    assert await pool.run(number, worker=1) == 1

@@ -1,0 +1,453 @@
+"""How pools end, and what is left when a worker dies."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    Device,
+    ResourceDomain,
+    State,
+    VerbsError,
+    WorkerDiedError,
+    open_device,
+)
+from aioverbs.pool import StartedCall, WorkerPool, current_worker
+from aioverbs.worker import Worker
+from tests.capabilities import Capability, needs
+from tests.data_path_endings.pair import until
+from tests.pool.test_calls import number, number_later, stay
+
+
+def worker_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "WorkerPool" in thread.name]
+
+
+async def linger(seconds: float, ended: list[str]) -> None:
+    await asyncio.sleep(seconds)
+    ended.append("of its own accord")
+
+
+# ---- Closing
+
+
+async def test_a_block_waits_for_what_was_started(device: Device, loop_name: str) -> None:
+    ended: list[str] = []
+    async with WorkerPool(device, 2, loop=loop_name) as pool:
+        assert len(worker_threads()) == 2
+        for _ in range(4):
+            pool.start_soon(linger, 0.05, ended)
+    assert ended == ["of its own accord"] * 4
+    assert (worker_threads(), pool.state, pool.pd.closed) == ([], State.CLOSED, True)
+    with pytest.raises(ClosedResourceError):
+        pool.start_soon(number)
+    with pytest.raises(ClosedResourceError):
+        await pool.run(number)
+    with pytest.raises(ClosedResourceError):
+        await pool.drain()
+    await pool.aclose()
+
+
+async def test_a_block_that_raises_cancels_them(device: Device) -> None:
+    started, ended = threading.Event(), list[str]()
+    left: list[StartedCall[None]] = []
+
+    async def use() -> None:
+        async with WorkerPool(device, 2) as pool:
+            left.append(pool.start_soon(stay, started, ended))
+            await asyncio.to_thread(started.wait, 10)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await use()
+    assert ended == ["ended there"]
+    assert isinstance(left[0].exception(), ClosedResourceError)
+    assert worker_threads() == []
+
+
+@pytest.mark.parametrize("by", ["deadline", "cancellation"])
+async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) -> None:
+    ended: list[str] = []
+    pool = await WorkerPool(device, 2, loop=loop_name).open()
+
+    async def ask() -> list[str]:
+        results = []
+        with contextlib.suppress(ClosedResourceError):
+            while True:
+                await pool.run(number_later)
+                results.append("done")
+        return results
+
+    asking = [asyncio.create_task(ask()) for _ in range(8)]
+    staying = [asyncio.create_task(pool.run(stay, threading.Event(), ended)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    begin = time.monotonic()
+    if by == "deadline":
+        await pool.stop(0.2)
+    else:
+        with anyio.move_on_after(0.2) as scope:
+            await pool.stop()
+        assert scope.cancelled_caught
+    assert 0.2 <= time.monotonic() - begin < 5
+    assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], State.CLOSED)
+    assert all(await asyncio.gather(*asking))
+    for each in staying:
+        with pytest.raises(ClosedResourceError, match="was closed before this call was over, and cancelled it"):
+            await each
+    assert [worker.calls for worker in pool.statistics().workers] == [0, 0]
+    assert sum(worker.cancelled for worker in pool.statistics().workers) == 3
+
+
+async def test_functions_that_run_may_call_others_while_it_drains(device: Device) -> None:
+    async with WorkerPool(device, 2) as pool:
+        begun = threading.Event()
+
+        async def nested() -> int:
+            begun.set()
+            await asyncio.sleep(0.05)
+            return await pool.run(number_later, worker=1)
+
+        running = asyncio.create_task(pool.run(nested, worker=0))
+        await asyncio.to_thread(begun.wait, 10)
+        draining = asyncio.create_task(pool.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedResourceError, match="takes no more calls"):
+            await pool.run(number)
+        assert not draining.done()
+        assert await running == 1
+        await draining
+
+
+async def test_its_own_functions_do_not_close_it(device: Device) -> None:
+    async with WorkerPool(device, 2) as pool:
+        for call in (pool.drain, pool.aclose):
+            with pytest.raises(BusyResourceError, match="have it closed from without"):
+                await pool.run(call)
+        assert await pool.run(number) == 0
+
+
+async def test_two_close_it(device: Device) -> None:
+    pool = await WorkerPool(device, 2).open()
+    ended: list[str] = []
+    pool.start_soon(linger, 0.05, ended)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(pool.aclose())
+    assert (ended, pool.state) == (["of its own accord"], State.CLOSED)
+
+
+async def test_it_is_closed_by_another_loop(device: Device) -> None:
+    pool = await WorkerPool(device, 2).open()
+    await asyncio.to_thread(lambda: asyncio.run(pool.aclose()))
+    assert (worker_threads(), pool.state) == ([], State.CLOSED)
+
+
+async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
+    pool = await WorkerPool(device, 2, grace_s=0.1).open()
+    begun, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        release.wait()
+
+    stuck = pool.start_soon(wait, worker=1)
+    await asyncio.to_thread(begun.wait, 10)
+    with pytest.raises(BusyResourceError, match=r"these do not end: <worker 1 of WorkerPool \d+> with 1 calls"):
+        await pool.stop(0)
+    assert not stuck.done()
+    with pytest.raises(ClosedResourceError):
+        await pool.run(number)
+    release.set()
+    await pool.aclose()
+    assert (stuck.done(), worker_threads()) == (True, [])
+
+
+async def test_tasks_that_functions_leave_end_before_the_domain(device: Device) -> None:
+    states: list[State] = []
+
+    async def use(domain: ResourceDomain) -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0)
+            states.append(domain.state)
+
+    def leave() -> None:
+        worker = current_worker()
+        kept.append(worker.loop.create_task(use(worker.domain)))
+
+    kept: list[asyncio.Task[None]] = []
+    async with WorkerPool(device, 1) as pool:
+        await pool.run(leave)
+        await pool.run(number_later)
+    assert states == [State.OPEN]
+
+
+async def test_a_device_is_not_closed_under_it() -> None:
+    device = await open_device("soft0").open()
+    async with WorkerPool(device, 1):
+        with pytest.raises(BusyResourceError, match="close that there first"):
+            await device.aclose()
+    await device.aclose()
+
+
+async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
+    pool = await WorkerPool(device, 2).open()
+    assert await pool.run(number) == 0
+    pd = pool.pd
+    held = [pool]
+    del pool
+    with pytest.warns(ResourceWarning, match="was still open: it was forgotten"):
+        held.clear()
+    gc.collect()
+    await until(lambda: not worker_threads())
+    await pd.aclose()
+
+
+# ---- Opening
+
+
+async def test_wrong_arguments(device: Device) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"size": 0}, "one worker or more"),
+        ({"size": 1, "loop": "twisted"}, "loop is 'asyncio', 'uvloop' or a function"),
+        ({"size": 1, "on_worker_death": "ignore"}, "on_worker_death is 'replace' or 'fail'"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            WorkerPool(device, **arguments)
+    pool = WorkerPool(device, 1)
+    with pytest.raises(ClosedResourceError):
+        await pool.run(number)
+    await pool.aclose()
+    async with pool:
+        with pytest.raises(ClosedResourceError, match="cannot be opened again"):
+            await pool.open()
+        assert await pool.run(number) == 0
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_worker_that_cannot_be_made(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    device.handle.faults.fail("alloc_parent_domain", errno.ENOMEM, first=3)
+    with pytest.raises(VerbsError, match="ibv_alloc_parent_domain"):
+        await WorkerPool(device, 4).open()
+    assert (worker_threads(), caplog.text) == ([], "")
+
+
+async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
+    @contextlib.asynccontextmanager
+    async def slow(worker: Worker) -> AsyncIterator[None]:
+        await asyncio.sleep(0.2)
+        yield
+
+    pool = WorkerPool(device, 2, setup=slow)
+    with anyio.move_on_after(0.05) as scope:
+        await pool.open()
+    assert scope.cancelled_caught
+    assert (worker_threads(), pool.state) == ([], State.CLOSED)
+
+
+async def test_what_workers_enter_before_they_take_calls(device: Device, loop_name: str) -> None:
+    left: list[int] = []
+
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[str]:
+        assert current_worker() is worker
+        async with worker.domain.completion_queue(4):
+            yield f"of {worker.number}"
+        left.append(worker.number)
+
+    async with WorkerPool(device, 2, loop=loop_name, setup=setup) as pool:
+        assert [await pool.run(lambda: current_worker().state, worker=each) for each in (0, 1)] == ["of 0", "of 1"]
+    assert sorted(left) == [0, 1]
+
+
+# ---- Deaths
+
+
+async def leave() -> None:
+    raise SystemExit(3)
+
+
+def stop_the_loop() -> None:
+    current_worker().loop.stop()
+
+
+async def stop_the_loop_and_wait() -> None:
+    stop_the_loop()
+    await asyncio.sleep(30)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "SystemExit": lambda: exit(3),
+    "SystemExit of a coroutine": leave,
+    "KeyboardInterrupt": interrupt,
+    "its loop is stopped": stop_the_loop_and_wait,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_one_that_dies_is_told_of_and_replaced(
+    device: Device, loop_name: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with WorkerPool(device, 2, loop=loop_name) as pool:
+        others = [asyncio.create_task(pool.run(asyncio.sleep, 30, worker=1)) for _ in range(3)]
+        elsewhere = asyncio.create_task(pool.run(asyncio.sleep, 0.1, worker=0))
+        thread = await pool.run(threading.get_ident, worker=1)
+        await pool.run(number_later, worker=1)
+        with pytest.raises(WorkerDiedError, match="worker 1 of the pool died: its event loop ended by") as caught:
+            await pool.run(WAYS[way], worker=1)
+        assert (caught.value.worker, caught.value.__cause__ is None) == (1, False)
+        for each in others:
+            with pytest.raises(WorkerDiedError):
+                await each
+        await elsewhere
+        assert await pool.run(number, worker=1) == 1
+        assert await pool.run(threading.get_ident, worker=1) != thread or not worker_threads()
+        assert [await pool.run(number) for _ in range(2)] == [0, 1]
+        statistics = pool.statistics()
+        assert (statistics.deaths, statistics.workers[1].deaths, statistics.workers[1].failed) == (1, 1, 4)
+        assert "worker 1 of the pool died" in caplog.text
+        assert "and is replaced" in caplog.text
+    assert worker_threads() == []
+
+
+async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
+    gate = threading.Event()
+    gate.set()
+
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        await asyncio.to_thread(gate.wait, 10)
+        yield
+
+    async with WorkerPool(device, 1, setup=setup) as pool:
+        gate.clear()
+        with pytest.raises(WorkerDiedError):
+            await pool.run(leave)
+        waiting = [asyncio.create_task(pool.run(number_later)) for _ in range(3)]
+        started, withdrawn = pool.start_soon(number), pool.start_soon(number)
+        assert withdrawn.cancel()
+        await asyncio.sleep(0.02)
+        assert [started.done(), withdrawn.done(), *(each.done() for each in waiting)] == [False] * 5
+        gate.set()
+        assert await asyncio.gather(*waiting) == [0, 0, 0]
+        assert await started.wait() == 0
+        assert withdrawn.cancelled()
+
+
+async def test_a_pool_that_is_to_fail_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    async def use() -> None:
+        async with WorkerPool(device, 2, on_worker_death="fail") as pool:
+            others = asyncio.create_task(pool.run(number_later, worker=1))
+            with pytest.raises(WorkerDiedError):
+                await pool.run(leave, worker=0)
+            assert await others == 1
+            for worker in (0, 1, None):
+                with pytest.raises(BrokenResourceError, match="is broken"):
+                    await pool.run(number, worker=worker)
+
+    with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died") as caught:
+        await use()
+    assert isinstance(caught.value.__cause__, WorkerDiedError)
+    assert (worker_threads(), "and is replaced" in caplog.text) == ([], False)
+
+
+async def test_one_that_cannot_be_replaced_breaks_the_pool(device: Device) -> None:
+    times = 0
+
+    @contextlib.asynccontextmanager
+    async def once(worker: Worker) -> AsyncIterator[None]:
+        nonlocal times
+        times += 1
+        if times > 1:
+            raise OSError("no more of these")
+        yield
+
+    async def use() -> None:
+        async with WorkerPool(device, 1, setup=once) as pool:
+            with pytest.raises(WorkerDiedError):
+                await pool.run(leave)
+            with contextlib.suppress(BrokenResourceError):
+                await pool.run(number)
+            with pytest.raises(BrokenResourceError):
+                await pool.run(number)
+
+    with pytest.raises(BrokenResourceError, match="no more of these"):
+        await use()
+    assert (times, worker_threads()) == (4, [])
+
+
+async def test_calls_wait_where_the_first_that_takes_the_place_dies(device: Device) -> None:
+    times = 0
+
+    @contextlib.asynccontextmanager
+    async def not_twice(worker: Worker) -> AsyncIterator[None]:
+        nonlocal times
+        times += 1
+        if times == 2:
+            await asyncio.sleep(0.05)
+            raise SystemExit
+        yield
+
+    async with WorkerPool(device, 1, setup=not_twice) as pool:
+        with pytest.raises(WorkerDiedError):
+            await pool.run(leave)
+        assert await pool.run(number) == 0
+        assert (times, pool.statistics().deaths) == (3, 2)
+
+
+# ---- Several
+
+
+async def test_a_pool_in_a_pool(device: Device, loop_name: str) -> None:
+    async def inner(outer: int) -> list[tuple[int, int]]:
+        def look() -> tuple[int, int]:
+            return outer, number()
+
+        async with WorkerPool(device, 2, loop=loop_name) as pool:
+            assert number() == outer
+            return [await pool.run(look) for _ in range(2)]
+
+    async with WorkerPool(device, 2, loop=loop_name) as pool:
+        assert await pool.map(inner, range(2)) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert worker_threads() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_thousand_pools_leave_nothing() -> None:
+    before = 0, 0
+    async with open_device("soft0") as device:
+        for round_ in range(1000):
+            async with WorkerPool(device, 2, loop=("asyncio", "uvloop")[round_ % 2]) as pool:
+                assert await pool.map(lambda _: number(), range(2)) == [0, 1]
+                if not round_ % 10:
+                    with pytest.raises(WorkerDiedError):
+                        await pool.run(leave)
+            if round_ == 20:
+                before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        assert not any(count for _, count in device.statistics().objects)
+
+
+@pytest.fixture(autouse=True)
+def _warnings() -> None:
+    warnings.simplefilter("error", ResourceWarning)

@@ -1,0 +1,101 @@
+"""Which worker a call goes to."""
+
+import collections
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs.placement import Key, LeastLoaded, PlacementPolicy, RoundRobin, rendezvous
+
+workers = st.sets(st.integers(0, 200), min_size=1, max_size=20).map(sorted)
+keys = st.one_of(st.text(), st.binary(), st.integers())
+KEYS = [f"object-{number}" for number in range(4000)]
+
+
+@st.composite
+def loaded(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    numbers = draw(workers)
+    return numbers, draw(st.lists(st.integers(0, 3), min_size=len(numbers), max_size=len(numbers)))
+
+
+@given(loaded())
+def test_a_policy_names_a_worker_that_is_there(case: tuple[list[int], list[int]]) -> None:
+    policies: list[PlacementPolicy] = [RoundRobin(), LeastLoaded()]
+    for policy in policies:
+        assert {policy.choose(*case) for _ in range(5)} <= set(case[0])
+
+
+@given(workers, st.integers(1, 4))
+def test_round_robin_is_even(numbers: list[int], rounds: int) -> None:
+    policy = RoundRobin()
+    chosen = [policy.choose(numbers, [0] * len(numbers)) for _ in range(len(numbers) * rounds)]
+    assert chosen == numbers * rounds
+
+
+@given(loaded())
+def test_the_least_loaded_is_no_more_loaded_than_others(case: tuple[list[int], list[int]]) -> None:
+    numbers, loads = case
+    assert loads[numbers.index(LeastLoaded().choose(numbers, loads))] == min(loads)
+
+
+@given(loaded())
+def test_those_with_equal_loads_take_turns(case: tuple[list[int], list[int]]) -> None:
+    numbers, loads = case
+    idle = [worker for worker, load in zip(numbers, loads, strict=True) if load == min(loads)]
+    policy = LeastLoaded()
+    chosen = [policy.choose(numbers, loads) for _ in range(2 * len(idle))]
+    assert collections.Counter(chosen) == dict.fromkeys(idle, 2)
+
+
+@given(keys, workers, st.data())
+def test_who_goes_moves_only_its_own_keys(key: Key, numbers: list[int], data: st.DataObject) -> None:
+    home = rendezvous(key, numbers)
+    assert home in numbers
+    gone = data.draw(st.sampled_from(numbers))
+    left = [worker for worker in numbers if worker != gone]
+    if gone != home:
+        assert rendezvous(key, left) == home
+    elif left:
+        assert rendezvous(key, left) in left
+
+
+@given(keys, workers, st.randoms())
+def test_the_order_of_the_workers_is_nothing(key: Key, numbers: list[int], random: object) -> None:
+    assert rendezvous(key, numbers[::-1]) == rendezvous(key, numbers)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 31])
+def test_workers_have_equal_parts_of_the_keys(count: int) -> None:
+    shares = collections.Counter(rendezvous(key, range(count)) for key in KEYS)
+    mean = len(KEYS) / count
+    assert len(shares) == count
+    assert all(abs(share - mean) < 5 * mean**0.5 for share in shares.values()), shares
+
+
+def test_the_keys_of_one_that_goes_are_spread() -> None:
+    moved = [key for key in KEYS if rendezvous(key, range(8)) == 3]
+    shares = collections.Counter(rendezvous(key, [0, 1, 2, 4, 5, 6, 7]) for key in moved)
+    mean = len(moved) / 7
+    assert all(abs(shares[worker] - mean) < 5 * mean**0.5 for worker in (0, 1, 2, 4, 5, 6, 7)), shares
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    code = f"from aioverbs.placement import rendezvous\nprint([rendezvous(k, range(16)) for k in {KEYS[:50]}])"
+    command = [sys.executable, "-c", code]
+    there = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    assert there.stdout.strip() == str([rendezvous(key, range(16)) for key in KEYS[:50]])
+    assert [rendezvous(key, range(1000)) for key in ("a", b"a", 1, -1, 2**70, "")] == [0, 0, 217, 943, 654, 224]
+
+
+def test_a_text_and_its_bytes_are_one_key_and_numbers_are_others() -> None:
+    assert rendezvous("é", range(1000)) == rendezvous("é".encode(), range(1000))
+    assert len({rendezvous(key, range(100_000)) for key in ("1", 1, -1, 2**64 + 1)}) == 4
+
+
+@pytest.mark.parametrize("key", [None, 1.5, ("a",), object()])
+def test_what_has_no_bytes_is_no_key(key: object) -> None:
+    with pytest.raises(TypeError, match="a key is a text, bytes or an integer"):
+        rendezvous(key, [0])  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""What worker processes are to do: they import it."""
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from aioverbs import AccessFlags, RemoteRegion, Worker, WorkerPool, current_worker, open_device
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="none")
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+def look() -> tuple[int, int, str, bool]:
+    worker = current_worker()
+    owner = worker.domain.owner
+    assert owner is not None
+    return os.getpid(), worker.number, type(asyncio.get_running_loop()).__module__.partition(".")[0], owner.owns()
+
+
+async def look_later() -> tuple[int, int, str, bool]:
+    await asyncio.sleep(0.001)
+    return look()
+
+
+async def write(data: bytes) -> bytes:
+    """By queue pairs of the worker's own."""
+    domain = current_worker().domain
+    async with (
+        domain.register(8192, ACCESS) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        region.buffer[: len(data)] = data
+        await near.write(region[: len(data)], region.remote()[4096 : 4096 + len(data)])
+        return bytes(region.buffer[4096 : 4096 + len(data)])
+
+
+async def write_there(remote: RemoteRegion, data: bytes) -> None:
+    """Into memory of the pool's process, through queue pairs of the worker's own."""
+    domain = current_worker().domain
+    async with (
+        domain.register(64) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        region.buffer[: len(data)] = data
+        await near.write(region[: len(data)], remote[: len(data)])
+
+
+def variable() -> str:
+    return VARIABLE.get()
+
+
+class Own(Exception):
+    """An error that goes by pickle."""
+
+
+class Stubborn(Exception):
+    """One that does not come out of it."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+async def fail(kind: str) -> object:
+    await asyncio.sleep(0)
+    match kind:
+        case "own":
+            raise Own("there")
+        case "stubborn":
+            raise Stubborn(1, 2)
+        case "lambda":
+            return lambda: None
+    raise AssertionError(kind)
+
+
+async def stay(folder: str) -> None:
+    """Until it is cancelled, and then a while."""
+    mark(folder, "begun")
+    try:
+        await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(0.02)
+        mark(folder, "ended")
+
+
+def mark(folder: str, what: str) -> None:
+    Path(folder, what).touch()
+
+
+async def cancel_myself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(30)
+
+
+def block(seconds: float, folder: str | None = None) -> None:
+    if folder is not None:
+        mark(folder, "blocking")
+    time.sleep(seconds)
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+async def leave_later() -> None:
+    await asyncio.sleep(0)
+    leave()
+
+
+async def stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(30)
+
+
+def fork_and_die() -> None:
+    """A child of the worker's outlives it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are what is tested
+        child = os.fork()
+    if child:
+        kill_myself()
+    time.sleep(2)
+    os._exit(0)
+
+
+@contextlib.asynccontextmanager
+async def setup(worker: Worker) -> AsyncIterator[str]:
+    yield f"of {worker.number}"
+
+
+@contextlib.asynccontextmanager
+async def refuse(worker: Worker) -> AsyncIterator[None]:
+    if worker.number == 1:
+        raise Own("not this one")
+    yield
+
+
+def state() -> object:
+    return current_worker().state
+
+
+async def inner(size: int) -> list[int]:
+    """A pool in a worker of a pool."""
+    async with open_device("soft0") as device, WorkerPool(device, size, processes=True) as pool:
+        return [each[1] for each in [await pool.run(look) for _ in range(size)]]

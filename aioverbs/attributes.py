@@ -14,6 +14,7 @@ __all__ = [
     "AllocatorUsage",
     "DeviceAttributes",
     "FaultRecord",
+    "FrameKind",
     "PortAttributes",
     "QpAttributes",
     "QpCapabilities",
@@ -227,17 +228,21 @@ class AllocatorStatistics:
     bookkeeping_bytes: int
 
 
+# What goes between a queue pair and its peer in another process: see `FaultPlan`.
+FrameKind = Literal["request_out", "answer_in", "request_in", "answer_out"]
+
+
 class FaultRecord(NamedTuple):
     """Something that the fault plan of the software device did.
 
     :param kind: a call of a verb that failed, a request or a receive that completed with an error, a message that was
-        lost.
+        lost; a frame that was lost, came twice or late, or at which its stream was cut.
     :param subject: the verb's name, or the queue pair's number.
     :param ordinal: which one it was, as the rule counts them; by chance, which draw.
-    :param value: the error number or the status; None for a loss.
+    :param value: the error number or the status; the kind of the frame; None for a loss.
     """
 
-    kind: Literal["verb", "request", "receive", "loss"]
+    kind: Literal["verb", "request", "receive", "loss", "drop", "duplicate", "delay", "cut"]
     subject: str | int
     ordinal: int
-    value: int | WcStatus | None
+    value: int | WcStatus | FrameKind | None

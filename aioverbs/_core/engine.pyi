@@ -8,6 +8,7 @@ from aioverbs.attributes import (
     AddressVector,
     DeviceAttributes,
     FaultRecord,
+    FrameKind,
     PortAttributes,
     QpAttributes,
     QpCapabilities,
@@ -374,6 +375,7 @@ class QueuePair(Handle):
 @disjoint_base
 class FaultPlan:
     verbs: ClassVar[tuple[str, ...]]
+    frames: ClassVar[tuple[FrameKind, ...]]
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def context(self) -> Context: ...
@@ -395,6 +397,52 @@ class FaultPlan:
     def lose_messages(self, qp: QueuePair | None = None, *, first: int = 1, every: int = 1, times: int = 1) -> None: ...
     def lose_messages_at_random(self, per_million: int) -> None: ...
     def jitter(self, max_ns: int) -> None: ...
+    def drop_frames(
+        self,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def duplicate_frames(
+        self,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def delay_frames(
+        self,
+        delay_ns: int,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def cut_at_frames(
+        self,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def disturb_frames_at_random(
+        self, *, drop: int = 0, duplicate: int = 0, delay: int = 0, cut: int = 0, max_delay_ns: int = 0
+    ) -> None: ...
+    def cut_streams(self, peer: bytes | None = None) -> int: ...
+    def stall_streams(self, peer: bytes | None = None, on: bool = True) -> int: ...
     def hold(self, qp: QueuePair | None = None) -> None: ...
     def held(self) -> int: ...
     def release(self, count: int = 0, *, shuffled: bool = False) -> int: ...

@@ -72,7 +72,7 @@ cdef class Context(Handle):
         :param address: which one: None for "soft0"; else an IP address, 4 or 16 bytes, and a TCP port, by which other
             hosts find it.
         :param settings: `SoftSettings` for its peers in other processes, taken over where no other context of it is
-            open; None: what the environment of the process says.
+            open; None: as where the environment says nothing of them.
         :raises ValueError: `delay_ns` is negative, or given without `engine`; `address` is none.
         :raises VerbsError: with EINVAL where no device can have the address; with what listening there answers, as
             EADDRINUSE; with EMFILE or ENOMEM.

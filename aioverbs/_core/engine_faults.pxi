@@ -5,6 +5,10 @@ cdef object _record_kinds = {
     int(v.SOFT_RECORD_REQUEST): "request",
     int(v.SOFT_RECORD_RECEIVE): "receive",
     int(v.SOFT_RECORD_LOSS): "loss",
+    int(v.SOFT_RECORD_DROP): "drop",
+    int(v.SOFT_RECORD_DUPLICATE): "duplicate",
+    int(v.SOFT_RECORD_DELAY): "delay",
+    int(v.SOFT_RECORD_CUT): "cut",
 }
 cdef object _verb_numbers = {
     v.soft_verb_name(<v.soft_verb>number).decode(): number for number in range(v.SOFT_ANY_VERB)
@@ -29,10 +33,13 @@ cdef class FaultPlan:
     and VerbsError with ENOMEM where there is no memory for a rule; then the plan is as it was. Error numbers are those
     of `errno`, chances are of 1,000,000, times are in nanoseconds.
 
-    `verbs` has the names of the verbs, as ``"create_qp"``.
+    `verbs` has the names of the verbs, as ``"create_qp"``; `frames` has the kinds of what goes to and fro between a
+    queue pair and its peer in another process: its own requests, ``"request_out"``, and what is answered to these,
+    ``"answer_in"``; the peer's requests and the answers to these, ``"request_in"`` and ``"answer_out"``.
     """
 
     verbs = tuple(_verb_numbers)
+    frames = ("request_out", "answer_in", "request_in", "answer_out")
 
     def __cinit__(self, Context context not None):
         self.context = context
@@ -144,6 +151,88 @@ cdef class FaultPlan:
             self.context._leave()
         self.context._check("soft_fault_jitter", error)
 
+    # ---- frames: what goes between devices of different processes
+    #
+    # A long message goes in several frames; one answer may acknowledge many requests. Rules are about the frames of a
+    # kind, or of all kinds, counted together; of a queue pair, or of all of this context; to and from the device with
+    # the GID `peer`, 16 bytes as in `Endpoint.gid`, or any.
+
+    def drop_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
+        """Frames are lost."""
+        _disturb(self, v.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
+
+    def duplicate_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
+        """Frames come a second time, soon after the first."""
+        _disturb(self, v.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
+
+    def delay_frames(self, delay_ns, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
+        """Frames come so much later; those that follow overtake them.
+
+        A stream keeps 4 MiB of them; what is more is lost.
+        """
+        cdef uint64_t delay = _check_range("delay_ns", delay_ns, 0, (1 << 63) - 1)
+        _disturb(self, v.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
+
+    def cut_at_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
+        """The stream is cut as such a frame comes, which is lost with all that is on its way there."""
+        _disturb(self, v.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
+
+    def disturb_frames_at_random(self, *, drop=0, duplicate=0, delay=0, cut=0, max_delay_ns=0):
+        """Each frame meets with one of these with its chance, delays of up to `max_delay_ns`; without any it ends.
+
+        :raises ValueError: also where the chances are more than 1,000,000 together.
+        """
+        cdef uint32_t chances[v.SOFT_MISHAPS]
+        cdef uint64_t most = _check_range("max_delay_ns", max_delay_ns, 0, (1 << 63) - 1)
+        cdef int error
+        chances[<int>v.SOFT_DROP] = _check_range("drop", drop, 0, MILLION)
+        chances[<int>v.SOFT_DUPLICATE] = _check_range("duplicate", duplicate, 0, MILLION)
+        chances[<int>v.SOFT_DELAY] = _check_range("delay", delay, 0, MILLION)
+        chances[<int>v.SOFT_CUT] = _check_range("cut", cut, 0, MILLION)
+        _check_range("the sum of all chances", drop + duplicate + delay + cut, 0, MILLION)
+        self.context._enter()
+        try:
+            error = v.soft_fault_frames_at_random(self.context.pointer, chances, most)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_frames_at_random", error)
+
+    def cut_streams(self, peer=None):
+        """Cut all connections of the device with a peer, or with all, as they are now; how many there were.
+
+        They are of all contexts of the device. Those that are needed again are connected again.
+        """
+        cdef bytes gid = _check_gid(peer)
+        cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
+        cdef unsigned int count = 0
+        cdef int error
+        self.context._enter()
+        try:
+            with nogil:
+                error = v.soft_fault_cut(self.context.pointer, where, &count)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_cut", error)
+        return count
+
+    def stall_streams(self, peer=None, bint on=True):
+        """Read nothing more of the connections with a peer, or with all, that there are now; how many there were.
+
+        That lasts as long as they do, or until it is called with `on` false. To either side the other seems silent.
+        """
+        cdef bytes gid = _check_gid(peer)
+        cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
+        cdef unsigned int count = 0
+        cdef int error
+        self.context._enter()
+        try:
+            with nogil:
+                error = v.soft_fault_stall(self.context.pointer, where, on, &count)
+        finally:
+            self.context._leave()
+        self.context._check("soft_fault_stall", error)
+        return count
+
     # ---- completions
 
     def hold(self, QueuePair qp=None):
@@ -191,7 +280,7 @@ cdef class FaultPlan:
         self.context._leave()
 
     def clear(self):
-        """Forget all rules and let all completions go. Calls go on being counted."""
+        """Forget all rules and let all completions go. Calls go on being counted, delayed frames come in their time."""
         self.context._enter()
         v.soft_fault_clear(self.context.pointer)
         self.context._leave()
@@ -291,6 +380,27 @@ cdef class FaultPlan:
         return number
 
 
+cdef int _disturb(
+    FaultPlan plan, v.soft_mishap mishap, kind, QueuePair qp, peer, uint64_t delay_ns, v.soft_strike strike
+) except -1:
+    cdef v.soft_frame_fault fault
+    cdef bytes gid = _check_gid(peer)
+    cdef int error
+    fault.mishap = mishap
+    fault.kinds = _frame_kinds(kind)
+    fault.gid = NULL if gid is None else <uint8_t *><char *>gid
+    fault.delay_ns = delay_ns
+    fault.strike = strike
+    plan.context._enter()
+    try:
+        fault.qp_num = plan._number(qp)
+        error = v.soft_fault_frames(plan.context.pointer, &fault)
+    finally:
+        plan.context._leave()
+    plan.context._check("soft_fault_frames", error)
+    return 0
+
+
 cdef object _check_range(str name, value, least, most):
     value = PyNumber_Index(value)
     if not least <= value <= most:
@@ -315,10 +425,31 @@ cdef int _verb_number(verb) except -1:
     return number
 
 
+cdef unsigned int _frame_kinds(kind) except 0:
+    if kind is None:
+        return (1 << <int>v.SOFT_FRAME_KINDS) - 1
+    if kind not in FaultPlan.frames:
+        raise ValueError(f"{kind!r} is no kind of frame; these are: {', '.join(FaultPlan.frames)}")
+    return 1 << <int>FaultPlan.frames.index(kind)
+
+
+cdef bytes _check_gid(peer):
+    if peer is None:
+        return None
+    if not isinstance(peer, bytes) or len(peer) != 16:
+        raise ValueError(f"a peer is known by its GID, 16 bytes as Endpoint.gid has them, not by {peer!r}")
+    return peer
+
+
 cdef object _record(v.soft_fault_record *record):
     kind = _record_kinds[<int>record.what]
     if kind == "verb":
         name = FaultPlan.verbs[record.which]
         return FaultRecord(kind, name, record.ordinal, record.value)
-    value = WcStatus(record.value) if kind != "loss" else None
+    if kind == "loss":
+        value = None
+    elif kind in ("request", "receive"):
+        value = WcStatus(record.value)
+    else:
+        value = FaultPlan.frames[record.value]
     return FaultRecord(kind, record.which, record.ordinal, value)

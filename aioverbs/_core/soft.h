@@ -81,6 +81,7 @@ struct soft_device {
     struct soft_device *next;      /* const: the one that was made before */
     struct soft_address address;   /* const */
     union ibv_gid gids[SOFT_GIDS]; /* const, and nobody else's */
+    int reserved;                  /* const: a socket by whose name others know that the second one is taken, or -1 */
     struct soft_table qps;         /* struct soft_qp by number */
     struct soft_table keys;        /* struct soft_key by key >> 8: memory regions and windows */
     struct soft_table srqs;        /* struct soft_srq by number */
@@ -214,6 +215,9 @@ void soft_device_name(const struct soft_address *address, char *name, size_t siz
 
 /* Fills the GIDs of a device that has its address. 0 or an errno. */
 int soft_gids_init(struct soft_device *device);
+
+/* A socket, which is owned: as long as it is open others are told EADDRINUSE. -1 and errno. */
+int soft_gid_reserve(const union ibv_gid *gid);
 bool soft_gid_is_local(const struct soft_device *device, const union ibv_gid *gid);
 
 /* Whether it is made of an IPv4 address, which its last four bytes are; bytes 8 and 9 may be a port. */
@@ -408,7 +412,7 @@ struct soft_channel {
     struct ibv_comp_channel channel; /* its fd is of an epoll, with event_fd in it, and the fabric's where it leads */
     int event_fd;                    /* an eventfd, readable while the list is not empty */
     pthread_mutex_t lock;            /* guards the list */
-    struct soft_cq *first, *last; /* queues with events that nobody took yet */
+    struct soft_cq *first, *last;    /* queues with events that nobody took yet */
     atomic_uint references;
 };
 
@@ -658,6 +662,7 @@ struct soft_outbound {
     uint32_t token; /* of this life of the queue pair: an answer to an earlier one is none */
     uint32_t sent, offset;
     uint32_t psn;      /* of the next part */
+    uint32_t fresh;    /* what has a sequence number before this one was sent before: the peer may know parts of it */
     uint32_t answered; /* bytes of the read at sq.taken */
     uint32_t reads;    /* reads and atomics under way, that at `sent` included when a part of it is */
     uint64_t
@@ -716,6 +721,7 @@ struct soft_qp {
     struct soft_event_source events;
     struct soft_waiter waiter;             /* for room on a link to a remote peer */
     struct soft_fault_counts fault_counts; /* under the fault plan's lock */
+    struct soft_frame_counts frame_counts; /* under its lock of frames */
 };
 
 static inline struct soft_qp *to_soft_qp(struct ibv_qp *qp)

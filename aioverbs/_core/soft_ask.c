@@ -34,6 +34,17 @@ static uint64_t timeout_from_now(const struct soft_qp *qp)
     return qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX;
 }
 
+static uint32_t distance(uint32_t from, uint32_t to)
+{
+    return (to - from) & SOFT_PSN_MASK;
+}
+
+/* One sequence number and another, between which no more lie than can be under way. */
+static bool is_before(uint32_t one, uint32_t other)
+{
+    return one != other && distance(one, other) <= SOFT_PSN_MASK / 2;
+}
+
 /* The request at sq.taken is tried now, if not well. */
 static void expect_answer(struct soft_qp *qp)
 {
@@ -162,7 +173,8 @@ static void aim(struct part *part, const struct soft_qp *qp, const struct soft_w
         frame->srqn = wqe->remote_srqn;
 }
 
-/* Has the peer move it: false where all leases are in use, or it cannot. */
+/* Has the peer move it: false where all leases are in use, or it cannot; or where it was sent before: its parts are to
+ * be no larger than they were, for the peer may have done some of them. */
 static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const struct soft_request *request)
 {
     struct soft_frame_segment segments[SOFT_MAX_SGE];
@@ -171,8 +183,8 @@ static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const st
     uint32_t left = request->length - frame->offset;
     unsigned int i;
 
-    if (left < DIRECT_BYTES || out->moving_count == SOFT_MOVING || !soft_is_reliable(qp) ||
-        (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
+    if (left < DIRECT_BYTES || is_before(out->psn, out->fresh) || out->moving_count == SOFT_MOVING ||
+        !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
         soft_lease_open(qp->link, &frame->lease, &frame->serial))
         return false;
     frame->flags |= SOFT_FRAME_DIRECT;
@@ -247,6 +259,8 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
         atomic_fetch_add(&qp->context->device->moving, 1);
     }
     out->psn = (last_psn + 1) & SOFT_PSN_MASK;
+    if (is_before(out->fresh, out->psn))
+        out->fresh = out->psn;
     if (!part.frame.offset && soft_is_answered(wqe->opcode))
         out->reads++;
     out->offset += part.frame.part;
@@ -424,11 +438,6 @@ uint64_t soft_ask(struct soft_qp *qp)
 
 /* ---- Answers ----------------------------------------------------------------------------------------------- */
 
-static uint32_t distance(uint32_t from, uint32_t to)
-{
-    return (to - from) & SOFT_PSN_MASK;
-}
-
 /* The peer made progress: what is left has all its time and all its repetitions again. */
 static void progressed(struct soft_qp *qp)
 {
@@ -502,11 +511,11 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
     if (!soft_is_answered(wqe->opcode))
         return true;
     length = length_of(wqe);
-    if (frame->part > length - qp->out.answered)
-        return false;
     last = qp->next_psn + soft_packets(qp, qp->out.answered + frame->part) - 1;
     if (distance(last, frame->psn)) /* one before it was lost, or it is a repetition */
         return true;
+    if (frame->part > length - qp->out.answered)
+        return false;
     if (!(frame->flags & SOFT_FRAME_DIRECT))
         status = take(qp, wqe, qp->out.answered, payload, frame->part);
     if (status == IBV_WC_SUCCESS) {
@@ -527,6 +536,7 @@ static void not_ready(struct soft_qp *qp, uint64_t delay_ns)
     uint32_t rnr_left = qp->rnr_left;
 
     go_back(qp);
+    qp->out.fresh = qp->out.psn;                /* the peer did nothing of it, nor of what follows */
     if (qp->attr.rnr_retry != 7 && !rnr_left) { /* 7: without end */
         qp->waiting = false;
         finish(qp, entry(qp, qp->sq.taken), IBV_WC_RNR_RETRY_EXC_ERR, 0);

@@ -1,6 +1,8 @@
 /* The devices of this process, their contexts, and what happens to them. */
 #define _GNU_SOURCE
 #include "soft.h"
+#include "soft_descriptors.h"
+#include "soft_settings.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -40,14 +42,19 @@ static struct soft_device *device_new(const struct soft_address *address)
         return NULL;
     device->address = *address;
     error = soft_gids_init(device);
-    if (!error &&
-        (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
-         soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
-         soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) || pthread_mutex_init(&device->lock, NULL)))
+    if (error) {
+        free(device);
+        errno = error;
+        return NULL;
+    }
+    if (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
+        soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
+        soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) || pthread_mutex_init(&device->lock, NULL))
         error = ENOMEM;
-    if (!error)
+    if (!error) /* the last that can fail: it is never freed */
         error = soft_fabric_new(device, &soft_remote_user);
     if (error) {
+        soft_descriptor_close(device->reserved);
         free(device);
         errno = error;
         return NULL;
@@ -82,10 +89,12 @@ static struct soft_device *device_get(const struct soft_address *address)
 static void link_context(struct soft_context *context, const struct soft_settings *settings)
 {
     struct soft_device *device = context->device;
+    struct soft_settings usual;
 
+    soft_settings_default(&usual);
     pthread_mutex_lock(&device->lock);
-    if (!device->first && settings)
-        soft_fabric_configure(device, settings);
+    if (!device->first)
+        soft_fabric_configure(device, settings ? settings : &usual);
     context->next = device->first;
     context->link = &device->first;
     if (context->next)

@@ -31,7 +31,7 @@ struct soft_options {
     enum soft_mode mode;
     uint64_t delay_ns;           /* engine mode only */
     struct soft_address address; /* which device of this process: "soft0", or for each address one more */
-    /* Of the fabric, taken over by who opens the device while nobody else has it open; NULL: the environment's. */
+    /* Of the fabric, taken over by who opens the device while nobody else has it open; NULL: soft_settings_default. */
     const struct soft_settings *settings;
     char *why; /* NULL, or SOFT_WHY characters for what errno does not tell where opening fails; "" where it does */
 };
@@ -47,7 +47,7 @@ struct soft_counts {
 extern const struct verbs_table soft_verbs;
 
 /* NULL and errno: EINVAL (mode; a delay in inline mode; an address that no host has for its own, or that is that of one
- * network interface only; what the environment says), ENOMEM, EMFILE; with an address, why nobody can be let in there,
+ * network interface only), ENOMEM, EMFILE; with an address, why nobody can be let in there,
  * such as EADDRINUSE and EADDRNOTAVAIL. */
 struct ibv_context *soft_open(const struct soft_options *options);
 

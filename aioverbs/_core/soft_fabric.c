@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include "soft.h"
 #include "soft_address.h"
@@ -30,13 +31,17 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
     fabric->user = user;
     fabric->port = device->address.family ? device->address.port : 0;
     fabric->entry.fd = fabric->epoll = -1;
+    fabric->held_at = UINT64_MAX;
     fabric->wake = (struct soft_watch){SOFT_WATCH_WAKE, -1};
     fabric->unix_watch = (struct soft_watch){SOFT_WATCH_UNIX, -1};
     fabric->tcp_watch = (struct soft_watch){SOFT_WATCH_TCP, -1};
-    fabric->settings_error = soft_settings_read(&fabric->settings, fabric->error, sizeof(fabric->error));
+    fabric->timer = (struct soft_watch){SOFT_WATCH_TIMER, -1};
+    soft_settings_default(&fabric->settings);
     error = pthread_mutex_init(&fabric->setup, NULL);
     if (!error)
         error = pthread_mutex_init(&fabric->progress, NULL);
+    if (!error)
+        error = pthread_mutex_init(&fabric->held, NULL);
     if (!error)
         error = pthread_mutex_init(&fabric->links, NULL);
     if (!error)
@@ -55,7 +60,6 @@ void soft_fabric_configure(struct soft_device *device, const struct soft_setting
     pthread_mutex_lock(&fabric->setup);
     if (!fabric->running) {
         fabric->settings = *settings;
-        fabric->settings_error = 0;
         fabric->error[0] = 0;
     }
     pthread_mutex_unlock(&fabric->setup);
@@ -78,21 +82,28 @@ static int watch(struct soft_fabric *fabric, struct soft_watch *what, int fd)
 
 static int make_descriptors(struct soft_fabric *fabric)
 {
-    int wake, error;
+    int wake, timer, error;
 
     soft_descriptors_hold();
     fabric->epoll = soft_descriptor_own(epoll_create1(EPOLL_CLOEXEC));
     wake = fabric->epoll < 0 ? -1 : soft_descriptor_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    error = wake < 0 ? errno : 0;
+    timer = wake < 0 ? -1 : soft_descriptor_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    error = timer < 0 ? errno : 0;
+    fabric->wake.fd = wake;
+    fabric->timer.fd = timer;
     soft_descriptors_release();
-    return error ? error : watch(fabric, &fabric->wake, wake);
+    if (!error)
+        error = watch(fabric, &fabric->wake, wake);
+    return error ? error : watch(fabric, &fabric->timer, timer);
 }
 
 static void drop_descriptors(struct soft_fabric *fabric)
 {
+    soft_descriptor_close(fabric->timer.fd);
     soft_descriptor_close(fabric->wake.fd);
     soft_descriptor_close(fabric->epoll);
-    fabric->wake.fd = fabric->epoll = -1;
+    fabric->timer.fd = fabric->wake.fd = fabric->epoll = -1;
+    fabric->held_at = UINT64_MAX;
 }
 
 /* Signals are for the user's threads. */
@@ -119,8 +130,8 @@ static int start(struct soft_fabric *fabric)
 
     if (fabric->running)
         return 0;
-    if (fabric->settings_error || fabric->halted)
-        return fabric->settings_error ? fabric->settings_error : ECANCELED;
+    if (fabric->halted)
+        return ECANCELED;
     error = make_descriptors(fabric);
     atomic_store(&fabric->stop, false);
     if (!error)
@@ -215,7 +226,7 @@ int soft_fabric_listen(struct soft_device *device)
 
     pthread_mutex_lock(&fabric->setup);
     error = start(fabric);
-    if (error && !fabric->settings_error)
+    if (error)
         snprintf(fabric->error, sizeof(fabric->error), "the thread does not start: %s", strerror(error));
     if (!error && !fabric->listening) {
         pthread_mutex_lock(&fabric->progress); /* who reads looks at the listeners */

@@ -90,7 +90,7 @@ void soft_fabric_resign(struct soft_device *device, const struct soft_channel *c
 /* ---- Links: the way to a remote GID -------------------------------------------------------------------------- */
 
 /* Finds or makes it, and counts the caller; any lock but a stream's may be held. Nothing is connected before the first
- * send. NULL and errno: ENOMEM, EINVAL (of the settings: soft_fabric_error), or why the thread does not start. */
+ * send. NULL and errno: ENOMEM, or why the thread does not start. */
 struct soft_link *soft_link_get(struct soft_device *device, const union ibv_gid *remote);
 void soft_link_put(struct soft_link *link);
 

@@ -4,20 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MILLION 1000000u
-
-/* What a rule is about, and to whom it happened: an `enum soft_verb` or a queue pair's number, or `any`. */
-enum subject { OF_CALLS, OF_REQUESTS, OF_RECEIVES, OF_LOSSES };
-
-struct soft_fault_rule {
-    struct soft_fault_rule *next;
-    enum subject subject;
-    uint32_t which, any;
-    struct soft_strike strike;
-    uint64_t seen, struck;
-    uint32_t value, vendor_err; /* errno or status */
-};
-
 /* ---- The plan -------------------------------------------------------------------------------------------- */
 
 struct soft_faults *soft_faults_new(uint64_t first_serial)
@@ -26,15 +12,22 @@ struct soft_faults *soft_faults_new(uint64_t first_serial)
 
     if (plan && pthread_mutex_init(&plan->lock, NULL)) {
         free(plan);
-        plan = NULL;
+        return NULL;
+    }
+    if (plan && pthread_mutex_init(&plan->frames, NULL)) {
+        pthread_mutex_destroy(&plan->lock);
+        free(plan);
+        return NULL;
     }
     if (plan)
         plan->first_serial = first_serial;
     return plan;
 }
 
-static void drop_rules(struct soft_faults *plan)
+static void drop_rules(struct soft_context *context)
 {
+    struct soft_faults *plan = context->faults;
+
     while (plan->rules) {
         struct soft_fault_rule *rule = plan->rules;
 
@@ -43,6 +36,9 @@ static void drop_rules(struct soft_faults *plan)
     }
     plan->verbs_per_million = plan->loss_per_million = 0;
     plan->jitter_ns = 0;
+    pthread_mutex_lock(&plan->frames);
+    soft_fault_drop_frame_rules(context);
+    pthread_mutex_unlock(&plan->frames);
 }
 
 /* When no queue is left in the context, and so nothing is held. */
@@ -50,9 +46,10 @@ void soft_faults_free(struct soft_context *context)
 {
     struct soft_faults *plan = context->faults;
 
-    drop_rules(plan);
+    drop_rules(context);
     soft_fault_let_go(context);
     free(plan->records);
+    pthread_mutex_destroy(&plan->frames);
     pthread_mutex_destroy(&plan->lock);
     free(plan);
 }
@@ -96,12 +93,6 @@ uint64_t soft_fault_draw(const struct soft_faults *plan, enum soft_fault_chance 
     return mix(mix(mix(mix(plan->seed) ^ chance) ^ which) ^ ordinal);
 }
 
-/* Certain with a million, never with 0. */
-static bool happens(uint64_t drawn, uint32_t per_million)
-{
-    return ((drawn >> 32) * MILLION >> 32) < per_million;
-}
-
 /* What this queue pair was drawn for since the last seed. */
 static struct soft_fault_counts *counts_of(const struct soft_faults *plan, struct soft_qp *qp)
 {
@@ -113,7 +104,7 @@ static struct soft_fault_counts *counts_of(const struct soft_faults *plan, struc
 /* ---- Rules ----------------------------------------------------------------------------------------------- */
 
 /* A rule without `every` is gone after its first strike, and asked no more. */
-static bool strikes(struct soft_fault_rule *rule)
+bool soft_fault_strikes(struct soft_fault_rule *rule)
 {
     const struct soft_strike *strike = &rule->strike;
     uint64_t ordinal = ++rule->seen;
@@ -126,11 +117,6 @@ static bool strikes(struct soft_fault_rule *rule)
     return true;
 }
 
-static bool is_spent(const struct soft_fault_rule *rule)
-{
-    return rule->struck && (!rule->strike.every || rule->struck == rule->strike.times);
-}
-
 struct verdict {
     bool struck;
     uint32_t value, vendor_err;
@@ -138,16 +124,16 @@ struct verdict {
 };
 
 /* All rules about this count it; the oldest of those that strike decides. */
-static struct verdict consult(struct soft_faults *plan, enum subject subject, uint32_t which)
+static struct verdict consult(struct soft_faults *plan, enum soft_fault_subject subject, uint32_t which)
 {
     struct soft_fault_rule **link = &plan->rules, *rule;
     struct verdict verdict = {0};
 
     while ((rule = *link)) {
-        if (rule->subject == subject && (rule->which == which || rule->which == rule->any) && strikes(rule) &&
-            !verdict.struck)
+        if (rule->subject == subject && (rule->which == which || rule->which == rule->any) &&
+            soft_fault_strikes(rule) && !verdict.struck)
             verdict = (struct verdict){true, rule->value, rule->vendor_err, rule->seen};
-        if (is_spent(rule)) {
+        if (soft_fault_is_spent(rule)) {
             *link = rule->next;
             free(rule);
         } else {
@@ -157,19 +143,30 @@ static struct verdict consult(struct soft_faults *plan, enum subject subject, ui
     return verdict;
 }
 
-static void record(struct soft_faults *plan, struct soft_fault_record what)
+void soft_fault_note_frame(struct soft_faults *plan, struct soft_fault_record what)
 {
     if (plan->record_count < SOFT_FAULT_RECORDS)
         plan->records[plan->record_count] = what;
     plan->record_count++;
 }
 
-/* Before anything is planned that will be recorded. */
-static int make_records(struct soft_faults *plan)
+void soft_fault_note(struct soft_faults *plan, struct soft_fault_record what)
 {
+    pthread_mutex_lock(&plan->frames);
+    soft_fault_note_frame(plan, what);
+    pthread_mutex_unlock(&plan->frames);
+}
+
+int soft_fault_make_records(struct soft_faults *plan)
+{
+    bool made;
+
+    pthread_mutex_lock(&plan->frames);
     if (!plan->records)
         plan->records = calloc(SOFT_FAULT_RECORDS, sizeof(*plan->records));
-    return plan->records ? 0 : ENOMEM;
+    made = plan->records;
+    pthread_mutex_unlock(&plan->frames);
+    return made ? 0 : ENOMEM;
 }
 
 static int add_rule(struct ibv_context *ibv_context, const struct soft_fault_rule *like)
@@ -184,7 +181,7 @@ static int add_rule(struct ibv_context *ibv_context, const struct soft_fault_rul
     plan = soft_fault_enter(context);
     if (!plan)
         return ENODEV;
-    error = make_records(plan);
+    error = soft_fault_make_records(plan);
     rule = error ? NULL : malloc(sizeof(*rule));
     if (rule) {
         *rule = *like;
@@ -198,7 +195,7 @@ static int add_rule(struct ibv_context *ibv_context, const struct soft_fault_rul
 
 int soft_fault_verb(struct ibv_context *context, enum soft_verb verb, struct soft_strike strike, int error)
 {
-    struct soft_fault_rule rule = {.subject = OF_CALLS, .which = verb, .any = SOFT_ANY_VERB, .strike = strike};
+    struct soft_fault_rule rule = {.subject = SOFT_OF_CALLS, .which = verb, .any = SOFT_ANY_VERB, .strike = strike};
 
     if (verb > SOFT_ANY_VERB || error <= 0)
         return EINVAL;
@@ -210,7 +207,7 @@ int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receiv
                        enum ibv_wc_status status, uint32_t vendor_err)
 {
     struct soft_fault_rule rule = {
-        .subject = receives ? OF_RECEIVES : OF_REQUESTS,
+        .subject = receives ? SOFT_OF_RECEIVES : SOFT_OF_REQUESTS,
         .which = qp_num,
         .strike = strike,
         .value = status,
@@ -224,7 +221,7 @@ int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receiv
 
 int soft_fault_loss(struct ibv_context *context, uint32_t qp_num, struct soft_strike strike)
 {
-    struct soft_fault_rule rule = {.subject = OF_LOSSES, .which = qp_num, .strike = strike};
+    struct soft_fault_rule rule = {.subject = SOFT_OF_LOSSES, .which = qp_num, .strike = strike};
 
     return add_rule(context, &rule);
 }
@@ -237,12 +234,12 @@ int soft_fault_verbs_at_random(struct ibv_context *ibv_context, uint32_t per_mil
     struct soft_faults *plan;
     int failed;
 
-    if (per_million > MILLION || (per_million && error <= 0))
+    if (per_million > SOFT_MILLION || (per_million && error <= 0))
         return EINVAL;
     plan = soft_fault_enter(context);
     if (!plan)
         return ENODEV;
-    failed = make_records(plan);
+    failed = soft_fault_make_records(plan);
     if (!failed) {
         plan->verbs_per_million = per_million;
         plan->verbs_error = error;
@@ -257,12 +254,12 @@ int soft_fault_loss_at_random(struct ibv_context *ibv_context, uint32_t per_mill
     struct soft_faults *plan;
     int failed;
 
-    if (per_million > MILLION)
+    if (per_million > SOFT_MILLION)
         return EINVAL;
     plan = soft_fault_enter(context);
     if (!plan)
         return ENODEV;
-    failed = make_records(plan);
+    failed = soft_fault_make_records(plan);
     if (!failed)
         plan->loss_per_million = per_million;
     soft_fault_leave(context);
@@ -291,9 +288,11 @@ void soft_fault_seed(struct ibv_context *ibv_context, uint64_t seed)
 
     if (!plan)
         return;
+    pthread_mutex_lock(&plan->frames);
     plan->seed = seed;
     plan->epoch++;
     plan->first_serial = atomic_load(&context->device->serial);
+    pthread_mutex_unlock(&plan->frames);
     plan->releases = 0;
     memset(plan->drawn, 0, sizeof(plan->drawn));
     soft_fault_leave(context);
@@ -306,7 +305,7 @@ void soft_fault_clear(struct ibv_context *ibv_context)
 
     if (!plan)
         return;
-    drop_rules(plan);
+    drop_rules(context);
     soft_fault_let_go(context);
     soft_fault_leave(context);
 }
@@ -361,10 +360,12 @@ size_t soft_fault_records(struct ibv_context *ibv_context, size_t from, struct s
 
     if (!plan)
         return 0;
+    pthread_mutex_lock(&plan->frames);
     count = plan->record_count;
     kept = count < SOFT_FAULT_RECORDS ? count : SOFT_FAULT_RECORDS;
     if (from < kept && room)
         memcpy(records, &plan->records[from], (room < kept - from ? room : kept - from) * sizeof(*records));
+    pthread_mutex_unlock(&plan->frames);
     soft_fault_leave(context);
     return count;
 }
@@ -408,15 +409,16 @@ int soft_fault_refusal(struct soft_context *context, enum soft_verb verb)
     plan = soft_fault_enter(context);
     if (plan->counting)
         plan->calls[verb]++;
-    verdict = consult(plan, OF_CALLS, verb);
+    verdict = consult(plan, SOFT_OF_CALLS, verb);
     if (plan->verbs_per_million) {
         uint64_t ordinal = ++plan->drawn[verb];
 
-        if (!verdict.struck && happens(soft_fault_draw(plan, SOFT_CHANCE_VERB, verb, ordinal), plan->verbs_per_million))
+        if (!verdict.struck &&
+            soft_fault_happens(soft_fault_draw(plan, SOFT_CHANCE_VERB, verb, ordinal), plan->verbs_per_million))
             verdict = (struct verdict){true, (uint32_t)plan->verbs_error, 0, ordinal};
     }
     if (verdict.struck)
-        record(plan, (struct soft_fault_record){SOFT_RECORD_VERB, verb, verdict.ordinal, verdict.value});
+        soft_fault_note(plan, (struct soft_fault_record){SOFT_RECORD_VERB, verb, verdict.ordinal, verdict.value});
     soft_fault_leave(context);
     return (int)verdict.value;
 }
@@ -424,11 +426,11 @@ int soft_fault_refusal(struct soft_context *context, enum soft_verb verb)
 enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err)
 {
     struct soft_faults *plan = soft_fault_enter(qp->context);
-    struct verdict verdict = consult(plan, receive ? OF_RECEIVES : OF_REQUESTS, qp->qp.qp_num);
+    struct verdict verdict = consult(plan, receive ? SOFT_OF_RECEIVES : SOFT_OF_REQUESTS, qp->qp.qp_num);
 
     if (verdict.struck)
-        record(plan, (struct soft_fault_record){receive ? SOFT_RECORD_RECEIVE : SOFT_RECORD_REQUEST, qp->qp.qp_num,
-                                                verdict.ordinal, verdict.value});
+        soft_fault_note(plan, (struct soft_fault_record){receive ? SOFT_RECORD_RECEIVE : SOFT_RECORD_REQUEST,
+                                                         qp->qp.qp_num, verdict.ordinal, verdict.value});
     soft_fault_leave(qp->context);
     *vendor_err = verdict.vendor_err;
     return (enum ibv_wc_status)verdict.value;
@@ -437,17 +439,17 @@ enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t 
 bool soft_fault_loses(struct soft_qp *qp)
 {
     struct soft_faults *plan = soft_fault_enter(qp->context);
-    struct verdict verdict = consult(plan, OF_LOSSES, qp->qp.qp_num);
+    struct verdict verdict = consult(plan, SOFT_OF_LOSSES, qp->qp.qp_num);
 
     if (plan->loss_per_million) {
         uint64_t ordinal = ++counts_of(plan, qp)->attempts;
         uint64_t drawn = soft_fault_draw(plan, SOFT_CHANCE_LOSS, soft_fault_index(plan, qp), ordinal);
 
-        if (!verdict.struck && happens(drawn, plan->loss_per_million))
+        if (!verdict.struck && soft_fault_happens(drawn, plan->loss_per_million))
             verdict = (struct verdict){true, 0, 0, ordinal};
     }
     if (verdict.struck)
-        record(plan, (struct soft_fault_record){SOFT_RECORD_LOSS, qp->qp.qp_num, verdict.ordinal, 0});
+        soft_fault_note(plan, (struct soft_fault_record){SOFT_RECORD_LOSS, qp->qp.qp_num, verdict.ordinal, 0});
     soft_fault_leave(qp->context);
     return verdict.struck;
 }

@@ -80,10 +80,19 @@ struct soft_strike {
 };
 
 struct soft_fault_record {
-    enum { SOFT_RECORD_VERB, SOFT_RECORD_REQUEST, SOFT_RECORD_RECEIVE, SOFT_RECORD_LOSS } what;
+    enum {
+        SOFT_RECORD_VERB,
+        SOFT_RECORD_REQUEST,
+        SOFT_RECORD_RECEIVE,
+        SOFT_RECORD_LOSS,
+        SOFT_RECORD_DROP, /* of a frame, like the next three; in the order of enum soft_mishap */
+        SOFT_RECORD_DUPLICATE,
+        SOFT_RECORD_DELAY,
+        SOFT_RECORD_CUT,
+    } what;
     uint32_t which;   /* enum soft_verb, or a queue pair's number */
-    uint64_t ordinal; /* of the call or request, as the rule counts them; what its chance was drawn for */
-    uint32_t value;   /* errno or status */
+    uint64_t ordinal; /* of the call, request or frame, as the rule counts them; what its chance was drawn for */
+    uint32_t value;   /* errno or status; enum soft_frame_kind */
 };
 
 /* All of these take a lock of their own; any thread may call them, not from an allocator. 0, or an errno: EINVAL,
@@ -121,10 +130,49 @@ size_t soft_fault_held(struct ibv_context *context);
 size_t soft_fault_release(struct ibv_context *context, size_t count, bool shuffled);
 void soft_fault_unhold(struct ibv_context *context);
 
+/* ---- Frames: what a network does between devices of different processes ------------------------------------ */
+
+/* What goes to and fro on behalf of a queue pair that has a remote peer. One request has one frame or more; one answer
+ * may acknowledge many of them, so that how many there are depends on what is at hand at once. */
+enum soft_frame_kind {
+    SOFT_REQUEST_OUT, /* its own requests */
+    SOFT_ANSWER_IN,   /* and what is answered to these */
+    SOFT_REQUEST_IN,  /* the peer's requests */
+    SOFT_ANSWER_OUT,
+    SOFT_FRAME_KINDS,
+};
+
+/* What becomes of a frame: it is lost; comes a second time, behind what comes meanwhile; comes later, and what follows
+ * it overtakes it; or its stream is cut, and it is lost as all is that is on its way. */
+enum soft_mishap { SOFT_DROP, SOFT_DUPLICATE, SOFT_DELAY, SOFT_CUT, SOFT_MISHAPS };
+
+struct soft_frame_fault {
+    enum soft_mishap mishap;
+    unsigned int kinds; /* a bit for each enum soft_frame_kind */
+    uint32_t qp_num;    /* 0: of all */
+    const uint8_t *gid; /* of the peer's device; NULL: of any */
+    uint64_t delay_ns;
+    struct soft_strike strike;
+};
+
+/* A stream keeps SOFT_HELD_BYTES at most of what comes later; what is more is lost. */
+int soft_fault_frames(struct ibv_context *context, const struct soft_frame_fault *fault);
+#define SOFT_HELD_BYTES (4u << 20)
+
+/* Each frame meets with one of these with its chance; delays are drawn up to `max_delay_ns`. EINVAL: chances of more
+ * than a million together. */
+int soft_fault_frames_at_random(struct ibv_context *context, const uint32_t per_million[SOFT_MISHAPS],
+                                uint64_t max_delay_ns);
+
+/* All streams of the device with that of a GID (NULL: with all), for all of its contexts: they are cut, or nothing more
+ * is read of them until they are told otherwise, or end. 0 or ENODEV; how many there were. */
+int soft_fault_cut(struct ibv_context *context, const uint8_t *gid, unsigned int *count);
+int soft_fault_stall(struct ibv_context *context, const uint8_t *gid, bool stall, unsigned int *count);
+
 /* Where chances are drawn from; also begins the count of what random rules saw anew. */
 void soft_fault_seed(struct ibv_context *context, uint64_t seed);
 
-/* No rule is left; everything is released. Calls go on being counted. */
+/* No rule is left; everything is released. Calls go on being counted, delayed frames come in their time. */
 void soft_fault_clear(struct ibv_context *context);
 
 /* From soft_fault_count(true) on, calls of verbs are counted, `verb` or all; for who wants to fail each in turn. */
@@ -142,10 +190,16 @@ struct soft_cq;
 struct soft_cqe;
 struct soft_qp;
 struct soft_srq;
+struct soft_stream;
 
 /* What chances were drawn for a queue pair since `epoch`. Under the plan's lock. */
 struct soft_fault_counts {
     uint64_t epoch, attempts, delays;
+};
+
+/* The same of frames, under another lock. */
+struct soft_frame_counts {
+    uint64_t epoch, frames[SOFT_FRAME_KINDS];
 };
 
 struct soft_faults *soft_faults_new(uint64_t first_serial); /* of the queue pairs to come */
@@ -158,6 +212,11 @@ int soft_fault_refusal(struct soft_context *context, enum soft_verb verb);
 enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err);
 bool soft_fault_loses(struct soft_qp *qp);
 uint64_t soft_fault_delay(struct soft_qp *qp);
+
+/* Asked while fabric->disturbed is not 0, for each frame of this kind that goes over this stream, which is open; under
+ * whatever lock. SOFT_MISHAPS: nothing happens. */
+enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind, const struct soft_stream *stream,
+                                  uint64_t *delay_ns);
 
 /* In place of soft_cq_push. */
 bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);

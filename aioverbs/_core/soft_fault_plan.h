@@ -1,4 +1,5 @@
-/* The fault plan from the inside: soft_fault.c has its rules, soft_fault_held.c the completions that it holds. */
+/* The fault plan from the inside: soft_fault.c has its rules, soft_fault_held.c the completions that it holds,
+ * soft_fault_frames.c what happens to frames. */
 #ifndef AIOVERBS_SOFT_FAULT_PLAN_H
 #define AIOVERBS_SOFT_FAULT_PLAN_H
 
@@ -6,7 +7,40 @@
 
 #define SOFT_FAULT_RECORDS 4096u
 
-struct soft_fault_rule;
+#define SOFT_MILLION 1000000u
+
+/* What a rule is about, and to whom it happened: an `enum soft_verb` or a queue pair's number, or `any`. */
+enum soft_fault_subject { SOFT_OF_CALLS, SOFT_OF_REQUESTS, SOFT_OF_RECEIVES, SOFT_OF_LOSSES, SOFT_OF_FRAMES };
+
+struct soft_fault_rule {
+    struct soft_fault_rule *next;
+    enum soft_fault_subject subject;
+    uint32_t which, any;
+    struct soft_strike strike;
+    uint64_t seen, struck;
+    uint32_t value, vendor_err; /* errno, status or enum soft_mishap */
+
+    unsigned int kinds; /* of frames, like the next three */
+    bool of_peer;
+    union ibv_gid gid;
+    uint64_t delay_ns;
+};
+
+/* Counts one more of what the rule is about: whether it strikes. */
+bool soft_fault_strikes(struct soft_fault_rule *rule);
+
+/* It can strike no more. */
+static inline bool soft_fault_is_spent(const struct soft_fault_rule *rule)
+{
+    return rule->struck && (!rule->strike.every || rule->struck == rule->strike.times);
+}
+
+/* Certain with a million, never with 0. */
+static inline bool soft_fault_happens(uint64_t drawn, uint32_t per_million)
+{
+    return ((drawn >> 32) * SOFT_MILLION >> 32) < per_million;
+}
+
 struct soft_fault_hold;
 struct soft_fault_queue;
 
@@ -26,18 +60,32 @@ struct soft_faults {
     bool counting;
     uint64_t calls[SOFT_VERB_COUNT];
 
-    struct soft_fault_record *records; /* room for SOFT_FAULT_RECORDS, from the first rule on */
-    uint64_t record_count;             /* of those that found no room, too */
-
     bool hold_all;
     struct soft_fault_hold *holds;
     struct soft_fault_queue *queues; /* those that completions are held of, none of them empty */
     uint64_t arrivals;               /* completions that were ever held */
     uint64_t releases;               /* draws of a queue */
     size_t held;
+
+    /* All that follows under `frames`: the last of all locks, for frames come and go under any. What is above and it
+     * reads, `seed`, `epoch` and `first_serial`, is written under both. */
+    pthread_mutex_t frames;
+    bool disturbs; /* it counts among fabric->disturbed */
+    struct soft_fault_rule *frame_rules;
+    uint32_t mishaps_per_million[SOFT_MISHAPS];
+    uint64_t max_delay_ns;
+    struct soft_fault_record *records; /* room for SOFT_FAULT_RECORDS, from the first rule on */
+    uint64_t record_count;             /* of those that found no room, too */
 };
 
-enum soft_fault_chance { SOFT_CHANCE_VERB, SOFT_CHANCE_LOSS, SOFT_CHANCE_DELAY, SOFT_CHANCE_RELEASE };
+enum soft_fault_chance {
+    SOFT_CHANCE_VERB,
+    SOFT_CHANCE_LOSS,
+    SOFT_CHANCE_DELAY,
+    SOFT_CHANCE_RELEASE,
+    SOFT_CHANCE_FRAME,
+    SOFT_CHANCE_FRAME_DELAY,
+};
 
 /* A number that is a function of the seed and of these, and of nothing else. */
 uint64_t soft_fault_draw(const struct soft_faults *plan, enum soft_fault_chance chance, uint64_t which,
@@ -53,6 +101,16 @@ static inline uint64_t soft_fault_index(const struct soft_faults *plan, const st
  * where the context is stale: another thread may have been inside at the moment of the fork. */
 struct soft_faults *soft_fault_enter(struct soft_context *context);
 void soft_fault_leave(struct soft_context *context);
+
+/* Before anything is planned that will be recorded: 0 or ENOMEM. Not under `frames`, like the next one. */
+int soft_fault_make_records(struct soft_faults *plan);
+void soft_fault_note(struct soft_faults *plan, struct soft_fault_record what);
+
+/* Under `frames`. */
+void soft_fault_note_frame(struct soft_faults *plan, struct soft_fault_record what);
+
+/* Under the lock and `frames`: no rule about frames is left. */
+void soft_fault_drop_frame_rules(struct soft_context *context);
 
 /* Under the lock: nothing is held from here on. */
 void soft_fault_let_go(struct soft_context *context);

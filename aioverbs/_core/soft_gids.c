@@ -3,10 +3,15 @@
 #include "soft.h"
 
 #include <arpa/inet.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/un.h>
+
+#include "soft_address.h"
+#include "soft_descriptors.h"
 
 /* ---- Addresses ------------------------------------------------------------------------------------------- */
 
@@ -85,28 +90,81 @@ static void from_address(union ibv_gid *gid, const struct soft_address *address)
     }
 }
 
-/* Index 0 is the link-local address made from the GUID; index 1, as RoCE NICs have it for RoCE v2, one made from the
- * device's address. A device that has none leads to no other host: it has a random one of the loopback network. */
-int soft_gids_init(struct soft_device *device)
+static int fill(uint8_t *random, size_t size)
 {
-    uint8_t *own = device->gids[0].raw, random[11];
     ssize_t filled;
 
     do
-        filled = getrandom(random, sizeof(random), 0);
+        filled = getrandom(random, size, 0);
     while (filled < 0 && errno == EINTR);
-    if (filled != (ssize_t)sizeof(random)) /* as much as 256 bytes come in one piece */
-        return filled < 0 ? errno : EIO;
+    if (filled == (ssize_t)size) /* as much as 256 bytes come in one piece */
+        return 0;
+    return filled < 0 ? errno : EIO;
+}
 
+int soft_gid_reserve(const union ibv_gid *gid)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    int fd, error = 0;
+
+    /* An abstract name: no file that could be left, nobody else's while we live. */
+    memcpy(name.sun_path + 1, "aioverbs-", 9);
+    soft_gid_name(gid, name.sun_path + 10);
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    soft_descriptors_release();
+    if (fd < 0)
+        return -1;
+    if (bind(fd, (struct sockaddr *)&name, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 10 + 32)))
+        error = errno;
+    if (!error)
+        return fd;
+    soft_descriptor_close(fd);
+    errno = error;
+    return -1;
+}
+
+/* Without an address: one of the loopback network, but for 127.0.0.1, which everybody has. With so few bits two of some
+ * thousand devices of a host would have the same one: it is reserved before anybody is told of it. Where that cannot be,
+ * as there are no such sockets here, nobody connects to it either. */
+static int pick(struct soft_device *device)
+{
+    union ibv_gid *gid = &device->gids[1];
+    uint8_t random[3];
+    int attempts, error;
+
+    for (attempts = 0; attempts < 64; attempts++) {
+        error = fill(random, sizeof(random));
+        if (error)
+            return error;
+        map_ipv4(gid, (uint8_t[4]){127, random[0] ? random[0] : 1, random[1], random[2]});
+        device->reserved = soft_gid_reserve(gid);
+        if (device->reserved >= 0 || errno != EADDRINUSE)
+            return 0;
+    }
+    return EADDRINUSE;
+}
+
+/* Index 0 is the link-local address made from the GUID; index 1, as RoCE NICs have it for RoCE v2, one made from the
+ * device's address. A device that has none leads to no other host. */
+int soft_gids_init(struct soft_device *device)
+{
+    uint8_t *own = device->gids[0].raw, random[8];
+    int error = fill(random, sizeof(random));
+
+    if (!error)
+        error = soft_descriptors_watch_forks();
+    if (error)
+        return error;
     memset(device->gids, 0, sizeof(device->gids));
+    device->reserved = -1;
     own[0] = 0xfe;
     own[1] = 0x80;
-    memcpy(own + 8, random, 8);
+    memcpy(own + 8, random, sizeof(random));
     own[8] = (uint8_t)((own[8] & 0xfc) | 2); /* locally administered, of one device */
-    if (device->address.family)
-        from_address(&device->gids[1], &device->address);
-    else /* not 127.0.0.1, which everybody has */
-        map_ipv4(&device->gids[1], (uint8_t[4]){127, random[8] ? random[8] : 1, random[9], random[10]});
+    if (!device->address.family)
+        return pick(device);
+    from_address(&device->gids[1], &device->address);
     return 0;
 }
 

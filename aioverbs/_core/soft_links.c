@@ -362,6 +362,8 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
         error = unconnected(link, waiter, &make);
     } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
         error = EAGAIN;
+    } else if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
+        error = 0; /* as far as its sender can tell, it is on its way */
     } else if (soft_stream_write(stream, frame, data, count)) {
         error = EAGAIN; /* it broke: who closes it kicks those who wait */
     } else {

@@ -57,6 +57,7 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
 void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count)
 {
     eventfd_t value;
+    bool late = false;
     int i;
 
     for (i = 0; i < count; i++) {
@@ -73,6 +74,9 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
         case SOFT_WATCH_TCP:
             soft_fabric_accept(fabric, watch);
             break;
+        case SOFT_WATCH_TIMER: /* after the others, of which it may close one */
+            late = read(watch->fd, &value, sizeof(value)) > 0 || late;
+            break;
         case SOFT_WATCH_STREAM:
             if (count == 1)
                 fabric->hot = container_of(watch, struct soft_stream, watch);
@@ -80,6 +84,8 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
             break;
         }
     }
+    if (late)
+        soft_disturb_release(fabric, soft_now_ns());
 }
 
 bool soft_fabric_look(struct soft_fabric *fabric)
@@ -187,10 +193,10 @@ static int sleep_for_events(struct soft_fabric *fabric, struct epoll_event *even
     return epoll_wait(fabric->epoll, events, EVENTS, (int)(left / 1000000u) + 1);
 }
 
-/* Looks again and again, and stops when nothing came for a while, or when somebody else polls. */
+/* Looks again and again, and stops when nothing came for a while, when somebody else polls, or something is due. */
 static void look_on(struct soft_fabric *fabric)
 {
-    uint64_t until = soft_now_ns() + fabric->settings.spin_ns;
+    uint64_t until = soft_now_ns() + fabric->settings.spin_ns, now;
 
     do {
         bool something;
@@ -200,7 +206,9 @@ static void look_on(struct soft_fabric *fabric)
         pthread_mutex_unlock(&fabric->progress);
         if (something)
             until = soft_now_ns() + fabric->settings.spin_ns;
-    } while (!somebody_polls(fabric) && !atomic_load(&fabric->stop) && soft_now_ns() < until);
+        now = soft_now_ns();
+    } while (!somebody_polls(fabric) && !atomic_load(&fabric->stop) && now < until &&
+             now < atomic_load(&fabric->sweep_at));
 }
 
 /* What epoll told while nobody had the lock. */

@@ -469,7 +469,7 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     if (mask & IBV_QP_RQ_PSN)
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
-        qp->next_psn = qp->out.psn = attr->sq_psn;
+        qp->next_psn = qp->out.psn = qp->out.fresh = attr->sq_psn;
     /* A change of something else leaves a request that is tried again the attempts that it has. */
     if (mask & IBV_QP_RETRY_CNT)
         qp->retries_left = own->retry_cnt;

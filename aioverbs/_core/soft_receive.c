@@ -80,11 +80,30 @@ static bool has_room(struct soft_stream *stream)
     return room;
 }
 
+/* In a grace section. */
+static void use(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+{
+    const struct soft_fabric_user *user = stream->fabric->user;
+
+    if (!(stream->is_link ? user->response(container_of(stream, struct soft_link, stream), frame, payload)
+                          : user->request(stream, frame, payload)))
+        soft_stream_refuse(stream, "a frame was refused");
+}
+
+/* The answers to what was handled go out. */
+static void send_answers(struct soft_stream *stream)
+{
+    pthread_mutex_lock(&stream->tx);
+    if (!stream->blocked)
+        soft_stream_flush(stream);
+    soft_stream_watch(stream);
+    pthread_mutex_unlock(&stream->tx);
+}
+
 /* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. What was
  * moved for it is added to `*moved`. */
 static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, uint64_t *moved)
 {
-    const struct soft_fabric_user *user = stream->fabric->user;
     struct soft_frame frame;
     const char *wrong;
 
@@ -105,20 +124,10 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
         return 0;
     stream->frames_in++;
     bytes += SOFT_FRAME_SIZE;
-    if (!(stream->is_link ? user->response(container_of(stream, struct soft_link, stream), &frame, bytes)
-                          : user->request(stream, &frame, bytes)))
-        soft_stream_refuse(stream, "a frame was refused");
+    if (!soft_is_disturbed(stream) || soft_disturb_in(stream, &frame, bytes))
+        use(stream, &frame, bytes);
     *moved += frame.part;
     return SOFT_FRAME_SIZE + frame.size;
-}
-
-static void send_answers(struct soft_stream *stream)
-{
-    pthread_mutex_lock(&stream->tx);
-    if (!stream->blocked)
-        soft_stream_flush(stream);
-    soft_stream_watch(stream);
-    pthread_mutex_unlock(&stream->tx);
 }
 
 /* All that is at hand. Answers go out together, but do not wait for large data of others to be moved: the peer goes on
@@ -161,6 +170,22 @@ static void handle(struct soft_stream *stream)
         stream->in_end -= stream->in_begin;
         stream->in_begin = 0;
     }
+}
+
+bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct grace_reader *grace;
+
+    if (stream->stalled || (!stream->is_link && !has_room(stream)))
+        return false;
+    grace = grace_enter();
+    use(stream, frame, payload);
+    if (!stream->is_link && !stream->refusal)
+        stream->fabric->user->batch_ends(stream);
+    grace_leave(grace);
+    if (!stream->is_link)
+        send_answers(stream);
+    return true;
 }
 
 bool soft_stream_receive(struct soft_stream *stream)

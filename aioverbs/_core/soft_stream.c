@@ -167,6 +167,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     stream->stage = SOFT_CLOSED;
     stream->watch.fd = -1;
     stream->out_begin = stream->out_end = 0;
+    soft_disturb_forget(stream);
     set_events(stream, 0);
     if (link) {
         link->wanted = false;
@@ -212,8 +213,7 @@ void soft_stream_watch(struct soft_stream *stream)
     epoll_ctl(stream->fabric->epoll, EPOLL_CTL_MOD, stream->watch.fd, &event);
 }
 
-/* Who reads finds it, and closes it. */
-static void break_it(struct soft_stream *stream)
+void soft_stream_break(struct soft_stream *stream)
 {
     stream->broken = true;
     stream->blocked = false;
@@ -234,7 +234,7 @@ static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned i
         return sent;
     if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == ENOMEM)
         return 0;
-    break_it(stream);
+    soft_stream_break(stream);
     return -1;
 }
 
@@ -345,6 +345,10 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
     }
     if (size > 4096 && !stream->blocked)
         soft_stream_flush(stream);
+    if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
+        pthread_mutex_unlock(&stream->tx);
+        return;
+    }
     if (size > stream->out_size - stream->out_end) /* the answers that were promised room for have it */
         soft_stream_refuse(stream, "more was answered than was asked for");
     else if (size <= 4096 || stream->blocked)

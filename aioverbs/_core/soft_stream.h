@@ -33,8 +33,8 @@ _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SO
 
 /* What epoll tells of; embedded first. */
 struct soft_watch {
-    enum { SOFT_WATCH_WAKE, SOFT_WATCH_UNIX, SOFT_WATCH_TCP, SOFT_WATCH_STREAM } what; /* const */
-    int fd;                                                                            /* progress; a stream's: both */
+    enum { SOFT_WATCH_WAKE, SOFT_WATCH_UNIX, SOFT_WATCH_TCP, SOFT_WATCH_TIMER, SOFT_WATCH_STREAM } what; /* const */
+    int fd; /* progress; a stream's: both */
 };
 
 enum soft_stage {
@@ -85,6 +85,8 @@ struct soft_stream {
     bool broken;     /* ... or nothing any more: it was shut down, and who reads closes it */
     uint32_t events; /* that epoll watches for */
     uint64_t frames_out, bytes_out, connected_times;
+    struct soft_held_frame *held; /* frames that the fault plan has come later, the next one first */
+    uint32_t held_bytes;
 };
 
 struct soft_link {
@@ -109,10 +111,9 @@ struct soft_link {
 };
 
 struct soft_fabric {
-    struct soft_device *device; /* const, like the next three */
+    struct soft_device *device; /* const, like the next two */
     const struct soft_fabric_user *user;
     struct soft_settings settings;
-    int settings_error;
     uint16_t port; /* const: of TCP; 0: the device has no address */
 
     pthread_mutex_t setup;   /* starting, listening, stopping; before progress */
@@ -125,9 +126,11 @@ struct soft_fabric {
 
     int epoll; /* const while it runs */
     struct soft_watch wake, unix_watch, tcp_watch;
+    struct soft_watch timer; /* of frames that come later; a timerfd, set under `held` */
     atomic_bool stop;
     atomic_bool active;     /* it runs: there may be something to look at */
     atomic_uint polls;      /* by others than the thread, since the last rest */
+    atomic_uint disturbed;  /* contexts whose fault plan has something to say of frames */
     atomic_bool stood_back; /* the thread leaves the reading to who polls */
 
     pthread_mutex_t leading;             /* before nothing else; see soft_lead.c */
@@ -144,6 +147,9 @@ struct soft_fabric {
     uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
     struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
     uint64_t event_count;
+
+    pthread_mutex_t held; /* after stream->tx */
+    uint64_t held_at;     /* held: when the timer comes; UINT64_MAX: never */
 
     pthread_mutex_t links; /* after stream->tx, or alone; the last */
     struct soft_link *table[64];
@@ -220,6 +226,9 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
 /* Under progress, while nobody else sends: a message of the handshake, with a descriptor or -1. False: it did not go. */
 bool soft_stream_say(struct soft_stream *stream, const void *message, size_t size, int fd);
 
+/* Under tx: nothing goes over it any more. Who reads finds it, and closes it. */
+void soft_stream_break(struct soft_stream *stream);
+
 /* Under tx: sends what waits, as far as it goes; watches for what there is to watch for. */
 void soft_stream_flush(struct soft_stream *stream);
 void soft_stream_watch(struct soft_stream *stream);
@@ -233,6 +242,31 @@ static inline uint32_t soft_stream_pending(const struct soft_stream *stream)
 
 /* Reads and handles; false where there was nothing. The stream may be closed, and a served one freed, after that. */
 bool soft_stream_receive(struct soft_stream *stream);
+
+/* A frame that came before: false where it has to wait for room, or since nothing is read. */
+bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
+
+/* ---- soft_disturb.c: while fabric->disturbed is not 0 ------------------------------------------------------- */
+
+/* Whether the peer has this GID, or is looked for by it. Under progress, or under tx of one that is open. */
+bool soft_stream_concerns(const struct soft_stream *stream, const union ibv_gid *gid);
+
+/* In a grace section, under tx, where there is room for a frame; under progress: whether it is to go on now. Else it is
+ * lost, or comes later. */
+bool soft_disturb_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                      unsigned int count);
+bool soft_disturb_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
+
+/* Under progress, not in a grace section: those that are due. */
+void soft_disturb_release(struct soft_fabric *fabric, uint64_t now);
+
+/* Under tx: what is on its way is lost. */
+void soft_disturb_forget(struct soft_stream *stream);
+
+static inline bool soft_is_disturbed(const struct soft_stream *stream)
+{
+    return atomic_load_explicit(&stream->fabric->disturbed, memory_order_relaxed);
+}
 
 /* ---- soft_handshake.c: under progress ------------------------------------------------------------------------ */
 

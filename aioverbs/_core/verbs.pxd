@@ -615,6 +615,10 @@ cdef extern from "soft_fault.h" nogil:
         SOFT_RECORD_REQUEST
         SOFT_RECORD_RECEIVE
         SOFT_RECORD_LOSS
+        SOFT_RECORD_DROP
+        SOFT_RECORD_DUPLICATE
+        SOFT_RECORD_DELAY
+        SOFT_RECORD_CUT
 
     struct soft_strike:
         uint64_t first
@@ -627,6 +631,24 @@ cdef extern from "soft_fault.h" nogil:
         uint64_t ordinal
         uint32_t value
 
+    enum:
+        SOFT_FRAME_KINDS
+
+    enum soft_mishap:
+        SOFT_DROP
+        SOFT_DUPLICATE
+        SOFT_DELAY
+        SOFT_CUT
+        SOFT_MISHAPS
+
+    struct soft_frame_fault:
+        soft_mishap mishap
+        unsigned int kinds
+        uint32_t qp_num
+        const uint8_t *gid
+        uint64_t delay_ns
+        soft_strike strike
+
     const char *soft_verb_name(soft_verb)
     int soft_fault_verb(ibv_context *, soft_verb, soft_strike, int)
     int soft_fault_verbs_at_random(ibv_context *, uint32_t, int)
@@ -634,6 +656,10 @@ cdef extern from "soft_fault.h" nogil:
     int soft_fault_loss(ibv_context *, uint32_t, soft_strike)
     int soft_fault_loss_at_random(ibv_context *, uint32_t)
     int soft_fault_jitter(ibv_context *, uint64_t)
+    int soft_fault_frames(ibv_context *, const soft_frame_fault *)
+    int soft_fault_frames_at_random(ibv_context *, const uint32_t *, uint64_t)
+    int soft_fault_cut(ibv_context *, const uint8_t *, unsigned int *)
+    int soft_fault_stall(ibv_context *, const uint8_t *, bint, unsigned int *)
     int soft_fault_hold(ibv_context *, uint32_t)
     size_t soft_fault_held(ibv_context *)
     size_t soft_fault_release(ibv_context *, size_t, bint)

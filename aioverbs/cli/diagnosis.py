@@ -28,7 +28,7 @@ class Finding:
     """Something that is wrong.
 
     :param code: a name for it that stays.
-    :param subject: the device that it is about, or ``"system"``.
+    :param subject: the device that it is about, ``"soft0"`` for the software device, or ``"system"``.
     :param message: what is so, and why that matters.
     :param commands: what mends it, to be typed.
     :param hint: what else there is to say of mending it.
@@ -67,7 +67,7 @@ def diagnose(machine: Machine) -> Diagnosis:
     """Find what is wrong, what is to be mended first first."""
     system = [*_software(machine), *_hardware(machine), *_limits(machine), *_connecting(machine), *_build(machine)]
     broken = any(finding.severity is Severity.ERROR for finding in system)
-    findings = list(system)
+    findings = [*system, *_software_device(machine)]
     usable: list[str] = []
     unusable: list[str] = []
     for device in machine.devices:
@@ -241,6 +241,20 @@ def _connecting(machine: Machine) -> Iterator[Finding]:
             f"/dev/infiniband/rdma_cm cannot be opened ({os.strerror(machine.rdma_cm)}), by which librdmacm connects",
             "sudo chmod 666 /dev/infiniband/rdma_cm",
         )
+
+
+def _software_device(machine: Machine) -> Iterator[Finding]:
+    if machine.soft_problem is None:
+        return
+    name = machine.soft_problem.partition(":")[0]
+    other_directory = "export AIOVERBS_SOFT_DIRECTORY=/tmp/aioverbs-$(id -u)"
+    yield _error(
+        "soft-settings",
+        "soft0",
+        f"the software device cannot be opened: {machine.soft_problem}",
+        f"unset {name}" if name.startswith("AIOVERBS_SOFT_") else other_directory,
+        hint="or give it another value, as that says",
+    )
 
 
 # ---- One device

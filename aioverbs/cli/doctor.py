@@ -66,7 +66,11 @@ def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
         good = device.name in diagnosis.usable
         yield from _device(device, good)
         yield from _findings(diagnosis, device.name)
-    yield f"{click.style('soft0', bold=True)}  {click.style('usable', fg='green')}: the software device needs nothing"
+    if machine.soft_problem is None:
+        yield f"{click.style('soft0', bold=True)}  {_verdict(True)}: the software device needs nothing"
+    else:
+        yield f"{click.style('soft0', bold=True)}  {_verdict(False)}"
+        yield from _findings(diagnosis, "soft0")
     yield from _findings(diagnosis, "system", indent="")
 
 
@@ -76,9 +80,12 @@ def _library(name: str, library: Library) -> str:
     return f"{name} {library.version or f'in {library.path}'}"
 
 
+def _verdict(good: bool) -> str:
+    return click.style("usable", fg="green") if good else click.style("unusable", fg="red")
+
+
 def _device(device: Device, good: bool) -> Iterator[str]:
-    verdict = click.style("usable", fg="green") if good else click.style("unusable", fg="red")
-    yield f"{click.style(device.name, bold=True)}  {verdict}"
+    yield f"{click.style(device.name, bold=True)}  {_verdict(good)}"
     for port in device.ports:
         of = f", {port.netdev}" if port.netdev is not None else ""
         yield f"  port {port.number}: {port.state}, {port.link_layer}{of}"

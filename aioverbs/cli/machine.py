@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from aioverbs.soft_settings import SoftSettings
 
 __all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "look"]
 
@@ -122,6 +124,7 @@ class Machine:
     :param rdma_cm: the error number of opening the file of connection management, 0 where it can be opened.
     :param pyverbs_builds: which Pythons the distribution's pyverbs is for.
     :param providers: of libibverbs, as ``"mlx5"``.
+    :param soft_problem: what cannot be understood of the environment variables of the software device; None: nothing.
     """
 
     kernel: str
@@ -138,6 +141,7 @@ class Machine:
     pyverbs_builds: tuple[str, ...]
     providers: tuple[str, ...]
     probe: Probe
+    soft_problem: str | None = None
 
 
 def try_open(path: Path) -> int:
@@ -183,6 +187,7 @@ def look(
     try_open: Callable[[Path], int] = try_open,
     probe: Callable[[], Probe] = probe,
     kernel: str | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> Machine:
     """What there is.
 
@@ -190,6 +195,7 @@ def look(
     :param try_open: tells whether a device's file can be opened.
     :param probe: tries the libraries.
     :param kernel: its release; None: that of the running one.
+    :param environment: the variables of the process.
     """
     release = platform.release() if kernel is None else kernel
     builds = (root / _DIST_PACKAGES / "pyverbs").glob("device.*.so")
@@ -208,7 +214,16 @@ def look(
         pyverbs_builds=tuple(sorted("-".join(path.name.split(".")[1].split("-")[:2]) for path in builds)),
         providers=tuple(sorted(path.stem for path in (root / "etc/libibverbs.d").glob("*.driver"))),
         probe=probe(),
+        soft_problem=_soft_problem(environment),
     )
+
+
+def _soft_problem(environment: Mapping[str, str]) -> str | None:
+    try:
+        SoftSettings.read(environment, os.geteuid())
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _names(folder: Path) -> list[str]:

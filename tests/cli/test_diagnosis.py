@@ -177,6 +177,27 @@ def test_change(
         assert command in finding.commands[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says", "command"),
+    [
+        ("AIOVERBS_SOFT_USERS", "root", "'root' is not the number of a user", "unset AIOVERBS_SOFT_USERS"),
+        ("AIOVERBS_SOFT_ADDRESS", "localhost", "names are not looked up", "unset AIOVERBS_SOFT_ADDRESS"),
+        ("XDG_RUNTIME_DIR", "run", "begins with /", "export AIOVERBS_SOFT_DIRECTORY=/tmp/aioverbs-$(id -u)"),
+    ],
+)
+def test_settings_of_the_software_device(tree: Tree, name: str, text: str, says: str, command: str) -> None:
+    """They keep nobody from an RDMA device."""
+    tree.device()
+    tree.environment[name] = text
+    diagnosis = diagnose(tree.look())
+    finding = the_finding(diagnosis)
+    assert (finding.code, finding.subject, finding.severity) == ("soft-settings", "soft0", Severity.ERROR)
+    assert finding.message.startswith(f"the software device cannot be opened: {name}: ")
+    assert says in finding.message
+    assert finding.commands == (command,)
+    assert diagnosis.usable == ("rxe0",)
+
+
 def test_who_may_lock_any_memory(tree: Tree) -> None:
     tree.device()
     limited(tree)

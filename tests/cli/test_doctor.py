@@ -38,6 +38,16 @@ def test_without_devices(tree: Tree) -> None:
     assert "\n    sudo modprobe rdma_rxe\n" in done.output
 
 
+def test_the_software_device_is_told_nonsense(tree: Tree) -> None:
+    tree.device()
+    tree.environment.update(AIOVERBS_SOFT_DIRECT="no", AIOVERBS_SOFT_SECRET="open sesame")
+    done = invoke()
+    assert done.exit_code == 0, "it is RDMA devices that are asked for"
+    assert "soft0  unusable\n  error: the software device cannot be opened: AIOVERBS_SOFT_DIRECT: " in done.output
+    assert "\n      unset AIOVERBS_SOFT_DIRECT\n" in done.output
+    assert "open sesame" not in done.output + invoke("--json").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "status"), [([], 0), (["rxe0"], 0), (["rxe1"], 1), (["mlx5_0"], 3), (["rxe0", "rxe1"], 2)]
 )

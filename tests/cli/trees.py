@@ -26,6 +26,7 @@ class Tree:
         self.root = root
         self.probe = LIBRARIES
         self.refused: dict[str, int] = {}
+        self.environment: dict[str, str] = {}
         self.write("proc/self/limits", UNLIMITED)
         self.write("sys/class/net/lo/operstate", "unknown")
 
@@ -72,4 +73,6 @@ class Tree:
         return self.refused.get(path.name, 0)
 
     def look(self) -> Machine:
-        return look(self.root, try_open=self.try_open, probe=lambda: self.probe, kernel=KERNEL)
+        return look(
+            self.root, try_open=self.try_open, probe=lambda: self.probe, kernel=KERNEL, environment=self.environment
+        )

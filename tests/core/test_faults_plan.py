@@ -1,6 +1,7 @@
 """The fault plan's arguments, and whose it is."""
 
 import errno
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,11 @@ def test_numbers_of_a_strike(inline: engine.Context, strike: dict[str, Any], err
         plan.fail_request(5, **strike)
     with pytest.raises(error, match=text):
         plan.lose_messages(**strike)
+    for frames in (plan.drop_frames, plan.duplicate_frames, plan.cut_at_frames):
+        with pytest.raises(error, match=text):
+            frames(**strike)
+    with pytest.raises(error, match=text):
+        plan.delay_frames(1, **strike)
     assert outcomes(inline, 3) == [0, 0, 0]
 
 
@@ -79,6 +85,34 @@ def test_other_arguments(inline: engine.Context) -> None:
     plan.seed((1 << 64) - 1)
 
 
+def test_arguments_about_frames(inline: engine.Context) -> None:
+    plan = inline.faults
+    nonsense: Any = "requests"
+    for use in (plan.drop_frames, plan.duplicate_frames, plan.cut_at_frames, functools.partial(plan.delay_frames, 1)):
+        with pytest.raises(ValueError, match="'requests' is no kind of frame; these are: request_out, answer_in, "):
+            use(nonsense)
+        with pytest.raises(
+            ValueError, match=r"a peer is known by its GID, 16 bytes as Endpoint\.gid has them, not by b"
+        ):
+            use(peer=b"a")
+    for streams in (plan.cut_streams, plan.stall_streams):
+        with pytest.raises(ValueError, match="a peer is known by its GID"):
+            streams(nonsense)
+        assert streams() == streams(bytes(16)) == 0  # there are none
+    for delay in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="delay_ns must be from 0"):
+            plan.delay_frames(delay)
+        with pytest.raises(ValueError, match="max_delay_ns must be from 0"):
+            plan.disturb_frames_at_random(delay=1, max_delay_ns=delay)
+    for chance in ("drop", "duplicate", "delay", "cut"):
+        with pytest.raises(ValueError, match=f"{chance} must be from 0 to 1000000, not 1000001"):
+            plan.disturb_frames_at_random(**{chance: 1_000_001})
+    with pytest.raises(ValueError, match="the sum of all chances must be from 0 to 1000000, not 1000001"):
+        plan.disturb_frames_at_random(drop=500_000, cut=500_001)
+    plan.disturb_frames_at_random(drop=500_000, cut=500_000, max_delay_ns=(1 << 63) - 1)
+    assert outcomes(inline, 3) == [0, 0, 0]
+
+
 # ---- the plan itself
 
 
@@ -91,6 +125,13 @@ USES: dict[str, Callable[[engine.FaultPlan], object]] = {
     "lose_messages": lambda plan: plan.lose_messages(),
     "lose_messages_at_random": lambda plan: plan.lose_messages_at_random(1),
     "jitter": lambda plan: plan.jitter(0),
+    "drop_frames": lambda plan: plan.drop_frames(),
+    "duplicate_frames": lambda plan: plan.duplicate_frames(),
+    "delay_frames": lambda plan: plan.delay_frames(1),
+    "cut_at_frames": lambda plan: plan.cut_at_frames(),
+    "disturb_frames_at_random": lambda plan: plan.disturb_frames_at_random(drop=1),
+    "cut_streams": lambda plan: plan.cut_streams(),
+    "stall_streams": lambda plan: plan.stall_streams(),
     "hold": lambda plan: plan.hold(),
     "held": lambda plan: plan.held(),
     "release": lambda plan: plan.release(),
@@ -105,7 +146,7 @@ USES: dict[str, Callable[[engine.FaultPlan], object]] = {
 
 def test_every_use_is_listed() -> None:
     """But for those that take an object, which is closed with the context."""
-    public = {name for name in vars(engine.FaultPlan) if not name.startswith("_")} - {"verbs", "context"}
+    public = {name for name in vars(engine.FaultPlan) if not name.startswith("_")} - {"verbs", "frames", "context"}
     assert public == set(USES) | {"break_queue_pair", "break_completion_queue", "break_shared_receive_queue"}
 
 

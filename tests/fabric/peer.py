@@ -8,6 +8,7 @@ import contextlib
 import socket
 import sys
 import time
+from typing import Any
 
 from aioverbs import AccessFlags, Endpoint, MessageModel, QueuePair, RegionSlice, open_device
 
@@ -49,9 +50,12 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
             match command:
                 case ["memory"]:
                     answer = f"{region.address} {region.rkey}"
-                case ["connect", endpoint]:
+                case ["connect", endpoint, *attributes]:
                     qp = await stack.enter_async_context(domain.queue_pair(cq, receive_depth=16, receive_size=4096))
-                    qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
+                    changes: dict[str, Any] = {
+                        name: int(value) for name, _, value in (a.partition("=") for a in attributes)
+                    }
+                    qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS, **changes)
                     qps.append(qp)
                     tasks.append(asyncio.create_task(echo(qp)))
                     answer = bytes(qp.local_endpoint()).hex()
@@ -64,6 +68,10 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                     answer = "awake"
                 case ["peers"]:
                     answer = " ".join(f"{each.process_id}:{each.connected_by_us:d}" for each in device.peers())
+                case ["refusals"]:
+                    seen = device.handle.fabric()
+                    reasons = "; ".join(refusal.reason for refusal in device.refusals())
+                    answer = f"{seen.refused_peers} {seen.refused_frames} {reasons}"
                 case _:
                     raise ValueError(command)
             writer.write(f"{answer}\n".encode())

@@ -1,15 +1,12 @@
 """Two processes: every operation, every status, and what is left when one of them is killed."""
 
 import asyncio
-import contextlib
 import functools
 import os
 import random
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,96 +15,19 @@ import pytest
 from aioverbs import (
     AccessFlags,
     BrokenResourceError,
-    Device,
-    Endpoint,
-    MemoryRegion,
     MessageModel,
     QueuePair,
     RemoteRegion,
-    ResourceDomain,
     WcStatus,
     WorkCompletionError,
-    open_device,
 )
 from aioverbs._core.work import Operation
-from tests.conftest import ROOT
-from tests.fabric.peer import ACCESS, SIZE, pattern
+from tests.fabric.peer import SIZE, pattern
+from tests.fabric.two import End, Other, end, other
 from tests.pace import fewer, patience
 
-START = f"import sys, runpy; sys.path.append({str(ROOT)!r}); runpy.run_module('tests.fabric.peer', run_name='__main__')"
 QUICK: dict[str, Any] = {"timeout": 10, "retry_cnt": 2}  # 4 ms, three times
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
-
-
-@dataclass
-class Other:
-    """The other process."""
-
-    process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    region: RemoteRegion = field(init=False)
-
-    async def ask(self, line: str) -> str:
-        self.writer.write(f"{line}\n".encode())
-        answer = await asyncio.wait_for(self.reader.readline(), patience(20))
-        assert answer, "it ended"
-        return answer.decode().strip()
-
-    async def look(self, at: int, length: int) -> bytes:
-        return bytes.fromhex(await self.ask(f"look {at} {length}"))
-
-    async def connect(self, qp: QueuePair, **attributes: Any) -> None:
-        there = Endpoint.from_bytes(bytes.fromhex(await self.ask(f"connect {bytes(qp.local_endpoint()).hex()}")))
-        qp.connect(there, ACCESS, **attributes)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-
-
-@contextlib.asynccontextmanager
-async def other(model: MessageModel = MessageModel.DEFAULT) -> AsyncIterator[Other]:
-    """It ends when its socket does."""
-    ours, theirs = socket.socketpair()
-    reader, writer = await asyncio.open_connection(sock=ours)
-    with theirs:
-        number = theirs.fileno()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", START, str(number), model.name), pass_fds=[number]
-        )
-    made = Other(process, reader, writer)
-    try:
-        address, rkey = (await made.ask("memory")).split()
-        made.region = RemoteRegion(int(address), SIZE, int(rkey))
-        yield made
-    finally:
-        writer.close()
-        try:
-            status = await asyncio.wait_for(process.wait(), patience(20))
-        except TimeoutError:
-            process.kill()
-            raise
-    assert status in (0, -signal.SIGKILL)
-
-
-@dataclass
-class End:
-    device: Device
-    domain: ResourceDomain
-    region: MemoryRegion
-    qps: list[QueuePair]
-
-
-@contextlib.asynccontextmanager
-async def end(model: MessageModel = MessageModel.DEFAULT, *, queue_pairs: int = 1) -> AsyncIterator[End]:
-    async with contextlib.AsyncExitStack() as stack:
-        opened = stack.enter_async_context
-        device = await opened(open_device("soft0"))
-        domain = await opened(device.resource_domain(message_model=model))
-        region = await opened(domain.register(SIZE, ACCESS))
-        cq = await opened(domain.completion_queue(1024))
-        qps = [await opened(domain.queue_pair(cq)) for _ in range(queue_pairs)]
-        yield End(device, domain, region, qps)
 
 
 @pytest.fixture(autouse=True)

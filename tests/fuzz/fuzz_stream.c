@@ -82,9 +82,9 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
     (void)argv;
     device.gids[0] = (union ibv_gid){.raw = {0xfe, 0x80, [15] = 1}};
     device.gids[1] = (union ibv_gid){.raw = {[10] = 0xff, 0xff, 127, 1, 1, 1}};
-    setenv("AIOVERBS_SOFT_DIRECTORY", "/nonexistent", 1);
-    setenv("AIOVERBS_SOFT_DIRECT", "0", 1);
     REQUIRE(!soft_fabric_new(&device, &user));
+    strcpy(device.fabric->settings.directory, "/nonexistent");
+    device.fabric->settings.direct = false;
     REQUIRE(grace_ready());
     fabric = device.fabric;
     soft_descriptors_hold();

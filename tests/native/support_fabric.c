@@ -116,6 +116,7 @@ struct node *node_open_at(const union ibv_gid gids[2], uint16_t port)
     if (port) /* by its second GID */
         node->device.address = (struct soft_address){AF_INET, port, {127, 0, 0, 1}};
     REQUIRE_EQ(soft_fabric_new(&node->device, &user), 0);
+    soft_fabric_configure(&node->device, &settings);
     return node;
 }
 
@@ -138,16 +139,20 @@ void node_close(struct node *node)
 }
 
 static char home[64];
+struct soft_settings settings;
+
+void set_directory(const char *path)
+{
+    REQUIRE(strlen(path) < sizeof(settings.directory));
+    strcpy(settings.directory, path);
+}
 
 void new_directory(void)
 {
     strcpy(home, "/tmp/aioverbs-test-XXXXXX");
     REQUIRE(mkdtemp(home) != NULL);
-    setenv("AIOVERBS_SOFT_DIRECTORY", home, 1);
-    unsetenv("AIOVERBS_SOFT_USERS");
-    unsetenv("AIOVERBS_SOFT_SECRET");
-    unsetenv("AIOVERBS_SOFT_DIRECT");
-    unsetenv("AIOVERBS_SOFT_SPIN");
+    soft_settings_default(&settings);
+    set_directory(home);
 }
 
 const char *directory(void)
@@ -254,12 +259,9 @@ bool sender_finish(struct sender *sender)
 
 int raw_connect(const struct node *node)
 {
-    struct soft_settings settings;
     struct sockaddr_un address;
-    char why[256];
     int fd;
 
-    REQUIRE_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
     REQUIRE_EQ(soft_directory_find(&settings, &node->device.gids[0], &address), 0);
     fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     REQUIRE(fd >= 0);

@@ -6,6 +6,7 @@
 
 #include "soft.h"
 #include "soft_hello.h"
+#include "soft_settings.h"
 
 /* Never freed, as devices are not. It answers requests with ACK, reads with bytes that fill_pattern made. */
 struct node {
@@ -23,8 +24,11 @@ struct node *node_open(void);
 struct node *node_open_at(const union ibv_gid gids[2], uint16_t port);
 void node_close(struct node *node); /* it is stopped, and may listen again */
 
-/* A fresh directory for the nodes that are opened from here on, and the other settings as they are by default. */
+/* Of the nodes that are opened from here on; new_directory() makes a fresh directory, and the others what they are by
+ * default. */
+extern struct soft_settings settings;
 void new_directory(void);
+void set_directory(const char *path);
 const char *directory(void);
 
 /* Somebody who sends requests of one size one after the other, as fast as the link takes them. */

@@ -161,10 +161,8 @@ static void who_is_forgotten_is_not_kicked(void)
 /* A peer that listens by hand, so that it can do what no device does. */
 static int listen_by_hand(struct node *node, struct soft_entry *entry)
 {
-    struct soft_settings settings;
     char why[256];
 
-    REQUIRE_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
     REQUIRE_EQ(soft_directory_enter(&settings, node->device.gids, entry, why, sizeof(why)), 0);
     return entry->fd;
 }

@@ -257,12 +257,10 @@ static struct node *node_with(const char *secret)
 {
     struct node *node;
 
-    if (secret)
-        setenv("AIOVERBS_SOFT_SECRET", secret, 1);
-    else
-        unsetenv("AIOVERBS_SOFT_SECRET");
+    settings.secret_size = secret ? strlen(secret) : 0;
+    memcpy(settings.secret, secret ? secret : "", settings.secret_size);
     node = node_open();
-    unsetenv("AIOVERBS_SOFT_SECRET");
+    settings.secret_size = 0;
     return node;
 }
 

@@ -44,7 +44,7 @@ static void the_directory_is_made_and_left_empty(void)
 
     new_directory();
     snprintf(path, sizeof(path), "%s/made", directory());
-    setenv("AIOVERBS_SOFT_DIRECTORY", path, 1);
+    set_directory(path);
     node = node_open();
     CHECK_EQ(stat(path, &found), -1);
     REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
@@ -77,7 +77,7 @@ static void directories_that_are_not_ours_alone(void)
     CHECK_EQ(chmod(directory(), 0755), 0); /* others may look */
     snprintf(path, sizeof(path), "%s/link", directory());
     CHECK_EQ(symlink(directory(), path), 0);
-    setenv("AIOVERBS_SOFT_DIRECTORY", path, 1);
+    set_directory(path);
     expect_no_entry(ENOTDIR, "no directory", HERE);
     CHECK_EQ(unlink(path), 0);
     file = fopen(path, "w");
@@ -86,13 +86,13 @@ static void directories_that_are_not_ours_alone(void)
     expect_no_entry(ENOTDIR, "no directory", HERE);
     CHECK_EQ(unlink(path), 0);
     snprintf(path, sizeof(path), "%s/not/there", directory());
-    setenv("AIOVERBS_SOFT_DIRECTORY", path, 1);
+    set_directory(path);
     expect_no_entry(ENOENT, "cannot be made", HERE);
     if (!geteuid()) {
-        setenv("AIOVERBS_SOFT_DIRECTORY", directory(), 1);
+        set_directory(directory());
         CHECK_EQ(chown(directory(), 1, 1), 0);
         expect_no_entry(EACCES, "another user's", HERE);
-        setenv("AIOVERBS_SOFT_USERS", "1", 1); /* he may have it */
+        settings.users[settings.user_count++] = 1; /* he may have it */
         shared = node_open();
         CHECK_EQ(soft_fabric_listen(&shared->device), 0);
         CHECK_EQ(stat(stats_of(shared).path, &found), 0);
@@ -102,67 +102,19 @@ static void directories_that_are_not_ours_alone(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-static void settings_that_cannot_be(void)
-{
-    static const struct {
-        const char *name, *value;
-    } bad[] = {
-        {"AIOVERBS_SOFT_DIRECTORY", "here"}, {"AIOVERBS_SOFT_USERS", "root"}, {"AIOVERBS_SOFT_USERS", "1,"},
-        {"AIOVERBS_SOFT_USERS", "-1"},       {"AIOVERBS_SOFT_USERS", "1 2"},  {"AIOVERBS_SOFT_USERS", "4294967295"},
-        {"AIOVERBS_SOFT_DIRECT", "yes"},     {"AIOVERBS_SOFT_DIRECT", "2"},   {"AIOVERBS_SOFT_SPIN", "fast"},
-        {"AIOVERBS_SOFT_SPIN", "1000001"},   {"AIOVERBS_SOFT_SPIN", "5us"},
-    };
-    char text[300];
-    size_t i;
-
-    for (i = 0; i < COUNT_OF(bad); i++) {
-        new_directory();
-        CHECK_EQ(rmdir(directory()), 0);
-        setenv(bad[i].name, bad[i].value, 1);
-        expect_no_entry(EINVAL, bad[i].name, HERE);
-    }
-    new_directory();
-    CHECK_EQ(rmdir(directory()), 0);
-    memset(text, '/', sizeof(text));
-    text[75] = 0;
-    setenv("AIOVERBS_SOFT_DIRECTORY", text, 1);
-    expect_no_entry(ENAMETOOLONG, "74 characters at most", HERE);
-    new_directory();
-    CHECK_EQ(rmdir(directory()), 0);
-    memset(text, 'x', sizeof(text));
-    text[257] = 0;
-    setenv("AIOVERBS_SOFT_SECRET", text, 1);
-    expect_no_entry(EINVAL, "256 bytes", HERE);
-    new_directory(); /* who is let in must be told where */
-    CHECK_EQ(rmdir(directory()), 0);
-    unsetenv("AIOVERBS_SOFT_DIRECTORY");
-    setenv("AIOVERBS_SOFT_USERS", "1", 1);
-    expect_no_entry(EINVAL, "AIOVERBS_SOFT_DIRECTORY", HERE);
-    new_directory();
-    CHECK_EQ(rmdir(directory()), 0);
-}
-
-/* Nobody finds what is elsewhere by default, and everybody who has no variables set finds the same. */
+/* Everybody who is told nothing finds the same. */
 static void defaults(void)
 {
-    struct soft_settings settings;
-    const char *runtime = getenv("XDG_RUNTIME_DIR");
-    char expected[100], why[256];
+    struct soft_settings usual;
+    char expected[100];
 
-    unsetenv("AIOVERBS_SOFT_DIRECTORY");
-    setenv("XDG_RUNTIME_DIR", "/run/user/77", 1);
-    CHECK_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
-    CHECK(!strcmp(settings.directory, "/run/user/77/aioverbs"));
-    unsetenv("XDG_RUNTIME_DIR");
-    CHECK_EQ(soft_settings_read(&settings, why, sizeof(why)), 0);
+    soft_settings_default(&usual);
     snprintf(expected, sizeof(expected), "/tmp/aioverbs-%u", (unsigned int)geteuid());
-    CHECK(!strcmp(settings.directory, expected));
-    CHECK(settings.direct);
-    CHECK_EQ(settings.spin_ns, 50000);
-    CHECK_EQ(settings.secret_size, 0);
-    CHECK(soft_settings_allow(&settings, geteuid()) && !soft_settings_allow(&settings, geteuid() + 1));
-    if (runtime)
-        setenv("XDG_RUNTIME_DIR", runtime, 1);
+    CHECK(!strcmp(usual.directory, expected));
+    CHECK(usual.direct);
+    CHECK_EQ(usual.spin_ns, 50000);
+    CHECK_EQ(usual.secret_size, 0);
+    CHECK(soft_settings_allow(&usual, geteuid()) && !soft_settings_allow(&usual, geteuid() + 1));
 }
 
 /* A socket's file that nobody listens at. */
@@ -298,7 +250,7 @@ static void over_tcp(void)
 /* Somebody else's port is an error of opening; nothing is left of the attempt. */
 static void an_address_is_listened_at_when_it_is_opened(void)
 {
-    struct soft_options options = {.address = {AF_INET, free_port(), {127, 0, 0, 1}}};
+    struct soft_options options = {.address = {AF_INET, free_port(), {127, 0, 0, 1}}, .settings = &settings};
     struct sockaddr_in address = {
         .sin_family = AF_INET, .sin_port = htons(options.address.port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -351,7 +303,6 @@ static void gids_that_lead_nowhere(void)
     CHECK_EQ(ntohl(((struct sockaddr_in *)&address)->sin_addr.s_addr), 0x0a000001);
 }
 
-CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(settings_that_cannot_be), CASE(defaults),
-                CASE(what_the_dead_left_is_replaced), CASE(what_is_not_ours_is_left), CASE(over_tcp),
-                CASE(an_address_is_listened_at_when_it_is_opened), CASE(gids_that_lead_nowhere),
-                CASE(directories_that_are_not_ours_alone))
+CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(defaults), CASE(what_the_dead_left_is_replaced),
+                CASE(what_is_not_ours_is_left), CASE(over_tcp), CASE(an_address_is_listened_at_when_it_is_opened),
+                CASE(gids_that_lead_nowhere), CASE(directories_that_are_not_ours_alone))

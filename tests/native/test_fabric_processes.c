@@ -284,6 +284,7 @@ static void serve_directly(void)
     fill_pattern(region, LARGE, 1);
     memcpy(device.gids, shared->gid, sizeof(device.gids));
     CHECK_EQ(soft_fabric_new(&device, &movers), 0);
+    soft_fabric_configure(&device, &settings);
     CHECK_EQ(soft_fabric_listen(&device), 0);
     atomic_store(&shared->ready, 1);
     for (;;)
@@ -329,6 +330,7 @@ static struct soft_link *connect_directly(void)
     memcpy(own->gids, gids, sizeof(gids));
     atomic_store(&answered, 0);
     REQUIRE_EQ(soft_fabric_new(own, &movers), 0);
+    soft_fabric_configure(own, &settings);
     link = soft_link_get(own, &shared->gid[1]);
     REQUIRE(link != NULL);
     CHECK_EQ(soft_link_send(link, &qp, &none, NULL, 0), ENOTCONN);
@@ -452,7 +454,7 @@ static void all_leases_can_be_had(void)
 
 static void serve_without(void)
 {
-    setenv("AIOVERBS_SOFT_DIRECT", "0", 1);
+    settings.direct = false;
     serve_directly();
 }
 
@@ -468,7 +470,7 @@ static void directly_can_be_switched_off(void)
         child = start(here ? serve_directly : serve_without);
         EVENTUALLY(shared->ready);
         if (here)
-            setenv("AIOVERBS_SOFT_DIRECT", "0", 1);
+            settings.direct = false;
         link = connect_directly();
         CHECK(!soft_link_direct(link));
         CHECK_EQ(soft_fabric_get_streams(own, &stream, 1), 1);

@@ -1,0 +1,130 @@
+"""Two processes in networks of their own, over TCP: packets are lost, small or late, the cable is pulled out."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioverbs import QueuePair, WcStatus, WorkCompletionError
+from tests.fabric.exchange import exchange
+from tests.fabric.namespace import HOSTS, Network, network
+from tests.fabric.two import End, Other, end, other
+from tests.pace import patience
+
+pytestmark = pytest.mark.timeout(120)
+
+PORT = 7479
+PATIENT: dict[str, Any] = {"timeout": 18, "retry_cnt": 7}  # 1.07 s, eight times: TCP repeats after 200 ms
+QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
+
+
+@pytest.fixture
+def cable() -> Iterator[Network]:
+    with network() as made:
+        yield made
+
+
+@dataclass
+class Way:
+    here: End
+    there: Other
+    qp: QueuePair
+
+    async def exchange(self, **more: Any) -> None:
+        await exchange(self.here, self.there, self.qp, **more)
+
+
+@contextlib.asynccontextmanager
+async def way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str, **attributes: Any
+) -> AsyncIterator[Way]:
+    """Each with a directory of its own, so that nobody finds anybody but by the address."""
+    ours, theirs = tmp_path / "here", tmp_path / "there"
+    for folder in (ours, theirs):
+        folder.mkdir(mode=0o700)
+    near, far = (f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}" for host in HOSTS[family])
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(ours))
+    monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", near)
+    environment = {"AIOVERBS_SOFT_DIRECTORY": str(theirs), "AIOVERBS_SOFT_ADDRESS": far}
+    async with other(environment=environment, prefix=cable.prefix) as there, end() as here:
+        (qp,) = here.qps
+        refused = here.device.handle.fabric().refused_frames
+        await there.connect(qp, **attributes)
+        yield Way(here, there, qp)
+        assert {peer.transport for peer in here.device.peers()} <= {"tcp", None}
+        assert here.device.handle.fabric().refused_frames == refused, "both are honest"
+        assert len(here.region.pins) == 0
+
+
+every_family = pytest.mark.parametrize("family", HOSTS)
+
+
+@every_family
+async def test_over_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
+    async with way(monkeypatch, tmp_path, cable, family) as between:
+        for seed in range(3):
+            await between.exchange(seed=seed)
+
+
+@every_family
+async def test_small_packets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
+    cable.packet_size(1280 if family == "ipv6" else 100)
+    async with way(monkeypatch, tmp_path, cable, family) as between:
+        await between.exchange(most=20_000)
+
+
+@every_family
+async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
+    cable.lose(5)
+    async with way(monkeypatch, tmp_path, cable, family, **PATIENT) as between:
+        for seed in range(3):
+            await between.exchange(seed=seed)
+
+
+@every_family
+@pytest.mark.parametrize("what", ["delay 5ms 3ms", "loss 5% delay 1ms", "delay 2ms reorder 25% 50%", "duplicate 20%"])
+async def test_as_netem_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str, what: str
+) -> None:
+    cable.emulate(*what.split())
+    async with way(monkeypatch, tmp_path, cable, family, **PATIENT) as between:
+        await between.exchange()
+
+
+@every_family
+async def test_the_cable_is_out_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str
+) -> None:
+    async with way(monkeypatch, tmp_path, cable, family, **PATIENT) as between:
+        await between.exchange()
+        cable.cable(up=False)
+        asked = asyncio.ensure_future(between.exchange(seed=1))
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        cable.cable(up=True)
+        await asked
+
+
+@every_family
+async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
+    async with way(monkeypatch, tmp_path, cable, family, **QUICK) as between:
+        await between.exchange(most=4096)
+        cable.cable(up=False)
+        begun = time.monotonic()
+        with pytest.raises(WorkCompletionError) as caught:
+            await between.exchange()
+        assert caught.value.status is WcStatus.RETRY_EXC_ERR
+        assert 3 * 0.067 < time.monotonic() - begun < patience(3)
+        cable.cable(up=True)
+        qp = between.qp
+        async with asyncio.timeout(patience(10)):
+            while qp.statistics().sends.under_way or qp.statistics().receives.under_way:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        qp.to_reset()
+        await between.there.connect(qp, **PATIENT)
+        await between.exchange()

@@ -1,0 +1,129 @@
+"""Two processes, and between them somebody who tears what they say into bytes, slows it, stops it, or cuts it."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioverbs import QpState, QueuePair, WcStatus, WorkCompletionError
+from tests.fabric.exchange import exchange, gid_name
+from tests.fabric.proxy import Proxy, proxy
+from tests.fabric.two import End, Other, end, other
+from tests.pace import patience
+
+PATIENT: dict[str, Any] = {"timeout": 16, "retry_cnt": 7}  # 268 ms, eight times
+QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
+
+
+@dataclass
+class Way:
+    """Both find each other's name in a directory of their own, and behind it the proxy."""
+
+    here: End
+    there: Other
+    qp: QueuePair
+    refused: int
+
+    async def exchange(self, **more: Any) -> None:
+        await exchange(self.here, self.there, self.qp, **more)
+
+    def check(self) -> None:
+        assert len(self.here.region.pins) == 0
+        assert self.here.device.handle.fabric().refused_frames == self.refused, "both are honest"
+
+
+@contextlib.asynccontextmanager
+async def way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str, how: Proxy, **attributes: Any
+) -> AsyncIterator[Way]:
+    """Near connects to the proxy by a Unix socket, which connects to far by one, or by TCP."""
+    ours, theirs = tmp_path / "here", tmp_path / "there"
+    for folder in (ours, theirs):
+        folder.mkdir(mode=0o700)
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "0")
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(ours))
+    host = {"unix": "", "tcp4": "127.0.0.1", "tcp6": "::1"}[carrier]
+    environment, address = {"AIOVERBS_SOFT_DIRECTORY": str(theirs)}, ("", 0)
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as free:
+            address = host, free.getsockname()[1]
+        environment["AIOVERBS_SOFT_ADDRESS"] = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
+    async with other(environment=environment) as there, end() as here:
+        (qp,) = here.qps
+        refused = here.device.handle.fabric().refused_frames
+        name = gid_name(await there.connect(qp, **attributes))
+        own = gid_name(qp.local_endpoint())
+        async with proxy(ours / name, address if host else theirs / name, how), proxy(theirs / own, ours / own, how):
+            made = Way(here, there, qp, refused)
+            yield made
+            made.check()
+
+
+every_carrier = pytest.mark.parametrize("carrier", ["unix", "tcp4", "tcp6"])
+
+
+@every_carrier
+async def test_in_single_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str) -> None:
+    how = Proxy(piece=1)
+    async with way(monkeypatch, tmp_path, carrier, how, **PATIENT) as between:
+        await between.exchange(most=2000)
+        assert how.connections == 2
+        assert how.passed > 6000
+
+
+@every_carrier
+async def test_slowly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str) -> None:
+    how = Proxy(piece=3000, pause_s=0.001)
+    async with way(monkeypatch, tmp_path, carrier, how, **PATIENT) as between:
+        for seed in range(2):
+            await between.exchange(seed=seed, most=50_000)
+
+
+# Within HELLO, WELCOME and PROOF, within a head, behind one, within data.
+CUTS = [1, 150, 200, 260, 330, 400, 500, 4500, 30_000, 200_000]
+
+
+@every_carrier
+async def test_cut_again_and_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str) -> None:
+    """Each connection lasts a little longer than the one before it."""
+    how = Proxy(cut_after=list(CUTS))
+    async with way(monkeypatch, tmp_path, carrier, how, **PATIENT) as between:
+        for seed in range(3):
+            await between.exchange(seed=seed)
+        assert not how.cut_after
+        assert how.connections > len(CUTS)
+
+
+async def exchange_for_ever(between: Way) -> None:
+    while True:
+        await between.exchange(most=5000)
+
+
+@every_carrier
+@pytest.mark.parametrize("after", [0, 300, 700, 20_000])
+async def test_it_stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str, after: int) -> None:
+    """Nothing passes any more: that is told in time, and when it goes on there is nothing wrong."""
+    how = Proxy(stall_after=after)
+    async with way(monkeypatch, tmp_path, carrier, how, **QUICK) as between:
+        begun = time.monotonic()
+        with pytest.raises(WorkCompletionError) as caught:
+            await exchange_for_ever(between)
+        assert caught.value.status is WcStatus.RETRY_EXC_ERR
+        assert 3 * 0.067 < time.monotonic() - begun < patience(5)
+        how.stall_after = None
+        how.go_on.set()
+        qp = between.qp
+        assert qp.query().qp_state is QpState.ERR
+        async with asyncio.timeout(patience(10)):
+            while qp.statistics().sends.under_way or qp.statistics().receives.under_way:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        qp.to_reset()
+        await between.there.connect(qp, **PATIENT)
+        await between.exchange()

@@ -1,0 +1,78 @@
+/* GIDs of devices without an address: few random bits, and yet nobody has another's. */
+#define _GNU_SOURCE
+#include "support.h"
+
+#include <string.h>
+#include <sys/random.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "soft.h"
+#include "soft_descriptors.h"
+
+/* What is drawn, one byte for all of a call; then bytes that are. */
+static const uint8_t *script;
+
+ssize_t getrandom(void *to, size_t size, unsigned int flags)
+{
+    static uint8_t next = 100;
+
+    (void)flags;
+    memset(to, script && *script ? *script++ : next++, size);
+    return (ssize_t)size;
+}
+
+static uint8_t draw(struct soft_device *device, const uint8_t *bytes)
+{
+    script = bytes;
+    CHECK_EQ(soft_gids_init(device), 0);
+    script = NULL;
+    CHECK_EQ(device->gids[1].raw[12], 127);
+    return device->gids[1].raw[13];
+}
+
+static void of_one_process(void)
+{
+    struct soft_device first = {0}, second = {0}, third = {0};
+
+    CHECK_EQ(draw(&first, (const uint8_t[]){9, 5, 0}), 5);
+    CHECK_EQ(draw(&second, (const uint8_t[]){9, 5, 5, 6, 0}), 6);
+    soft_descriptor_close(first.reserved);
+    CHECK_EQ(draw(&third, (const uint8_t[]){9, 5, 0}), 5); /* he is gone */
+    soft_descriptor_close(second.reserved);
+    soft_descriptor_close(third.reserved);
+}
+
+static void of_two_processes(void)
+{
+    struct soft_device ours = {0}, theirs = {0};
+    int status;
+    pid_t child;
+
+    CHECK_EQ(draw(&ours, (const uint8_t[]){9, 7, 0}), 7);
+    child = fork();
+    REQUIRE(child >= 0);
+    if (!child) /* what was inherited is closed; the parent has its own */
+        _exit(draw(&theirs, (const uint8_t[]){9, 7, 8, 0}) != 8);
+    REQUIRE_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    CHECK_EQ(soft_gid_reserve(&ours.gids[1]), -1);
+    CHECK_EQ(errno, EADDRINUSE);
+    soft_descriptor_close(ours.reserved);
+}
+
+static void where_all_are_taken(void)
+{
+    struct soft_device first = {0}, second = {0};
+    uint8_t same[80];
+
+    memset(same, 11, sizeof(same));
+    same[79] = 0;
+    draw(&first, same);
+    script = same;
+    CHECK_EQ(soft_gids_init(&second), EADDRINUSE);
+    script = NULL;
+    soft_descriptor_close(first.reserved);
+}
+
+CHECK_MAIN_ONCE(CASE(of_one_process), CASE(of_two_processes), CASE(where_all_are_taken))

@@ -216,7 +216,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
-    """Have libFuzzer talk to the parsers of the fabric and to a device for a minute; `-- --seconds 600`."""
+    """Have libFuzzer talk to parsers and to a device for a minute and a half; `-- --seconds 600`."""
     seconds = int(session.posargs[session.posargs.index("--seconds") + 1]) if "--seconds" in session.posargs else 60
     compiler = os.environ.get("CLANG", "clang")
     trial = folder(session, "trial.dir") / "trial"
@@ -239,6 +239,10 @@ def fuzz(session: nox.Session) -> None:
         limits = (f"-max_total_time={seconds // 2}", "-timeout=20", "-max_len=4096", "-print_final_stats=1")
         seeds = f"tests/fuzz/corpus/{name}"
         session.run(str(program), *limits, f"-artifact_prefix={found}", found, seeds, external=True)
+    session.install(*group("fuzz"))
+    found = f"{folder(session, 'handshake')}/"
+    script = "tests/fuzz/fuzz_handshake.py"
+    session.run("python", script, f"-max_total_time={seconds // 2}", f"-artifact_prefix={found}", "-timeout=20", found)
 
 
 @nox.session

@@ -18,6 +18,8 @@ from .errors import (
     DeviceNotFoundError,
     DeviceRemovedError,
     ForkedProcessError,
+    GrantRevokedError,
+    HandshakeError,
     LenderClosedError,
     LibraryNotFoundError,
     StateError,
@@ -49,6 +51,7 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from .acceptor import AcceptorStatistics
     from .address_handle import AddressHandle, Way
     from .affinity import Affinity, ThreadModel
     from .allocators import (
@@ -66,11 +69,15 @@ if TYPE_CHECKING:
         SharedPageAllocator,
         UseDefault,
     )
+    from .backoff import Backoff
     from .buffers import BufferPool, BufferPoolStatistics, LeasedBuffer, Leasing
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
+    from .connection import Connection, connect
+    from .connection_settings import ConnectionSettings
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .endpoint import Endpoint
     from .events import DeviceEvent
+    from .grants import Grant, Granted
     from .imported_device import import_device
     from .life import ResourceInfo, State
     from .memory import MemoryRegion, MemoryWindow, Pins, RegionSlice, RemoteRegion
@@ -88,15 +95,19 @@ if TYPE_CHECKING:
         Requester,
         WorkQueueStatistics,
     )
+    from .reconnecting import reconnecting
     from .registration_cache import RegistrationCache, RegistrationCacheStatistics
     from .resource import Resource, ResourceStatistics
     from .resource_domain import ResourceDomain
+    from .server import ConnectionListener, Server, listen, serve
     from .shared_receive_queue import ReceiveRequester, SharedReceiveQueue, SharedReceiveQueueStatistics
     from .thread_domain import ThreadDomain
+    from .traffic import TrafficStatistics
     from .xrc_domain import XrcDomain
 
 __all__ = [
     "USE_DEFAULT",
+    "AcceptorStatistics",
     "AccessFlags",
     "AddressHandle",
     "Affinity",
@@ -106,6 +117,7 @@ __all__ = [
     "AllocatorUsage",
     "ArenaAllocator",
     "AtomicCap",
+    "Backoff",
     "Batch",
     "BatchError",
     "BrokenResourceError",
@@ -116,7 +128,10 @@ __all__ = [
     "CompletionQueue",
     "CompletionQueueStatistics",
     "ConcurrentAccessError",
+    "Connection",
+    "ConnectionListener",
     "ConnectionRejectedError",
+    "ConnectionSettings",
     "DefaultAllocator",
     "Device",
     "DeviceAttributes",
@@ -129,6 +144,10 @@ __all__ = [
     "EventType",
     "ForkedProcessError",
     "GidType",
+    "Grant",
+    "GrantRevokedError",
+    "Granted",
+    "HandshakeError",
     "HugePageAllocator",
     "LeasedBuffer",
     "Leasing",
@@ -179,6 +198,7 @@ __all__ = [
     "RoundRobin",
     "SendFlags",
     "SendOpcode",
+    "Server",
     "SharedPageAllocator",
     "SharedProtectionDomain",
     "SharedReceiveQueue",
@@ -188,6 +208,7 @@ __all__ = [
     "StateError",
     "ThreadDomain",
     "ThreadModel",
+    "TrafficStatistics",
     "TransitionError",
     "TransportType",
     "UnreachableError",
@@ -204,31 +225,42 @@ __all__ = [
     "WorkerPool",
     "WorkerStatistics",
     "XrcDomain",
+    "connect",
     "current_worker",
     "devices",
     "import_device",
+    "listen",
     "open_device",
+    "reconnecting",
+    "serve",
 ]
 
 # Where the names are that load the compiled core: importing the package is to cost next to nothing.
 _LAZY = {
+    "AcceptorStatistics": "acceptor",
     "AddressHandle": "address_handle",
     "Affinity": "affinity",
     "Allocator": "allocators",
     "AllocatorStatistics": "allocators",
     "AllocatorUsage": "allocators",
     "ArenaAllocator": "allocators",
+    "Backoff": "backoff",
     "Batch": "queue_pair",
     "BufferPool": "buffers",
     "BufferPoolStatistics": "buffers",
     "CompletionQueue": "completion",
     "CompletionQueueStatistics": "completion",
+    "Connection": "connection",
+    "ConnectionListener": "server",
+    "ConnectionSettings": "connection_settings",
     "DefaultAllocator": "allocators",
     "Device": "device",
     "DeviceEvent": "events",
     "DeviceInfo": "device",
     "DeviceStatistics": "device",
     "Endpoint": "endpoint",
+    "Grant": "grants",
+    "Granted": "grants",
     "HugePageAllocator": "allocators",
     "LeasedBuffer": "buffers",
     "Leasing": "buffers",
@@ -264,6 +296,7 @@ _LAZY = {
     "ResourceKind": "allocators",
     "ResourceStatistics": "resource",
     "RoundRobin": "placement",
+    "Server": "server",
     "SharedPageAllocator": "allocators",
     "SharedProtectionDomain": "protection_domain",
     "SharedReceiveQueue": "shared_receive_queue",
@@ -272,6 +305,7 @@ _LAZY = {
     "State": "life",
     "ThreadDomain": "thread_domain",
     "ThreadModel": "affinity",
+    "TrafficStatistics": "traffic",
     "USE_DEFAULT": "allocators",
     "UseDefault": "allocators",
     "Way": "address_handle",
@@ -280,10 +314,14 @@ _LAZY = {
     "WorkerPool": "pool",
     "WorkerStatistics": "pool",
     "XrcDomain": "xrc_domain",
+    "connect": "connection",
     "current_worker": "pool",
     "devices": "device",
     "import_device": "imported_device",
+    "listen": "server",
     "open_device": "device",
+    "reconnecting": "reconnecting",
+    "serve": "server",
 }
 
 __version__: str

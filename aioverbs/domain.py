@@ -1,5 +1,6 @@
 """What every domain that protects memory makes: queues and regions."""
 
+import functools
 from typing import TYPE_CHECKING
 
 from aioverbs._core import engine
@@ -44,6 +45,11 @@ class Domain(Handled[engine.ProtectionDomain]):
     def _placement(self) -> Placement:
         """Where its queues are made."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def common(self) -> dict[object, object]:
+        """Resources that were made from it for all who need such a thing, by what they are for; closed with it."""
+        return {}
 
     def completion_queue(
         self,

@@ -23,6 +23,8 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceRemovedError",
     "ForkedProcessError",
+    "GrantRevokedError",
+    "HandshakeError",
     "LenderClosedError",
     "LibraryNotFoundError",
     "StateError",
@@ -80,6 +82,16 @@ _REJECT_REASONS = {
     28: "the program there refused it",
 }
 
+# As `aioverbs.handshake.Reason` has them.
+_HANDSHAKE_REASONS = {
+    1: "the two ends speak no common version: use releases of aioverbs that do",
+    2: "the two ends need the same secret",
+    3: "the other end has as many connections as it may",
+    4: "what it said is not what a connection begins with",
+    5: "the devices of the two ends do not fit together",
+    6: "the other end takes no more connections",
+}
+
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}
 
 
@@ -133,6 +145,36 @@ class ConnectionRejectedError(ConnectionRefusedError):
 
     def __reduce__(self) -> tuple[type["ConnectionRejectedError"], tuple[int, bytes]]:
         return type(self), (self.reason, self.private_data)
+
+
+class HandshakeError(ConnectionRefusedError):
+    """Two ends did not become a connection: one of them refused the other.
+
+    :param reason: why, as `aioverbs.handshake.Reason` has it.
+    :param text: what there is to say beyond that.
+    :param by_peer: whether it was the other end that refused.
+    """
+
+    def __init__(self, reason: int, text: str = "", *, by_peer: bool = False) -> None:
+        self.reason = int(reason)
+        self.text = text
+        self.by_peer = by_peer
+        super().__init__(_errno.ECONNREFUSED, str(self))
+
+    def __str__(self) -> str:
+        who = "the peer refused the connection" if self.by_peer else "the peer was refused"
+        why = _HANDSHAKE_REASONS.get(self.reason, f"reason {self.reason}")
+        return f"{who}: {why}{f' ({self.text})' if self.text else ''}"
+
+    def __reduce__(self) -> tuple[type["HandshakeError"], tuple[int, str], dict[str, bool]]:
+        return type(self), (self.reason, self.text), {"by_peer": self.by_peer}
+
+
+class GrantRevokedError(PermissionError):
+    """The peer has taken back what it granted. Nothing was asked of it, and the connection goes on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_errno.EACCES, message)
 
 
 class WorkCompletionError(Exception):

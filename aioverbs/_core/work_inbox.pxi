@@ -8,7 +8,7 @@ cdef class Inbox:
     cancelled loses nothing: the next one gets what came.
 
     :param queue: that the receives are posted to.
-    :param wrap: makes of what was `Received` what the iterator gives.
+    :param wrap: makes of what was `Received` what the iterator gives; None where it took that for itself.
     :param unused: called with the memory of each receive that failed.
     """
 
@@ -75,7 +75,10 @@ cdef class Inbox:
     cdef int _arrived(self, Operation operation, object local) except -1:
         # A receive is done.
         if not operation.raises and operation.status == SUCCESS:
-            self.ready.append(self.wrap(operation.value))
+            message = self.wrap(operation.value)
+            if message is None:
+                return 0
+            self.ready.append(message)
             return self._hand_over()
         self.unused(local)
         if self.end is None:

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -25,8 +27,11 @@ def test_two_lines_to_start_from() -> None:
     assert [block.strip() for block in blocks] == [f"{START}demo", f"{START}tests"]
 
 
-def test_the_code_works_as_pasted() -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=["transfer", "connection"])
+def test_the_code_works_as_pasted(code: str) -> None:
     env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
     command = [sys.executable, "-P", "-W", "error", "-c", code]
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=50, check=True)

@@ -1,0 +1,65 @@
+"""Bytes without bounds, over messages."""
+
+from anyio.abc import ByteStream, ObjectStream
+
+from aioverbs.errors import BusyResourceError
+
+__all__ = ["MessageByteStream"]
+
+
+class MessageByteStream(ByteStream):
+    """An anyio `ByteStream` over a stream of messages. Made by `Connection.as_byte_stream`.
+
+    :param messages: what it goes over; closing this closes that.
+    :param piece: what is sent in one message, in bytes, at most.
+    """
+
+    def __init__(self, messages: ObjectStream[bytes], piece: int) -> None:
+        self._messages = messages
+        self._piece = piece
+        self._left = memoryview(b"")  # of a message that came
+        self._receiving = False
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        """As many bytes as there are, up to so many.
+
+        :raises anyio.EndOfStream: the peer sends no more.
+        """
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes is 1 or more, not {max_bytes}")
+        if self._receiving:
+            raise BusyResourceError("another task is receiving from this stream already")
+        self._receiving = True
+        try:
+            while not self._left:
+                message = await self._messages.receive()
+                if 0 < len(message) <= max_bytes:
+                    return message
+                self._left = memoryview(message)
+        finally:
+            self._receiving = False
+        taken, self._left = bytes(self._left[:max_bytes]), self._left[max_bytes:]
+        return taken
+
+    async def send(self, item: bytes) -> None:
+        """Send bytes."""
+        if len(item) <= self._piece:
+            if item:
+                await self._messages.send(item)
+            return
+        view = memoryview(item)
+        for at in range(0, len(view), self._piece):
+            await self._messages.send(view[at : at + self._piece])  # type: ignore[arg-type]  # which takes any buffer
+
+    async def send_eof(self) -> None:
+        """Send no more."""
+        await self._messages.send_eof()
+
+    async def aclose(self) -> None:
+        """Close what it goes over."""
+        await self._messages.aclose()
+
+    @property
+    def extra_attributes(self):  # type: ignore[no-untyped-def]  # anyio says it at its base
+        """Those of what it goes over."""
+        return self._messages.extra_attributes

@@ -1,0 +1,276 @@
+"""Memory that one end of a connection lets the other reach, and takes back."""
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, Self
+
+import anyio
+
+from aioverbs._core import engine
+from aioverbs._core.work import RegionSlice, RemoteRegion
+from aioverbs.affinity import running_loop
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, GrantRevokedError, WorkCompletionError
+from aioverbs.frames import FrameKind, GrantNotice
+from aioverbs.memory import MemoryRegion, MemoryWindow
+from aioverbs.resource import Resource
+from aioverbs.traffic import Traffic
+from aioverbs.types import AccessFlags, MwType
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Grant", "Granted", "Grants"]
+
+_REMOTE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+_WINDOWS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
+_NUMBERS = 1 << 16
+_SOFT_ROCE = 0xFFFFFF  # its vendor_id
+
+
+def has_windows(context: engine.Context) -> bool:
+    """Whether a device has memory windows of type 2."""
+    return bool(context.attributes.device_cap_flags & _WINDOWS)
+
+
+def _window_serves(context: engine.Context, piece: RegionSlice) -> bool:
+    """Whether a window of type 2 grants this memory, and no more than that."""
+    if not has_windows(context) or not piece.region.access & AccessFlags.MW_BIND:
+        return False
+    # soft-RoCE checks the bounds of a window's region in place of the window's own.
+    return context.attributes.vendor_id != _SOFT_ROCE or len(piece) == len(piece.region)
+
+
+class Grant:
+    """Memory of this end that the peer may reach. Made by `Connection.grant`.
+
+    :param remote: what the peer reaches it by.
+    :param access: what it may do there.
+    """
+
+    def __init__(
+        self, number: int, remote: RemoteRegion, access: AccessFlags, key: MemoryWindow | MemoryRegion, grants: "Grants"
+    ) -> None:
+        self.remote = remote
+        self.access = access
+        self._number = number
+        self._key = key
+        self._grants = grants
+
+    def __repr__(self) -> str:
+        state = "revoked" if self.revoked else "granted"
+        return f"<Grant of {self.remote.length} bytes for {self.access!r} ({state})>"
+
+    @property
+    def revoked(self) -> bool:
+        """Whether the peer reaches it no more."""
+        return self._key.closed
+
+    async def revoke(self, *, timeout_s: float = 5.0) -> None:
+        """Take it back. When this returns no access of the peer's is under way or can come.
+
+        The peer is told first, and what it asked for until then is done: nothing else of the connection is disturbed.
+        Where it does not answer in time the key is taken from it all the same; should it use it then, the device
+        refuses that and breaks the connection.
+
+        :raises BrokenResourceError: the connection is broken; the peer has the key no more.
+        """
+        await self._grants.revoke(self._number, self._key, timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: "type[BaseException] | None", error: BaseException | None, traceback: "TracebackType | None"
+    ) -> None:
+        await self.revoke()
+
+
+class Granted:
+    """Memory of the peer's that this end may reach, until the peer revokes it. Parts are taken by slices.
+
+    :param remote: what it is reached by.
+    :param access: what may be done there.
+    """
+
+    def __init__(self, remote: RemoteRegion, access: AccessFlags) -> None:
+        self.remote = remote
+        self.access = access
+        self.revoked = False
+
+    def __repr__(self) -> str:
+        return f"<Granted of {self.remote.length} bytes for {self.access!r}{' (revoked)' if self.revoked else ''}>"
+
+    def __len__(self) -> int:
+        return len(self.remote)
+
+    def __getitem__(self, key: slice) -> RemoteRegion:
+        return self.remote[key]
+
+
+class Grants:
+    """What the two ends of a connection granted each other. The connection's life keeps this.
+
+    :param base: the protection domain.
+    :param most: how many the peer may have granted at once.
+    """
+
+    def __init__(self, traffic: Traffic, base: engine.ProtectionDomain, most: int) -> None:
+        self._traffic = traffic
+        self._base = base
+        self._most = most
+        self._given: dict[int, asyncio.Future[None] | None] = {}  # by number; who waits for the peer's word
+        self._last = 0
+        self._taken: dict[int, Granted] = {}  # by number
+        self._keys: dict[int, Granted] = {}  # by rkey, those that are revoked as well
+        self._news: deque[Granted] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    # ---- What is granted here
+
+    async def give(self, owner: Resource, piece: RegionSlice, access: AccessFlags) -> Grant:
+        """Let the peer reach memory."""
+        access = AccessFlags(access)
+        if not access or access & ~_REMOTE:
+            raise ValueError(f"what is granted is of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC, not {access!r}")
+        if not len(piece):
+            raise ValueError("no bytes cannot be granted")
+        number = self._number()
+        key, remote = await self._make_key(owner, piece, access)
+        try:
+            self._given[number] = None
+            notice = GrantNotice(remote.address, remote.length, remote.rkey, access)
+            await self._traffic.send_frame(FrameKind.GRANT, number, notice.pack())
+        except BaseException:
+            # Whether the peer heard of it is known: where it did not, nobody has the key.
+            del self._given[number]
+            await self._take_key(key)
+            raise
+        return Grant(number, remote, access, key, self)
+
+    def _number(self) -> int:
+        if len(self._given) >= _NUMBERS - 1:
+            raise ValueError("there are 65,535 grants of a connection at most: revoke some")
+        while True:
+            self._last = (self._last + 1) % _NUMBERS
+            if self._last not in self._given:
+                return self._last
+
+    async def _make_key(
+        self, owner: Resource, piece: RegionSlice, access: AccessFlags
+    ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
+        # A window goes with this queue pair and without touching the region. Else the memory is registered once more.
+        if _window_serves(self._base.context, piece):
+            window = MemoryWindow(owner, self._base, MwType.TYPE_2)
+            window._life.quiet = True
+            await window.open()
+            try:
+                return window, await self._traffic.qp.bind_window(window, piece, access)
+            except BaseException:
+                await window.aclose()
+                raise
+        writes = access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC)
+        region = MemoryRegion(
+            owner, self._base, piece.buffer, access | (AccessFlags.LOCAL_WRITE if writes else AccessFlags(0))
+        )
+        region._life.quiet = True
+        await region.open()
+        return region, region.remote()
+
+    async def revoke(self, number: int, key: MemoryWindow | MemoryRegion, timeout_s: float) -> None:
+        """Have the peer let go of it; then take the key."""
+        if key.closed or number not in self._given:
+            return
+        at_it = self._given[number]
+        if at_it is not None:  # somebody else
+            with anyio.move_on_after(timeout_s):
+                await asyncio.wait([at_it])
+            await key.aclose()
+            return
+        heard: asyncio.Future[None] = running_loop().create_future()
+        self._given[number] = heard
+        try:
+            with anyio.move_on_after(timeout_s):
+                await self._traffic.send_frame(FrameKind.REVOKE, number)
+                await asyncio.wait([heard])
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._take_key(key)
+        if heard.done():
+            heard.result()
+            del self._given[number]  # else the number stays taken: the peer may still answer
+
+    async def _take_key(self, key: MemoryWindow | MemoryRegion) -> None:
+        if isinstance(key, MemoryWindow) and not key.closed:
+            with contextlib.suppress(BrokenResourceError, ClosedResourceError, WorkCompletionError):
+                await self._traffic.qp.invalidate(key.rkey)
+        await key.aclose()
+
+    # ---- What the peer granted
+
+    async def next(self) -> Granted:
+        """The next that was not asked for yet."""
+        while not self._news:
+            if self._traffic.broken is not None or self._traffic.closed:
+                raise self._traffic.error()
+            if self._traffic.ended:
+                raise anyio.EndOfStream
+            if self._waiter is None or self._waiter.done():
+                self._waiter = running_loop().create_future()
+            await asyncio.wait([self._waiter])
+        return self._news.popleft()
+
+    def check(self, remote: RemoteRegion) -> None:
+        """See that it was not revoked.
+
+        :raises GrantRevokedError: it was.
+        """
+        granted = self._keys.get(remote.rkey)
+        if granted is not None and granted.revoked:
+            raise GrantRevokedError(f"the peer revoked its grant of {granted.remote!r}")
+
+    def heard(self, kind: FrameKind, number: int, data: bytes) -> None:
+        """The peer's word."""
+        if kind is FrameKind.GRANT:
+            self._granted(number, GrantNotice.parse(data))
+            return
+        if kind is FrameKind.END:
+            self.wake()
+            return
+        if data:
+            raise ValueError(f"{kind.name} has {len(data)} bytes")
+        if kind is FrameKind.REVOKE:
+            granted = self._taken.pop(number, None)
+            if granted is None:
+                raise ValueError(f"it revokes grant {number}, which there is not")
+            granted.revoked = True
+            self._traffic.control(FrameKind.REVOKED, number, fence=True)
+        else:
+            heard = self._given.get(number)
+            if heard is None or heard.done():
+                raise ValueError(f"it lets go of grant {number}, which was not revoked")
+            heard.set_result(None)
+
+    def _granted(self, number: int, notice: GrantNotice) -> None:
+        if number in self._taken or len(self._taken) >= self._most:
+            raise ValueError(f"it grants {number} where {len(self._taken)} of {self._most} are granted")
+        granted = Granted(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
+        self._taken[number] = self._keys[notice.rkey] = granted
+        while len(self._keys) > 2 * self._most + 16:  # of those that are revoked the latest are remembered
+            old = next(rkey for rkey, each in self._keys.items() if each.revoked)
+            del self._keys[old]
+        self._news.append(granted)
+        self.wake()
+
+    def wake(self) -> None:
+        """Who waits is to look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def over(self, error: Exception) -> None:
+        """No word comes any more."""
+        for heard in self._given.values():
+            if heard is not None and not heard.done():
+                heard.set_exception(error)
+                heard.exception()  # who waits may be gone
+        self.wake()

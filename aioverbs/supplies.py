@@ -1,0 +1,75 @@
+"""What connections have in common: completion queues and buffers, so that making one registers and allocates little."""
+
+from aioverbs.affinity import running_loop
+from aioverbs.buffers import BufferPool, LeasedBuffer
+from aioverbs.completion import CompletionQueue
+from aioverbs.connection_settings import ConnectionSettings
+from aioverbs.domain import Domain
+
+__all__ = ["completion_queue_for", "lease_block"]
+
+_SLAB = 8 << 20  # bytes: below what is registered beside the loop
+_BLOCKS = 16  # of a slab, at most
+_SHARERS = 16  # connections of a completion queue
+_ANY_NUMBER = 1 << 30
+
+
+async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
+    """Memory for the buffers of a connection, of a pool of the protection domain.
+
+    :raises MemoryError: there is none.
+    :raises VerbsError: the device cannot register it.
+    """
+    size = settings.block_size
+    key = "buffers of connections", size
+    pool = domain.base.common.get(key)
+    if pool is None:
+        pool = domain.buffer_pool(size, max(1, min(_BLOCKS, _SLAB // size)), limit=_ANY_NUMBER)
+        pool._life.quiet = True
+        await pool.open()
+        # Somebody may have come meanwhile: then there are two, and both are closed with the domain.
+        pool = domain.base.common.setdefault(key, pool)
+    assert isinstance(pool, BufferPool)
+    return await pool.lease()
+
+
+class _Queues:
+    """The completion queues of a domain and a loop."""
+
+    def __init__(self) -> None:
+        self._all: list[CompletionQueue] = []
+        self._at = 0  # where there was room the last time: all are looked at only when one more is made
+
+    def find(self, completions: int) -> CompletionQueue | None:
+        """One with so much room."""
+        for step in range(len(self._all)):
+            at = (self._at + step) % len(self._all)
+            cq = self._all[at]
+            seen = cq.statistics()
+            if seen.depth - seen.reserved >= completions and not cq.closed:
+                self._at = at
+                return cq
+        return None
+
+    def add(self, cq: CompletionQueue) -> None:
+        """One more."""
+        self._at = len(self._all)
+        self._all.append(cq)
+
+
+async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
+    """A completion queue of the running loop's, with room for one more connection.
+
+    :raises VerbsError: the device has no more.
+    """
+    needed = settings.completions
+    queues = domain.common.setdefault(("completions of connections", running_loop()), _Queues())
+    assert isinstance(queues, _Queues)
+    found = queues.find(needed)
+    if found is not None:
+        return found
+    most = max(needed, domain.handle.context.attributes.max_cqe)
+    made = domain.completion_queue(min(needed * _SHARERS, most))
+    made._life.quiet = True
+    queues.add(await made.open())
+    return made

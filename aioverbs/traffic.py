@@ -1,0 +1,556 @@
+"""Messages of any size on a queue pair: fragments, credits, receives that are kept posted."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+
+from aioverbs._core.work import Inbox, Operation, Received, RegionSlice, RemoteRegion
+from aioverbs.affinity import running_loop
+from aioverbs.buffers import LeasedBuffer
+from aioverbs.connection_settings import ConnectionSettings
+from aioverbs.credits import KEPT, Credits
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    StateError,
+    VerbsError,
+    WorkCompletionError,
+)
+from aioverbs.frames import CREDITS_AT, FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL, WHOLE, FrameKind, header, split
+from aioverbs.queue_pair import QueuePair
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Traffic", "TrafficStatistics"]
+
+_CREDITS = 0x3FF << CREDITS_AT
+_NOWHERE = RemoteRegion(0, 0, 0)
+_PREFIXES = TOTAL.size + IMMEDIATE.size
+
+
+class _Receive(RegionSlice):
+    """A receive, and its bytes."""
+
+    __slots__ = ("view",)
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A message with immediate data."""
+
+    data: bytes
+    immediate: int
+
+
+@dataclass(frozen=True)
+class TrafficStatistics:
+    """What went over a connection.
+
+    :param messages_sent: messages of the user's.
+    :param messages_received: those that were asked for.
+    :param credits: messages that may be sent now, for all that this end knows.
+    :param owed: credits of the peer's that it was not given back yet.
+    :param waits: how often a message waited for a credit or a buffer.
+    :param updates: messages that gave back credits and had nothing else in them.
+    """
+
+    messages_sent: int
+    messages_received: int
+    credits: int
+    owed: int
+    waits: int
+    updates: int
+
+
+class Traffic:
+    """What goes over the queue pair of a connection. Its life keeps this, and not the user's object.
+
+    Each message takes a receive of the peer's, of which it has as many as the peer has posted: none is ever told to
+    wait (RNR). A receive is posted again as soon as its bytes are copied; its credit goes back when the user took the
+    message, so that who does not read is sent no more.
+
+    Until `begin` whole messages go as they are, for the handshake of queue pairs that were connected by other means.
+
+    :param qp: of type RC, in RESET.
+    :param block: memory for the buffers.
+    :param control: called with kind, number and bytes of what is no message of the user's; it may raise ValueError.
+
+    `when_over` is called when it is broken or closed.
+    """
+
+    def __init__(
+        self,
+        qp: QueuePair,
+        block: LeasedBuffer,
+        settings: ConnectionSettings,
+        control: Callable[[FrameKind, int, bytes], None],
+    ) -> None:
+        self.qp = qp
+        self.peer = "its peer"
+        self.broken: BrokenResourceError | None = None
+        self.closed = False
+        self.ended = False  # the peer sends no more
+        self.end_sent = False
+        self.received = self.sent = self.waits = self.updates = 0
+        self._settings = settings
+        self._control = control
+        self.when_over: Callable[[], object] = lambda: None
+        self._loop = running_loop()
+        self._credits: Credits | None = None
+        self.fragment = 0  # bytes of a message that fit the buffers of both
+        self._lock = asyncio.Lock()  # of messages that take more than one step
+        self._waiter: asyncio.Future[None] | None = None  # who waits for a credit
+        self._controls: deque[tuple[int, bool]] = deque()  # that wait for a credit
+        self._kept: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
+        self._parts: list[bytes] | None = None  # of a message that comes in fragments
+        self._total = self._have = 0
+        self._mark: int | None = None
+        self._deferred = 0  # credits of fragments that came while the user had messages to read
+        self._asking = False
+        self._early = _ALL
+        work = qp._work
+        assert work is not None
+        assert work.receive_queue is not None
+        self.receive_queue = work.receive_queue
+        self.inbox = Inbox(work.receive_queue, self._arrived, self._unused)
+        self._lay_out(block)
+
+    def _lay_out(self, block: LeasedBuffer) -> None:
+        size, memory = self._settings.buffer_size, block.buffer
+        self._receives: list[_Receive] = []
+        at = 0
+        for _ in range(self._settings.receive_depth + 1):  # one more than there are credits: for the handshake
+            receive = _Receive(block.region, block.offset + at, size, block.pins)
+            receive.view = memory[at : at + size]
+            self._receives.append(receive)
+            at += size
+        self._buffers: list[tuple[memoryview, RegionSlice]] = []
+        for _ in range(self._settings.send_buffers):
+            self._buffers.append((memory[at : at + size], block[at : at + size]))
+            at += size
+        self._nothing = block[:0]
+        self._under_way: list[Operation[None] | None] = [None] * len(self._buffers)
+        self._next = 0
+
+    def post_receives(self) -> None:
+        """In INIT: all of them."""
+        for receive in self._receives:
+            _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+
+    def begin(self, depth: int, buffer_size: int, max_message: int, early: int) -> None:
+        """What the peer offers is known: what arrives from now on are messages.
+
+        :param depth: receives that the peer keeps posted.
+        :param buffer_size: bytes of each.
+        :param max_message: the longest message that it takes.
+        :param early: messages of the handshake that are still to come this way.
+        """
+        self._early = early
+        self._credits = Credits(depth, self._settings.receive_depth)
+        self.fragment = min(buffer_size, self._settings.buffer_size)
+        self._max_message = max_message
+
+    def statistics(self) -> TrafficStatistics:
+        """As it is now."""
+        of = self._credits
+        free, owed = (of.free, of.owed) if of is not None else (0, 0)
+        return TrafficStatistics(self.sent, self.received, free, owed, self.waits, self.updates)
+
+    # ---- Its end
+
+    def fail(self, why: str, cause: BaseException | None = None) -> None:
+        """It is of no more use; who waits is told. The first reason stays."""
+        if self.broken is not None:
+            return
+        self.broken = BrokenResourceError(f"the connection with {self.peer} is broken: {why}")
+        self.broken.__cause__ = cause
+        with contextlib.suppress(ClosedResourceError, VerbsError, AffinityError):
+            if self.qp._work is not None and self.qp._work.broken is None:
+                self.qp.to_error()
+        self.inbox.close(self.broken)
+        self._wake_all()
+
+    def close(self) -> None:
+        """It is being closed here."""
+        self.closed = True
+        self.inbox.close(ClosedResourceError("the connection was closed"))
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._parts = None
+        self._wake()
+        self.when_over()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _unused(self, receive: RegionSlice) -> None:
+        # A receive was flushed: the queue pair is in ERR, or destroyed.
+        if self.broken is None and not self.closed:
+            work = self.qp._work
+            cause = work.broken if work is not None else None
+            self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
+
+    def error(self) -> Exception:
+        """What is raised for who asks something of it that it does not do any more."""
+        return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
+
+    def look(self) -> None:
+        """Take what has arrived."""
+        completer = self.receive_queue.completer
+        if completer is not None and completer.watched:
+            completer.drain()
+
+    # ---- What arrives
+
+    def _arrived(self, received: Received) -> object:
+        # What is returned goes to who receives.
+        receive = cast(_Receive, received.local)
+        immediate = received.immediate
+        funds = self._credits
+        if funds is None or self._early:
+            return self._arrived_early(receive, received.byte_len)
+        try:
+            if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS and not self.ended:
+                item: object = bytes(receive.view[: received.byte_len])
+                self._parts = None
+                self._post(receive)
+                if immediate & _CREDITS:
+                    self._credited(immediate >> CREDITS_AT & 0x3FF)
+                return item
+            item = self._sort(receive.view[: received.byte_len], immediate)
+            self._post(receive)
+            if immediate is not None:
+                self._credited(immediate >> CREDITS_AT & 0x3FF)
+        except ValueError as error:
+            self.fail(f"the peer does what it must not: {error}")
+            return None
+        if item is None:
+            funds.consumed()
+            self._update()
+        return None if item is _DEFERRED else item
+
+    def _arrived_early(self, receive: _Receive, length: int) -> bytes:
+        self._early -= 1
+        data = bytes(receive.view[:length])
+        self._post(receive)
+        return data
+
+    def _post(self, receive: _Receive) -> None:
+        try:
+            _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError):
+            return  # that it is over, others tell
+
+    def _sort(self, view: memoryview, immediate: int | None) -> object:
+        # A message of the user's; None: nothing for him; _DEFERRED: nor is its credit given back now.
+        if immediate is None:
+            raise ValueError("a message has no immediate data")
+        kind, flags, _, number = split(immediate)
+        if kind == FrameKind.DATA:
+            return self._assemble(view, flags, number)
+        if flags:
+            raise ValueError(f"a message of kind {kind} has the flags {flags:#x}")
+        if kind == FrameKind.END:
+            self.ended = True
+            self._parts = None
+            self.inbox.close()
+            self._control(FrameKind.END, number, b"")
+        elif kind != FrameKind.CREDITS:
+            try:
+                known = FrameKind(kind)
+            except ValueError:
+                raise ValueError(f"there are no messages of kind {kind}") from None
+            self._control(known, number, bytes(view))
+        return None
+
+    def _assemble(self, view: memoryview, flags: int, number: int) -> object:
+        if self.ended:
+            raise ValueError("it sends a message after its last one")
+        if number:
+            raise ValueError(f"a message has the number {number}")
+        at = 0
+        if flags & FIRST:  # what was begun before was cancelled there
+            self._mark = None
+            total = None
+            if not flags & LAST:
+                (total,) = TOTAL.unpack_from(_enough(view, TOTAL.size))
+                at = TOTAL.size
+            if flags & HAS_IMMEDIATE:
+                (self._mark,) = IMMEDIATE.unpack_from(_enough(view, at + IMMEDIATE.size), at)
+                at += IMMEDIATE.size
+            self._total = len(view) - at if total is None else total
+            if self._total > self._settings.max_message:
+                raise ValueError(f"a message of {self._total:,} bytes is longer than was said to be taken")
+            self._parts, self._have = [], 0
+        if self._parts is None:
+            raise ValueError("a fragment has no beginning")
+        self._parts.append(bytes(view[at:]))
+        self._have += len(view) - at
+        if self._have > self._total or (self._have < self._total) == bool(flags & LAST) or not (flags & LAST or view):
+            raise ValueError(f"{self._have:,} bytes came of a message of {self._total:,}")
+        if flags & LAST:
+            whole = b"".join(self._parts)
+            self._parts = None
+            return whole if self._mark is None else _Marked(whole, self._mark)
+        if len(self.inbox):  # who has something to read is not sent endlessly many fragments
+            self._deferred += 1
+            return _DEFERRED
+        return None
+
+    async def receive(self, marked: bool = False) -> Any:
+        """The next message of the user's: its bytes.
+
+        :param marked: with its immediate data, or None, in a tuple.
+        """
+        if self._asking:
+            raise BusyResourceError("another task waits for a message of this connection already")
+        self._asking = True
+        try:
+            item = await self.inbox.__anext__()
+        except StopAsyncIteration:
+            if self.ended:
+                raise anyio.EndOfStream from None
+            raise self.error() from None
+        except BrokenResourceError as error:
+            raise self.broken or error from error.__cause__
+        except WorkCompletionError as error:
+            raise self.error() from error
+        finally:
+            self._asking = False
+        self.received += 1
+        funds = self._credits
+        assert funds is not None
+        funds.consumed()
+        if self._deferred and not len(self.inbox):
+            while self._deferred:
+                self._deferred -= 1
+                funds.consumed()
+        if funds.update_due:
+            self._update()
+        if type(item) is bytes:
+            return (item, None) if marked else item
+        return (item.data, item.immediate) if marked else item.data
+
+    async def receive_early(self) -> bytes:
+        """A message of the handshake."""
+        try:
+            return cast(bytes, await self.inbox.__anext__())
+        except (StopAsyncIteration, WorkCompletionError) as error:
+            raise self.broken or BrokenResourceError("the peer went during the handshake") from error
+
+    # ---- Credits
+
+    def _credited(self, count: int) -> None:
+        assert self._credits is not None
+        self._credits.came(count)
+        while self._controls and self._credits.sendable:
+            self._send_control(*self._controls.popleft())
+        if self._credits.free:
+            self._wake()
+
+    def _update(self) -> None:
+        assert self._credits is not None
+        if self._credits.update_due:
+            self.updates += 1
+            self._send_control(header(FrameKind.CREDITS), False)
+
+    def control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
+        """Tell the peer something without bytes, as soon as there is a credit for it.
+
+        :param fence: reads and atomics that were asked of the peer before are done before it goes.
+        """
+        assert self._credits is not None
+        if self._credits.sendable and not self._controls:
+            self._send_control(header(kind, 0, 0, number), fence)
+        else:
+            self._controls.append((header(kind, 0, 0, number), fence))
+
+    def _send_control(self, immediate: int, fence: bool) -> None:
+        assert self._credits is not None
+        with contextlib.suppress(ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+            immediate |= self._credits.take() << CREDITS_AT
+            sent = self.qp.send(None, immediate=immediate, fence=fence)
+            self._keep(sent)
+
+    def _keep(self, operation: Operation[None]) -> None:
+        # Dropped it would be withdrawn where it waits for a place. This must not look for completions: those that are
+        # found here would overtake others that were found before.
+        kept = self._kept
+        while kept:
+            with contextlib.suppress(BrokenResourceError, ClosedResourceError, WorkCompletionError):
+                try:
+                    kept[0].result()
+                except asyncio.InvalidStateError:
+                    break
+            del kept[0]
+        kept.append(operation)
+
+    async def _wait_for_credit(self, kept: int) -> None:
+        # Whoever calls has the lock.
+        assert self._credits is not None
+        self._check()
+        while self._credits.free <= kept:
+            self.waits += 1
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self._check()
+
+    def _check(self) -> None:
+        if self.broken is not None or self.closed:
+            raise self.error()
+
+    # ---- What is sent
+
+    async def send_early(self, data: bytes) -> None:
+        """A message of the handshake."""
+        view, piece = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        view[: len(data)] = data
+        await self.qp.send(piece[: len(data)])
+
+    async def send(self, data: "Buffer", immediate: int | None = None) -> None:
+        """A message of the user's; when this returns it is on its way, and `data` may be changed."""
+        if type(data) is not bytes:
+            data = memoryview(data).cast("B")
+        length = len(data)
+        funds = self._credits
+        assert funds is not None
+        if (
+            length <= self.fragment
+            and immediate is None
+            and self.broken is None
+            and funds.free > 1
+            and not self._lock.locked()
+            and not self.end_sent
+        ):
+            at = self._next
+            under_way = self._under_way[at]
+            if under_way is None or under_way.done():
+                view, piece = self._buffers[at]
+                view[:length] = data
+                returned = funds.take()
+                try:
+                    self._under_way[at] = self.qp.send(piece[:length], immediate=WHOLE | returned << CREDITS_AT)
+                except BaseException:  # as where another loop owns it: nothing was done
+                    funds.untake(returned)
+                    raise
+                self._next = at + 1 if at + 1 < len(self._buffers) else 0
+                self.sent += 1
+                return
+        await self._send_slowly(memoryview(data), immediate)
+
+    async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
+        if immediate is not None and not 0 <= immediate < 1 << 32:
+            raise ValueError(f"immediate data is 32 bits, and {immediate} is none of those numbers")
+        if len(data) > self._max_message:
+            raise ValueError(f"the peer takes messages of {self._max_message:,} bytes at most, not {len(data):,}")
+        async with self._lock:
+            if self.end_sent:
+                raise ClosedResourceError("send_eof() was called: nothing is sent after it")
+            flags, prefix = FIRST, b""
+            if immediate is not None:
+                flags |= HAS_IMMEDIATE
+                prefix = IMMEDIATE.pack(immediate)
+            if len(prefix) + len(data) > self.fragment:
+                prefix = TOTAL.pack(len(data)) + prefix
+            at = 0
+            while True:
+                step = min(len(data) - at, self.fragment - len(prefix))
+                last = at + step == len(data)
+                await self._send_frame(
+                    header(FrameKind.DATA, flags | (LAST if last else 0)), prefix, data[at : at + step]
+                )
+                at += step
+                if last:
+                    break
+                flags, prefix = 0, b""
+            self.sent += 1
+
+    async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
+        """Tell the peer something, in the order of the messages.
+
+        :param last: no credits are to be given back any more: the one for that is taken, which the peer gives back
+            without anybody's reading.
+        """
+        async with self._lock:
+            if kind is FrameKind.END:
+                if self.end_sent:
+                    return
+                self.end_sent = True
+            await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else KEPT)
+
+    async def _send_frame(self, immediate: int, prefix: bytes, data: memoryview, kept: int = KEPT) -> None:
+        # Whoever calls has the lock.
+        await self._wait_for_credit(kept)
+        at = self._next
+        under_way = self._under_way[at]
+        if under_way is not None and not under_way.done():
+            self.waits += 1
+            await self._wait_for_buffer(at, under_way)
+            await self._wait_for_credit(kept)
+        view, piece = self._buffers[at]
+        end = len(prefix) + len(data)
+        view[: len(prefix)] = prefix
+        view[len(prefix) : end] = data
+        assert self._credits is not None
+        returned = self._credits.take()
+        try:
+            self._under_way[at] = self.qp.send(piece[:end], immediate=immediate | returned << CREDITS_AT)
+        except BaseException:
+            self._credits.untake(returned)
+            raise
+        self._next = (at + 1) % len(self._buffers)
+
+    async def _wait_for_buffer(self, at: int, under_way: Operation[None]) -> None:
+        try:
+            await under_way
+        except asyncio.CancelledError:
+            # What was awaited cannot be again: who comes next waits for what is done after it.
+            with contextlib.suppress(ClosedResourceError, BrokenResourceError):
+                self._under_way[at] = self.probe()
+            raise
+        except WorkCompletionError as error:
+            raise self._lost(error) from error
+        self._under_way[at] = None
+
+    def _lost(self, error: WorkCompletionError) -> Exception:
+        self.fail(str(error), error)
+        return self.error()
+
+    def probe(self) -> Operation[None]:
+        """Ask the peer's device for a sign of life: a write of no bytes, which is done when all before it is."""
+        return self.qp.write(self._nothing, _NOWHERE)
+
+    def knock(self) -> None:
+        """Ask for a sign of life; where there is none the device breaks the queue pair."""
+        with contextlib.suppress(ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+            asked = self.probe()
+            self._keep(asked)
+
+    async def delivered(self) -> None:
+        """Until all that was sent is in the peer's memory."""
+        try:
+            await self.probe()
+        except WorkCompletionError as error:
+            raise self._lost(error) from error
+
+
+_DEFERRED = object()
+_ALL = 1 << 30
+
+
+def _enough(view: memoryview, size: int) -> memoryview:
+    if len(view) < size:
+        raise ValueError(f"{len(view)} bytes are too few for how it begins")
+    return view

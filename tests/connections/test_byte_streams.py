@@ -1,0 +1,73 @@
+"""Bytes without bounds over messages, and what stands on such streams."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.streams.tls import TLSStream
+
+from aioverbs import BusyResourceError, Device
+from tests.connections.certificates import contexts
+from tests.connections.ends import pair
+
+
+async def test_bytes(device: Device) -> None:
+    async with pair(device) as ends:
+        near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
+        await near.send(b"")
+        await near.send(b"abcdef")
+        assert await far.receive(4) == b"abcd"
+        assert await far.receive(4) == b"ef"
+        data = random.Random(1).randbytes(20_000)
+        sending = asyncio.create_task(near.send(data))
+        got = b""
+        while len(got) < len(data):
+            got += await far.receive(777)
+        assert got == data
+        await sending
+        await near.send_eof()
+        for _ in range(2):
+            with pytest.raises(anyio.EndOfStream):
+                await far.receive()
+        await far.send(b"still")
+        assert await near.receive() == b"still"
+        waiting = asyncio.create_task(near.receive())
+        await asyncio.sleep(0)
+        with pytest.raises(BusyResourceError):
+            await near.receive()
+        await far.aclose()
+        with pytest.raises(anyio.EndOfStream):
+            await waiting
+        assert ends.far.closed
+        assert near.extra(anyio.abc.SocketAttribute.remote_address) == ends.near.remote_address
+        with pytest.raises(ValueError, match="1 or more"):
+            await near.receive(0)
+
+
+async def test_buffered(device: Device) -> None:
+    async with pair(device) as ends:
+        reader = BufferedByteReceiveStream(ends.far.as_byte_stream())
+        await ends.near.as_byte_stream().send(b"one line\nand " + b"more")
+        assert await reader.receive_until(b"\n", 100) == b"one line"
+        assert await reader.receive_exactly(8) == b"and more"
+
+
+async def test_tls_on_top(device: Device, tmp_path: Path) -> None:
+    """For data that is to be secret, too."""
+    server, client = contexts(tmp_path)
+    async with pair(device) as ends:
+        near, far = await asyncio.gather(
+            TLSStream.wrap(ends.near.as_byte_stream(), hostname="localhost", ssl_context=client),
+            TLSStream.wrap(ends.far.as_byte_stream(), ssl_context=server, server_side=True),
+        )
+        data = random.Random(2).randbytes(50_000)
+        sending = asyncio.create_task(near.send(data))
+        got = b""
+        while len(got) < len(data):
+            got += await far.receive()
+        assert got == data
+        await sending
+        await asyncio.gather(near.aclose(), far.aclose())

@@ -1,0 +1,341 @@
+"""How connections end: with everything delivered or not, by a peer that dies, by being forgotten or cancelled."""
+
+import asyncio
+import contextlib
+import gc
+import random
+import warnings
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    AffinityError,
+    BrokenResourceError,
+    ClosedResourceError,
+    Connection,
+    ConnectionSettings,
+    Device,
+    connect,
+    listen,
+)
+from tests.connections.ends import HOST, SMALL, deeper, pair, until
+from tests.pace import fewer, patience
+
+MESSAGES = [bytes([n]) * (n * 200) for n in range(3)]
+
+
+async def flood(connection: Connection) -> None:
+    """More than a peer takes that reads nothing."""
+    for _ in range(10):
+        await connection.send(bytes(5000))
+
+
+async def stuck(connection: Connection) -> None:
+    """Until it waits for a credit that nobody gives it."""
+    seen = None
+    while seen != (seen := connection.traffic()) or seen.credits > 1 or not seen.waits:  # noqa: ASYNC110  # of the other end
+        await asyncio.sleep(0.02)
+
+
+async def test_everything_is_delivered(device: Device) -> None:
+    """Who closes at once after sending loses nothing, even where the other end has not read any of it."""
+    async with pair(device) as ends:
+        for message in MESSAGES:
+            await ends.near.send(message)
+        await ends.near.aclose()
+        await asyncio.sleep(0.05)
+        for message in MESSAGES:
+            assert await ends.far.receive() == message
+        for _ in range(2):
+            with pytest.raises(anyio.EndOfStream):
+                await ends.far.receive()
+        await until(lambda: ends.far._traffic is not None and ends.far._traffic.broken is not None)
+        with pytest.raises(BrokenResourceError, match="closed it"):
+            await ends.far.send(b"too late")
+        with pytest.raises(ClosedResourceError):
+            await ends.near.send(b"closed")
+        with pytest.raises(ClosedResourceError):
+            await ends.near.receive()
+
+
+async def test_closing_waits_for_what_is_being_sent(device: Device) -> None:
+    async with pair(device) as ends:
+        big = random.Random(1).randbytes(30_000)
+        sending = asyncio.create_task(ends.near.send(big))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(ends.near.aclose())
+        assert await ends.far.receive() == big
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive()
+        await sending
+        await closing
+
+
+async def test_closing_does_not_wait_for_ever(device: Device) -> None:
+    """For a peer that reads nothing: after its time what was not delivered is lost, and the peer is told so."""
+    async with pair(device, deeper(SMALL, close_timeout_s=0.1)) as ends:
+        sending = asyncio.create_task(flood(ends.near))
+        await stuck(ends.near)
+        async with asyncio.timeout(patience(5)):
+            sent = ends.near.traffic().messages_sent
+            await ends.near.aclose()
+        with pytest.raises((ClosedResourceError, BrokenResourceError)):
+            await sending
+        for _ in range(sent):
+            assert len(await ends.far.receive()) == 5000
+        with pytest.raises(BrokenResourceError, match="gone"):
+            await ends.far.receive()
+
+
+async def test_both_close_at_once(device: Device) -> None:
+    for _ in range(fewer(5)):
+        async with pair(device) as ends:
+            await ends.near.send(b"1")
+            await ends.far.send(b"2")
+            async with asyncio.timeout(patience(5)):
+                await asyncio.gather(ends.near.aclose(), ends.far.aclose())
+            assert ends.near.closed
+            assert ends.far.closed
+
+
+async def test_an_abort_is_told(device: Device) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(b"this was delivered")
+        await asyncio.sleep(0.02)
+        await ends.near.abort()
+        assert await ends.far.receive() == b"this was delivered"
+        with pytest.raises(BrokenResourceError, match="gone"):
+            await ends.far.receive()
+
+
+async def test_anyio_closes_by_force(device: Device) -> None:
+    async with pair(device) as ends:
+        await anyio.aclose_forcefully(ends.near)
+        assert ends.near.closed
+        with pytest.raises((BrokenResourceError, anyio.EndOfStream)):
+            await ends.far.receive()
+
+
+async def test_its_block_closes_it(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+    ):
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near:
+            far = await listener.accept()
+            await near.send(b"x")
+        assert near.closed
+        async with far:
+            assert await far.receive() == b"x"
+            with pytest.raises(anyio.EndOfStream):
+                await far.receive()
+        assert far.closed
+        with pytest.raises(ClosedResourceError):
+            await far.open()
+
+
+async def test_the_domain_closes_before_it(device: Device) -> None:
+    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
+        other = await device.resource_domain().open()
+        near = await connect(HOST, listener.port, domain=other, settings=SMALL)
+        far = await listener.accept()
+        with pytest.warns(ResourceWarning, match="Connection with .* was still open"):
+            await other.aclose()
+        assert near.closed
+        with pytest.raises(ClosedResourceError):
+            await near.receive()
+        with pytest.raises(BrokenResourceError):
+            await far.receive()
+        await far.aclose()
+
+
+async def test_one_that_is_forgotten(device: Device) -> None:
+    """It is warned of and closed, and the other end is told."""
+    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
+        near: Connection | None = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+        far = await listener.accept()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            near = None
+            gc.collect()
+        assert near is None
+        assert [str(each.message) for each in caught if "Connection" in str(each.message)]
+        with pytest.raises(BrokenResourceError):
+            await far.receive()
+        await far.aclose()
+
+
+async def test_another_loop_may_not(device: Device) -> None:
+    async with pair(device) as ends:
+
+        async def elsewhere() -> None:
+            with pytest.raises(AffinityError):
+                await ends.near.aclose()
+            with pytest.raises(AffinityError):
+                await ends.near.send(b"x")
+            with pytest.raises(AffinityError):
+                await ends.near.receive()
+
+        before = ends.near.traffic()
+        await asyncio.to_thread(asyncio.run, elsewhere())
+        assert ends.near.traffic() == before
+        await ends.near.send(b"as before")
+        assert await ends.far.receive() == b"as before"
+
+
+async def test_a_device_that_answers_no_more(device: Device) -> None:
+    """Nobody says anything; the queue pair there is gone and the TCP connection does not tell."""
+    settings = deeper(SMALL, keep_alive_s=0.4)
+    async with pair(device, settings) as ends:
+        assert ends.far._end is not None
+        assert ends.far._end.line is not None
+        ends.far._end.line.abort = lambda: None  # type: ignore[method-assign]
+        ends.far.qp.to_error()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(BrokenResourceError, match=r"RETRY_EXC_ERR|REM_"):
+            await ends.near.receive()
+        assert asyncio.get_running_loop().time() - began < patience(0.4 + 0.3)
+        del ends.far._end.line.abort
+
+
+async def test_silence_is_not_death(device: Device) -> None:
+    settings = deeper(SMALL, keep_alive_s=0.2)
+    async with pair(device, settings) as ends:
+        await asyncio.sleep(0.6)
+        await ends.near.send(b"still here")
+        assert await ends.far.receive() == b"still here"
+
+
+# ---- Cancellation
+
+
+async def test_a_cancelled_receive_loses_nothing(device: Device) -> None:
+    async with pair(device) as ends:
+        count = fewer(60)
+
+        async def send() -> None:
+            for number in range(count):
+                await ends.near.send(number.to_bytes(2) * (1 + number % 900))
+                await asyncio.sleep(0)
+
+        sending = asyncio.create_task(send())
+        chance = random.Random(5)
+        for number in range(count):
+            while True:
+                receiving = asyncio.create_task(ends.far.receive())
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+                receiving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    assert (await receiving)[:2] == number.to_bytes(2)
+                    break
+        await sending
+
+
+async def test_a_cancelled_send_is_whole_or_not_there(device: Device) -> None:
+    """Wherever it is cancelled: what comes behind it arrives, and of it nothing, or all."""
+    async with pair(device) as ends:
+        chance = random.Random(6)
+        got: list[bytes] = []
+
+        async def receive() -> None:
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    got.append(await ends.far.receive())
+
+        receiving = asyncio.create_task(receive())
+        sent: list[tuple[bytes, bool]] = []
+        for number in range(fewer(80)):
+            data = number.to_bytes(2) + random.Random(number).randbytes(chance.choice([10, 1500, 5000, 20_000]))
+            sending = asyncio.create_task(ends.near.send(data))
+            for _ in range(chance.randrange(12)):
+                await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.wait([sending])
+            sent.append((data, not sending.cancelled()))
+        await ends.near.send(b"last")
+        await ends.near.aclose()
+        await receiving
+        assert got.pop() == b"last"
+        arrived = set(got)
+        assert arrived <= {data for data, _ in sent}
+        assert arrived >= {data for data, whole in sent if whole}
+        assert got == [data for data, _ in sent if data in arrived], "in their order"
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 3))
+async def test_cancelled_while_connecting(device: Device, turns: int) -> None:
+    """After so many turns of the loop: nothing is left of it, and the listener goes on."""
+    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
+
+        async def connecting() -> None:
+            async with connect(HOST, listener.port, domain=domain, settings=SMALL):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(connecting())
+        for _ in range(turns):
+            await asyncio.sleep(0.0002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near:
+            await near.send(b"x")
+            async with asyncio.timeout(patience(10)):
+                while True:
+                    async with await listener.accept() as far:
+                        with contextlib.suppress(BrokenResourceError, anyio.EndOfStream):
+                            assert await far.receive() == b"x"
+                            break
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_cancelled_while_closing(device: Device, turns: int) -> None:
+    async with pair(device) as ends:
+        blocked = asyncio.create_task(flood(ends.near))
+        await stuck(ends.near)
+        closing = asyncio.create_task(ends.near.aclose())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        if turns:
+            assert ends.near.closed
+            with pytest.raises((ClosedResourceError, BrokenResourceError)):
+                await blocked
+        else:
+            blocked.cancel()
+            await asyncio.wait([blocked])
+
+
+async def test_everything_ends_when_it_is_closed(device: Device) -> None:
+    """Whatever waits on it."""
+    async with pair(device) as ends, ends.domain.register(64) as memory:
+        waits: list[Any] = [ends.near.receive(), flood(ends.near), ends.near.receive_grant()]
+        tasks = [asyncio.create_task(each) for each in waits]
+        await stuck(ends.near)
+        await ends.near.abort()
+        async with asyncio.timeout(patience(5)):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, ClosedResourceError | BrokenResourceError) for each in results), results
+        with pytest.raises(ClosedResourceError):
+            await ends.near.grant(memory, 4)  # type: ignore[arg-type]
+
+
+async def test_open_and_close_again_and_again(device: Device) -> None:
+    """Buffers and completion queues are used again: their number does not grow."""
+    settings = ConnectionSettings(buffer_size=4096)
+    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=settings) as listener:
+        seen = set()
+        for number in range(fewer(30)):
+            async with (
+                connect(HOST, listener.port, domain=domain, settings=settings) as near,
+                await listener.accept() as far,
+            ):
+                await near.send(b"x")
+                assert await far.receive() == b"x"
+                if number > 2:
+                    seen.add((len(domain._life.children), len(domain.base._life.children)))
+        assert len(seen) == 1

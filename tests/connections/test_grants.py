@@ -1,0 +1,250 @@
+"""What one end lets the other do in its memory, and takes back while it does it."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    Connection,
+    Device,
+    Granted,
+    GrantRevokedError,
+    RemoteRegion,
+    WcStatus,
+    WorkCompletionError,
+)
+from aioverbs.frames import FrameKind
+from tests.connections.ends import SMALL, deeper, pair, until
+from tests.pace import fewer
+
+READ, WRITE, ATOMIC = AccessFlags.REMOTE_READ, AccessFlags.REMOTE_WRITE, AccessFlags.REMOTE_ATOMIC
+ALL = READ | WRITE | ATOMIC
+LOCAL = AccessFlags.LOCAL_WRITE
+
+# A region that windows can be bound to, and one that is registered once more.
+REGIONS = pytest.mark.parametrize("region", [LOCAL | ALL | AccessFlags.MW_BIND, LOCAL], ids=["window", "registration"])
+QUICK = deeper(SMALL, keep_alive_s=0.5)
+
+
+@REGIONS
+async def test_read_write_and_atomics(device: Device, region: AccessFlags) -> None:
+    async with pair(device) as ends, ends.domain.register(4096, region) as memory, ends.domain.register(64) as local:
+        memory.buffer[:5] = b"hello"
+        grant = await ends.near.grant(memory[:1024], ALL)
+        granted = await ends.far.receive_grant()
+        assert (len(granted), granted.access, granted.remote) == (1024, ALL, grant.remote)
+        await ends.far.read(local[:5], granted[:5])
+        assert bytes(local.buffer[:5]) == b"hello"
+        local.buffer[:3] = b"abc"
+        await ends.far.write(local[:3], granted[8:11])
+        assert bytes(memory.buffer[8:11]) == b"abc"
+        memory.buffer[16:24] = (40).to_bytes(8, "little")
+        assert await ends.far.fetch_and_add(granted[16:24], 2) == 40
+        assert await ends.far.compare_and_swap(granted[16:24], 42, 7) == 42
+        assert int.from_bytes(memory.buffer[16:24], "little") == 7
+        local.buffer[:1] = b"!"
+        writing = asyncio.create_task(ends.far.write_with_immediate(local[:1], granted[30:31], 99))
+        assert await ends.near.receive_with_immediate() == (b"", 99)
+        assert bytes(memory.buffer[30:31]) == b"!", "who is told has the bytes"
+        await writing
+        assert (grant.revoked, granted.revoked) == (False, False)
+        await grant.revoke()
+        assert (grant.revoked, granted.revoked) == (True, True)
+        await grant.revoke()
+
+
+async def test_a_grant_as_bytes_of_a_message(device: Device) -> None:
+    """Who names it in messages of its own needs not be asked by `receive_grant`."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory, ends.domain.register(64) as local:
+        async with await ends.near.grant(memory, READ) as grant:
+            await ends.near.send(bytes(grant.remote))
+            remote = RemoteRegion.from_bytes(await ends.far.receive())
+            memory.buffer[:2] = b"ok"
+            await ends.far.read(local, remote)
+            assert bytes(local.buffer[:2]) == b"ok"
+        with pytest.raises(GrantRevokedError):
+            await ends.far.read(local, remote)
+
+
+@REGIONS
+@pytest.mark.parametrize("what", ["write to what is to be read", "beyond the end", "after a revocation, all the same"])
+async def test_what_the_device_refuses(device: Device, region: AccessFlags, what: str) -> None:
+    """It breaks this connection, and no other of the same domain; and the memory is as it was."""
+    async with (
+        pair(device, QUICK) as ends,
+        pair(device, QUICK) as others,
+        ends.domain.register(4096, region) as memory,
+        ends.domain.register(128) as local,
+    ):
+        grant = await ends.near.grant(memory[:64], READ)
+        remote = (await ends.far.receive_grant()).remote
+        await ends.far.read(local[:64], remote)
+        local.buffer[:] = b"x" * 128
+        if what.startswith("write"):
+            late = ends.far.write(local[:64], remote)
+        elif what.startswith("beyond"):
+            late = ends.far.read(local[:128], RemoteRegion(remote.address, 128, remote.rkey))
+        else:
+            await grant.revoke()
+            late = ends.far.qp.read(local[:64], remote)
+        with pytest.raises(WorkCompletionError) as caught:
+            await late
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR
+        assert bytes(memory.buffer) == bytes(4096)
+        with pytest.raises(BrokenResourceError) as broken:
+            await ends.far.receive()
+        assert "REM_ACCESS_ERR" in str(broken.value)
+        with contextlib.suppress(BrokenResourceError):
+            await grant.revoke()
+        assert grant.revoked
+        await others.near.send(b"fine")
+        assert await others.far.receive() == b"fine"
+
+
+async def _reads(connection: Connection, local: Any, granted: Granted) -> int:
+    done = 0
+    while True:
+        window = []
+        try:
+            window = [connection.read(local, granted[:1024]) for _ in range(4)]
+        except GrantRevokedError:
+            return done
+        finally:
+            for operation in window:  # what was asked for before is done
+                await operation
+                done += 1
+
+
+@REGIONS
+async def test_revoked_under_load(device: Device, region: AccessFlags) -> None:
+    """The late access is refused, and nothing else is: not what was under way, nor messages, nor another grant."""
+    async with (
+        pair(device, deeper(SMALL, receive_depth=8)) as ends,
+        ends.domain.register(4096, region) as memory,
+        ends.domain.register(4096) as local,
+    ):
+        stays = await ends.near.grant(memory[2048:], READ)
+        other = await ends.far.receive_grant()
+        stop = False
+
+        async def talk() -> int:
+            count = 0
+            while not stop:
+                await ends.far.send(b"message")
+                assert await ends.near.receive() == b"message"
+                count += 1
+                await asyncio.sleep(0)
+            return count
+
+        async def read_other() -> int:
+            count = 0
+            while not stop:
+                await ends.far.read(local[3072:], other[:1024])
+                count += 1
+                await asyncio.sleep(0)
+            return count
+
+        talking, reading = asyncio.create_task(talk()), asyncio.create_task(read_other())
+        for _ in range(fewer(10)):
+            grant = await ends.near.grant(memory[:1024], READ)
+            granted = await ends.far.receive_grant()
+            loads = [asyncio.create_task(_reads(ends.far, local[at : at + 1024], granted)) for at in (0, 1024)]
+            await asyncio.sleep(0.01)
+            await grant.revoke()
+            assert all([await load for load in loads])
+        stop = True
+        assert await talking
+        assert await reading
+        assert not stays.revoked
+        await stays.revoke()
+        assert ends.far.qp.statistics().sends.failed == ()
+
+
+async def test_who_does_not_let_go_is_cut_off(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that never answers: the key is gone when the time is over."""
+    async with (
+        pair(device, QUICK) as ends,
+        ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory,
+        ends.domain.register(64) as local,
+    ):
+        grant = await ends.near.grant(memory, READ)
+        granted = await ends.far.receive_grant()
+        assert ends.far._traffic is not None
+        monkeypatch.setattr(ends.far._traffic, "control", lambda *_, **__: None)
+        await grant.revoke(timeout_s=0.1)
+        assert grant.revoked
+        with pytest.raises(WorkCompletionError) as caught:
+            await ends.far.qp.read(local, granted.remote)
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR
+
+
+async def test_grants_end_with_the_connection(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        grant = await ends.near.grant(memory, READ)
+        granted = await ends.far.receive_grant()
+        waiting = asyncio.create_task(ends.far.receive_grant())
+        await asyncio.sleep(0)
+        await ends.near.aclose()
+        assert grant.revoked
+        assert not granted.revoked
+        with pytest.raises((anyio.EndOfStream, BrokenResourceError)):
+            await waiting
+
+
+async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
+    async with pair(device, QUICK) as ends, ends.domain.register(64, LOCAL) as memory:
+        grant = await ends.near.grant(memory, READ)
+        await ends.far.receive_grant()
+        assert ends.far._traffic is not None
+        ends.far._traffic.control = lambda *_, **__: None  # type: ignore[method-assign]
+        revoking = asyncio.create_task(grant.revoke(timeout_s=30))
+        await asyncio.sleep(0.01)
+        await ends.far.abort()
+        with pytest.raises(BrokenResourceError):
+            await revoking
+        assert grant.revoked
+
+
+@pytest.mark.parametrize("access", [AccessFlags(0), LOCAL, LOCAL | READ, AccessFlags.MW_BIND])
+async def test_what_cannot_be_granted(device: Device, access: AccessFlags) -> None:
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        with pytest.raises(ValueError, match="what is granted"):
+            await ends.near.grant(memory, access)
+        with pytest.raises(ValueError, match="no bytes"):
+            await ends.near.grant(memory[:0], READ)
+
+
+async def test_too_many_grants(device: Device) -> None:
+    """The other end takes no more than it said it would; who goes on is not listened to any more."""
+    async with pair(device, SMALL, deeper(SMALL, max_grants=2)) as ends, ends.domain.register(64, LOCAL) as memory:
+        first, _ = [await ends.near.grant(memory, READ) for _ in range(2)]
+        await ends.far.receive_grant()
+        await first.revoke()
+        await ends.near.grant(memory, READ)
+        await ends.near.grant(memory, READ)
+        with pytest.raises(BrokenResourceError, match="must not"):
+            await ends.far.receive()
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "data"),
+    [
+        (FrameKind.REVOKE, 5, b""),
+        (FrameKind.REVOKED, 5, b""),
+        (FrameKind.GRANT, 5, b"short"),
+        (FrameKind.GRANT, 5, bytes(24)),
+        (FrameKind.REVOKE, 0, b"bytes"),
+    ],
+)
+async def test_lies_about_grants(device: Device, kind: FrameKind, number: int, data: bytes) -> None:
+    async with pair(device) as ends:
+        assert ends.near._traffic is not None
+        await ends.near._traffic.send_frame(kind, number, data)
+        with pytest.raises(BrokenResourceError, match="must not"):
+            await ends.far.receive()
+        await until(lambda: ends.near._traffic is not None and ends.near._traffic.broken is not None)

@@ -1,0 +1,253 @@
+"""What two ends say to each other, without a wire: every order, every lie, every bit flipped."""
+
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs import AtomicCap, Endpoint, HandshakeError, Mtu, QpType
+from aioverbs.handshake import (
+    HEAD_BYTES,
+    LONGEST,
+    Capabilities,
+    Handshake,
+    Kind,
+    Offer,
+    Reason,
+    Refusal,
+    parse,
+    refusal_of,
+    rest_of,
+)
+
+endpoints = st.builds(
+    Endpoint,
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, (1 << 24) - 1),
+    st.integers(0, (1 << 24) - 1),
+    st.sampled_from(Mtu),
+    max_rd_atomic=st.integers(0, 255),
+    max_dest_rd_atomic=st.integers(0, 255),
+    lid=st.integers(0, 0xFFFF),
+)
+offers = st.builds(
+    Offer,
+    endpoints,
+    st.integers(512, 1 << 30),
+    st.integers(4, 1023),
+    st.integers(1, (1 << 64) - 1),
+    st.sampled_from([Capabilities(bits) for bits in range(4)]),
+    st.sampled_from(AtomicCap),
+    st.text(st.characters(codec="utf-8"), max_size=16),
+)
+secrets = st.none() | st.binary(min_size=1, max_size=80)
+OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20, Capabilities.ATOMICS, device="soft0")
+
+
+def ends(
+    near: bytes | None = None, far: bytes | None = None, versions: tuple[int, int] = (1, 1)
+) -> tuple[Handshake, Handshake]:
+    return Handshake(True, bytes(16), near), Handshake(False, bytes(15) + b"\1", far, versions)
+
+
+def talk(near: Handshake, far: Handshake, ours: Offer = OFFER, theirs: Offer = OFFER) -> tuple[Offer, Offer]:
+    """What each heard of the other."""
+    far.hear_hello(near.hello())
+    near.hear_hello(far.hello())
+    heard = far.hear_offer(near.offer(ours))
+    answer = near.hear_offer(far.offer(theirs))
+    far.hear_ready(near.ready())
+    return heard, answer
+
+
+@given(offers, offers, secrets)
+def test_each_hears_what_the_other_says(ours: Offer, theirs: Offer, secret: bytes | None) -> None:
+    assert talk(*ends(secret, secret), ours, theirs) == (ours, theirs)
+
+
+@pytest.mark.parametrize(("near", "far"), [(b"one", None), (None, b"one"), (b"one", b"two")])
+def test_another_secret(near: bytes | None, far: bytes | None) -> None:
+    with pytest.raises(HandshakeError) as caught:
+        talk(*ends(near, far))
+    assert caught.value.reason == Reason.SECRET
+    told = Refusal.parse_body(parse(refusal_of(caught.value))[2])
+    assert told.reason == Reason.SECRET
+    assert "one" not in told.text or "secret" in told.text
+
+
+def test_the_listener_proves_its_secret_too() -> None:
+    """Who knows none cannot play the listener by sending the initiator's own proof back."""
+    near, far = ends(b"secret", b"secret")
+    far.hear_hello(near.hello())
+    near.hear_hello(far.hello())
+    reflected = near.offer(OFFER)
+    with pytest.raises(HandshakeError, match="another secret"):
+        near.hear_offer(reflected)
+
+
+def test_a_nonce_that_comes_back() -> None:
+    near = Handshake(True, bytes(16), b"secret")
+    far = Handshake(False, bytes(16), b"secret")
+    with pytest.raises(HandshakeError, match="repeats the nonce"):
+        far.hear_hello(near.hello())
+
+
+def test_a_recorded_handshake_is_of_no_use() -> None:
+    """The same words to another listener, whose nonce is another one."""
+    near, far = ends(b"secret", b"secret")
+    hello = near.hello()
+    far.hear_hello(hello)
+    near.hear_hello(far.hello())
+    offer = near.offer(OFFER)
+    other = Handshake(False, b"\7" * 16, b"secret")
+    other.hear_hello(hello)
+    other.hello()
+    with pytest.raises(HandshakeError, match="another secret"):
+        other.hear_offer(offer)
+
+
+@pytest.mark.parametrize("versions", [(2, 3), (7, 200)])
+def test_no_common_version(versions: tuple[int, int]) -> None:
+    near, far = ends(versions=versions)
+    with pytest.raises(HandshakeError) as caught:
+        far.hear_hello(near.hello())
+    assert caught.value.reason == Reason.VERSION
+    assert not caught.value.by_peer
+    with pytest.raises(HandshakeError) as told:
+        near.hear_hello(refusal_of(caught.value))
+    assert (told.value.reason, told.value.by_peer) == (Reason.VERSION, True)
+    assert f"versions {1}" in str(told.value)
+
+
+def test_a_later_version_is_not_taken_where_an_older_one_is_common() -> None:
+    near, far = ends(versions=(1, 9))
+    talk(near, far)
+    assert (near.version, far.version) == (1, 1)
+
+
+@pytest.mark.parametrize("due", range(3))
+def test_what_comes_out_of_turn(due: int) -> None:
+    near, far = ends()
+    hello = near.hello()
+    if due >= 1:
+        far.hear_hello(hello)
+        near.hear_hello(far.hello())
+    if due >= 2:
+        far.hear_offer(near.offer(OFFER))
+    hear = (far.hear_hello, far.hear_offer, far.hear_ready)[due]
+    wrong = (struct.pack("!4sBBH", b"aiov", 1, Kind.READY, 0), hello, hello)[due]
+    with pytest.raises(HandshakeError, match="is due") as caught:
+        hear(wrong)
+    assert caught.value.reason == Reason.PROTOCOL
+
+
+@pytest.mark.parametrize(
+    "head", [b"GET / HT", bytes(8), b"aiov\1\1\xff\xff", b"aiov\1\1" + (LONGEST - HEAD_BYTES + 1).to_bytes(2), b"aiov"]
+)
+def test_what_is_no_head(head: bytes) -> None:
+    with pytest.raises(HandshakeError):
+        rest_of(head)
+
+
+def messages(secret: bytes | None) -> list[tuple[bytes, Callable[[bytes], object]]]:
+    """Each message of a handshake, with who hears it, in the state for that."""
+    near, far = ends(secret, secret)
+    first = near.hello()
+    far.hear_hello(first)
+    second = far.hello()
+    found: list[tuple[bytes, Callable[[bytes], object]]] = [(first, ends(secret, secret)[1].hear_hello)]
+    found.append((second, ends(secret, secret)[0].hear_hello))
+    near.hear_hello(second)
+    found.append((near.offer(OFFER), far.hear_offer))
+    return found
+
+
+def said(hear: Callable[[bytes], object], data: bytes) -> None:
+    """Whatever comes, it is heard or a HandshakeError, and nothing else."""
+    try:
+        hear(data)
+    except HandshakeError as error:
+        told = parse(refusal_of(error))[0]
+    else:
+        return
+    assert told is Kind.REFUSAL
+
+
+@given(st.binary(max_size=LONGEST + 16), st.sampled_from([None, b"secret"]))
+def test_any_bytes(data: bytes, secret: bytes | None) -> None:
+    for hear in (*ends(secret, secret), ends()[0]):
+        for method in (hear.hear_hello, hear.hear_ready):
+            said(method, data)
+            said(method, struct.pack("!4sBBH", b"aiov", 1, len(data) % 6, min(len(data), 400)) + data[:400])
+
+
+@pytest.mark.parametrize("secret", [None, b"secret"])
+def test_every_bit_flipped_and_every_length(secret: bytes | None) -> None:
+    """With a secret, none of an offer's bits can be another one; and nothing but a HandshakeError comes of any."""
+    for at in range(3):
+        message, _ = messages(secret)[at]
+        changed = [
+            message[:place] + bytes([message[place] ^ 1 << bit]) + message[place + 1 :]
+            for place in range(len(message))
+            for bit in range(8)
+        ]
+        changed += [message[:length] for length in range(len(message))]
+        changed.append(message + b"\0")
+        for each in changed:
+            _, hear = messages(secret)[at]
+            if secret is not None and at == 2:
+                with pytest.raises(HandshakeError):
+                    hear(each)
+            else:
+                said(hear, each)
+
+
+@given(st.integers(0, 0xFFFF), st.text(st.characters(codec="utf-8")))
+def test_refusals(reason: int, text: str) -> None:
+    body = parse(Refusal(reason, text).pack())[2]
+    heard = Refusal.parse_body(body)
+    assert heard.reason == reason
+    assert heard.text.isprintable()
+    error = heard.as_error()
+    assert error.by_peer
+    assert str(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"buffer_size": 511}, {"buffer_size": (1 << 30) + 1}, {"depth": 3}, {"depth": 1024}, {"max_message": 0}],
+)
+def test_offers_that_cannot_be(change: dict[str, int]) -> None:
+    fields = {"endpoint": OFFER.endpoint, "buffer_size": 4096, "depth": 16, "max_message": 1, **change}
+    with pytest.raises(ValueError, match="not"):
+        Offer(**fields)  # type: ignore[arg-type]
+
+
+def test_queue_pairs_of_another_type() -> None:
+    with pytest.raises(ValueError, match="type RC"):
+        Offer(Endpoint(bytes(16), 1, 1, Mtu.MTU_256, qp_type=QpType.UD), 4096, 16, 1)
+
+
+@pytest.mark.parametrize(("nonce", "secret"), [(b"short", None), (bytes(16), b"")])
+def test_what_cannot_begin(nonce: bytes, secret: bytes | None) -> None:
+    with pytest.raises(ValueError, match=r"nonce|secret"):
+        Handshake(True, nonce, secret)
+
+
+def test_random_conversations_of_two_honest_and_one_dishonest_end() -> None:
+    """Messages of a handshake in any order, some of them cut or changed: each is heard or refused."""
+    chance = random.Random(8)
+    for _ in range(300):
+        near, far = ends(b"s", b"s")
+        pool = [near.hello(), Refusal(3, "no").pack()]
+        for _ in range(6):
+            data = bytearray(chance.choice(pool))
+            if chance.random() < 0.5:
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            hear = chance.choice([far.hear_hello, far.hear_ready])
+            said(hear, bytes(data))
+            if far.version is not None:
+                pool.append(far.hello())

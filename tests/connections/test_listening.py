@@ -1,0 +1,338 @@
+"""Peers that stall, lie, flood and vanish, know no secret or another one, speak TLS or something else."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    ClosedResourceError,
+    ConnectionListener,
+    Device,
+    HandshakeError,
+    ResourceDomain,
+    connect,
+    listen,
+    open_device,
+)
+from aioverbs.handshake import Handshake, Hello, Kind, Offer, Reason, Refusal, parse, rest_of
+from tests.connections.certificates import contexts
+from tests.connections.ends import HOST, SMALL, pair, until
+from tests.pace import fewer, patience
+
+
+@contextlib.asynccontextmanager
+async def listening(device: Device, **options: Any) -> AsyncIterator[tuple[ConnectionListener, ResourceDomain]]:
+    async with (
+        device.resource_domain() as domain,
+        listen(HOST, domain=domain, settings=SMALL, **options) as listener,
+    ):
+        yield listener, domain
+
+
+@contextlib.asynccontextmanager
+async def stranger(
+    listener: ConnectionListener,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(HOST, listener.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def heard(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
+    async with asyncio.timeout(patience(10)):
+        head = await reader.readexactly(8)
+        data = head + await reader.readexactly(rest_of(head))
+    return parse(data)[0], data
+
+
+def refused(listener: ConnectionListener) -> dict[str, int]:
+    return dict(listener.statistics().refused)
+
+
+async def talks(listener: ConnectionListener, domain: ResourceDomain, **options: Any) -> None:
+    """Others are served as ever."""
+    async with (
+        connect(HOST, listener.port, domain=domain, settings=SMALL, **options) as near,
+        await listener.accept() as far,
+    ):
+        await near.send(b"fine")
+        assert await far.receive() == b"fine"
+        await near.aclose()
+
+
+async def test_a_secret_that_both_know(device: Device) -> None:
+    async with pair(device, secret=b"correct horse") as ends:
+        await ends.near.send(b"x")
+        assert await ends.far.receive() == b"x"
+
+
+@pytest.mark.parametrize(("near", "far"), [(b"one", None), (None, b"one"), (b"one", b"two")])
+async def test_another_secret(device: Device, near: bytes | None, far: bytes | None) -> None:
+    async with listening(device, secret=far) as (listener, domain):
+        with pytest.raises(HandshakeError) as caught:
+            await connect(HOST, listener.port, domain=domain, secret=near)
+        assert (caught.value.reason, caught.value.by_peer) == (Reason.SECRET, True)
+        await until(lambda: refused(listener) == {"SECRET": 1})
+        assert listener.statistics().accepted == 0
+        await talks(listener, domain, secret=far)
+
+
+async def test_a_listener_that_does_not_know_the_secret(device: Device) -> None:
+    """It says that it does, and cannot prove it."""
+    async with device.resource_domain() as domain:
+
+        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            guess = Handshake(False, os.urandom(16), b"a guess")
+            guess.hear_hello((await heard(reader))[1])
+            writer.write(guess.hello())
+            _, offer = await heard(reader)
+            theirs, _ = Offer.parse_body(parse(offer)[2], 32)
+            writer.write(guess.offer(theirs))
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(impostor, HOST, 0) as server:
+            with pytest.raises(HandshakeError) as caught:
+                await connect(HOST, server.sockets[0].getsockname()[1], domain=domain, secret=b"the secret")
+            assert (caught.value.reason, caught.value.by_peer) == (Reason.SECRET, False)
+
+
+async def test_another_version(device: Device) -> None:
+    async with listening(device) as (listener, domain):
+        async with stranger(listener) as (reader, writer):
+            writer.write(Hello(7, 9, False, os.urandom(16)).pack())
+            kind, data = await heard(reader)
+            assert kind is Kind.REFUSAL
+            assert Refusal.parse_body(parse(data)[2]).reason == Reason.VERSION
+        await until(lambda: refused(listener) == {"VERSION": 1})
+        await talks(listener, domain)
+
+
+async def test_who_stalls_is_dropped_in_time(device: Device) -> None:
+    """At each point of the handshake, and while it dribbles bytes."""
+    async with listening(device, handshake_timeout_s=0.3) as (listener, domain), contextlib.AsyncExitStack() as stack:
+        silent = await stack.enter_async_context(stranger(listener))
+        half = await stack.enter_async_context(stranger(listener))
+        half[1].write(b"aiov\1")
+        greeted = await stack.enter_async_context(stranger(listener))
+        greeted[1].write(Handshake(True, os.urandom(16)).hello())
+        assert (await heard(greeted[0]))[0] is Kind.HELLO
+        offered = await stack.enter_async_context(stranger(listener))
+        await _offer(offered, domain, device)
+        await until(lambda: listener.statistics().handshakes == 4)
+        for reader, _ in (silent, half, greeted, offered):
+            async with asyncio.timeout(patience(5)):
+                assert await reader.read() == b""
+        await until(lambda: refused(listener) == {"TimeoutError": 4})
+        await talks(listener, domain)
+
+
+async def _offer(
+    peer: tuple[asyncio.StreamReader, asyncio.StreamWriter], domain: ResourceDomain, device: Device
+) -> None:
+    """All but the last word, with the endpoint of a queue pair that somebody else has."""
+    reader, writer = peer
+    us = Handshake(True, os.urandom(16))
+    writer.write(us.hello())
+    us.hear_hello((await heard(reader))[1])
+    async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
+        writer.write(us.offer(Offer(qp.local_endpoint(), 1024, 4, 1000)))
+        us.hear_offer((await heard(reader))[1])
+
+
+async def test_a_connecting_end_is_not_kept_waiting(device: Device) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        async with device.resource_domain() as domain:
+            with pytest.raises(TimeoutError):
+                await connect(HOST, silent.getsockname()[1], domain=domain, timeout_s=0.1)
+
+
+async def test_nobody_is_there(device: Device) -> None:
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    async with device.resource_domain() as domain:
+        with pytest.raises(ConnectionRefusedError):
+            await connect(HOST, port, domain=domain)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        bytes(600),
+        b"aiov\1\1\xff\xff" + bytes(100),
+        b"aiov\1\1\x00\x13" + bytes(19),
+        b"aiov\1\3\x00\x00",
+        b"aiov\1\4\x00\x02\x00\x03",
+        os.urandom(4096),
+    ],
+    ids=["http", "zeros", "too long", "version 0", "out of turn", "refusal", "noise"],
+)
+async def test_who_lies_is_refused(device: Device, words: bytes) -> None:
+    async with listening(device) as (listener, domain):
+        async with stranger(listener) as (reader, writer):
+            writer.write(words)
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(patience(10)):
+                    await reader.read()
+        await until(lambda: sum(refused(listener).values()) == 1)
+        await talks(listener, domain)
+
+
+async def test_who_vanishes_leaves_nothing(device: Device) -> None:
+    """At each point of the handshake: the listener goes on, and its domain has no queue pair of it."""
+    async with listening(device) as (listener, domain):
+        hello = Handshake(True, os.urandom(16)).hello()
+        for step in range(3):
+            async with stranger(listener) as peer:
+                if step == 1:
+                    peer[1].write(hello)
+                    await heard(peer[0])
+                elif step == 2:
+                    await _offer(peer, domain, device)
+                peer[1].transport.abort()
+        await until(lambda: refused(listener) == {"BrokenResourceError": 3})
+        assert not [each for each in domain._life.children.values() if each.kind == "Connection"]
+        await talks(listener, domain)
+
+
+async def test_a_flood_of_those_who_do_not_get_through(device: Device) -> None:
+    """No more than so many are listened to; the others are told at once, and when they are gone all is as before."""
+    async with listening(device, max_handshakes=3) as (listener, domain), contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            await stack.enter_async_context(stranger(listener))
+        await until(lambda: listener.statistics().handshakes == 3)
+        for _ in range(fewer(20)):
+            with pytest.raises(HandshakeError) as caught:
+                await connect(HOST, listener.port, domain=domain)
+            assert (caught.value.reason, caught.value.by_peer) == (Reason.BUSY, True)
+        assert listener.statistics().handshakes == 3
+        await stack.aclose()
+        await until(lambda: listener.statistics().handshakes == 0)
+        await talks(listener, domain)
+
+
+async def test_so_many_connections_and_no_more(device: Device) -> None:
+    async with listening(device, max_connections=2) as (listener, domain):
+        ends = []
+        for _ in range(2):
+            ends.append(await connect(HOST, listener.port, domain=domain, settings=SMALL))
+            ends.append(await listener.accept())
+        with pytest.raises(HandshakeError, match="as many connections as it may"):
+            await connect(HOST, listener.port, domain=domain)
+        for end in ends[:2]:
+            await end.aclose()
+        await until(lambda: listener.statistics().connections == 1)
+        await talks(listener, domain)
+        for end in ends[2:]:
+            await end.aclose()
+
+
+async def test_those_that_nobody_took(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        listener = listen(HOST, domain=domain, settings=SMALL)
+        async with listener:
+            near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+            waiting = near.receive()
+        with pytest.raises(BrokenResourceError, match="gone"):
+            await waiting
+        await near.abort()
+        with pytest.raises(ClosedResourceError):
+            await listener.accept()
+        assert [each async for each in listener] == []
+
+
+async def test_an_address_in_use(device: Device) -> None:
+    async with listening(device) as (listener, domain):
+        with pytest.raises(OSError, match="in use") as caught:
+            await listen(HOST, listener.port, domain=domain).open()
+        assert caught.value.errno == errno.EADDRINUSE
+
+
+async def test_all_addresses_of_this_host(device: Device) -> None:
+    async with device.resource_domain() as domain, listen(domain=domain, settings=SMALL) as listener:
+        assert len({address[1] for address in listener.addresses}) == 1
+        for address in listener.addresses:
+            host = "::1" if ":" in address[0] else HOST
+            async with connect(host, listener.port, domain=domain, settings=SMALL) as near:
+                far = await listener.accept()
+                assert near.remote_address == far.local_address
+                await far.aclose()
+
+
+async def test_tls(device: Device, tmp_path: Path) -> None:
+    server, client = contexts(tmp_path)
+    async with listening(device, ssl=server, secret=b"s") as (listener, domain):
+        await talks(listener, domain, ssl=client, secret=b"s")
+        with pytest.raises(ssl.SSLError):
+            await connect(HOST, listener.port, domain=domain, ssl=ssl.create_default_context())
+        with pytest.raises(ssl.SSLError, match="mismatch"):
+            await connect(HOST, listener.port, domain=domain, ssl=client, server_hostname="example.org")
+        with pytest.raises((HandshakeError, BrokenResourceError, TimeoutError)):
+            await connect(HOST, listener.port, domain=domain, timeout_s=2)
+        await talks(listener, domain, ssl=client, server_hostname="localhost", secret=b"s")
+
+
+async def test_many_at_once(device: Device) -> None:
+    count = fewer(20)
+    async with listening(device) as (listener, domain):
+        nears = await asyncio.gather(
+            *(connect(HOST, listener.port, domain=domain, settings=SMALL).__aenter__() for _ in range(count))
+        )
+        fars = [await listener.accept() for _ in range(count)]
+        for at, near in enumerate(nears):
+            await near.send(at.to_bytes(2))
+        assert {await far.receive() for far in fars} == {at.to_bytes(2) for at in range(count)}
+        for end in (*nears, *fars):
+            await end.aclose()
+
+
+async def test_connections_of_two_devices(device: Device) -> None:
+    """As between two processes, but for the loop that both have."""
+    if not device.software:
+        pytest.skip("software devices, of which there may be two, are what this is about")
+    async with (
+        open_device("soft0") as other,
+        other.resource_domain() as domain,
+        listening(device) as (listener, _),
+    ):
+        await talks(listener, domain)
+
+
+@pytest.mark.parametrize("wrong", [{"secret": b""}, {"max_handshakes": 0}, {"handshake_timeout_s": 0}])
+async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
+    async with device.resource_domain() as domain:
+        with pytest.raises(ValueError, match=r"secret|is 1|above 0"):
+            listen(HOST, domain=domain, **wrong)
+        if "secret" in wrong:
+            with pytest.raises(ValueError, match="secret"):
+                await connect(HOST, 1, domain=domain, **wrong)
+
+
+async def test_transports_that_cannot_be(device: Device, tmp_path: Path) -> None:
+    server, client = contexts(tmp_path)
+    async with device.resource_domain() as domain:
+        with pytest.raises(ValueError, match="transport is"):
+            await connect(HOST, 1, domain=domain, transport="udp")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="TLS is for TCP"):
+            await connect(HOST, 1, domain=domain, transport="rdmacm", ssl=client)
+        with pytest.raises(ValueError, match="TLS is for TCP"):
+            listen(HOST, domain=domain, transport="rdmacm", ssl=server)
+        if device.software:
+            with pytest.raises(ValueError, match="software device"):
+                await connect(HOST, 1, domain=domain, transport="rdmacm")
+            with pytest.raises(ValueError, match="software device"):
+                await listen(HOST, domain=domain, transport="rdmacm").open()

@@ -1,0 +1,237 @@
+"""Messages: of every size, in their order, by many tasks, with receivers that are slow, and never told to wait."""
+
+import asyncio
+import random
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConnectionSettings,
+    Device,
+    WcStatus,
+)
+from aioverbs import retries as repeating
+from tests.connections.ends import SMALL, deeper, pair, until
+from tests.pace import fewer
+
+HUGE = ConnectionSettings(buffer_size=512, receive_depth=4, send_buffers=1, send_depth=8, max_message=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _never_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One RNR NAK and the connection breaks."""
+    monkeypatch.setitem(repeating.RETRIES, "rnr_retry", 0)
+
+
+def sample(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed * 1_000_003 + size).randbytes(size)
+
+
+async def test_there_and_back(device: Device) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(b"ping")
+        assert await ends.far.receive() == b"ping"
+        await ends.far.send(b"pong")
+        assert await ends.near.receive() == b"pong"
+        assert type(await _one(ends.near, ends.far, b"")) is bytes
+
+
+async def _one(near: Any, far: Any, data: bytes) -> bytes:
+    sending = asyncio.create_task(near.send(data))
+    received: bytes = await far.receive()
+    await sending
+    return received
+
+
+@pytest.mark.parametrize("settings", [SMALL, HUGE, ConnectionSettings()], ids=["small", "one buffer", "usual"])
+async def test_every_size_around_the_fragments(device: Device, settings: ConnectionSettings) -> None:
+    size = settings.buffer_size
+    bounds = [0, 1, 7, 8, 12, 13, size, *(n * size - 8 for n in range(1, 4)), 5 * size, settings.receive_depth * size]
+    async with pair(device, settings) as ends:
+        for at in sorted({max(0, bound + step) for bound in bounds for step in (-13, -12, -9, -8, -1, 0, 1)}):
+            data = sample(at)
+            assert await _one(ends.near, ends.far, data) == data
+            sending = asyncio.create_task(ends.far.send(data, immediate=at))
+            assert await ends.near.receive_with_immediate() == (data, at)
+            await sending
+
+
+async def test_ends_of_different_sizes(device: Device) -> None:
+    """Fragments fit the smaller buffers, and credits are of who receives."""
+    async with pair(device, SMALL, deeper(SMALL, buffer_size=512, receive_depth=9)) as ends:
+        for size in (511, 512, 513, 1024, 1025, 20_000):
+            assert await _one(ends.near, ends.far, sample(size)) == sample(size)
+            assert await _one(ends.far, ends.near, sample(size)) == sample(size)
+
+
+async def test_immediate_data(device: Device) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(b"with", immediate=0xFFFFFFFF)
+        await ends.near.send(b"without")
+        await ends.near.send(b"", immediate=0)
+        assert await ends.far.receive_with_immediate() == (b"with", 0xFFFFFFFF)
+        assert await ends.far.receive_with_immediate() == (b"without", None)
+        assert await ends.far.receive() == b"", "who does not want it does not get it"
+        with pytest.raises(ValueError, match="32 bits"):
+            await ends.near.send(b"", immediate=1 << 32)
+
+
+async def test_any_buffer_is_sent_and_may_be_changed_at_once(device: Device) -> None:
+    async with pair(device) as ends:
+        data = bytearray(b"abc")
+        await ends.near.send(data)
+        data[:] = b"xyz"
+        await ends.near.send(memoryview(b"0123456789")[::1][2:4])
+        assert await ends.far.receive() == b"abc"
+        assert await ends.far.receive() == b"23"
+        with pytest.raises(TypeError):
+            await ends.near.send("text")  # type: ignore[arg-type]
+
+
+async def test_one_way_for_long(device: Device) -> None:
+    """The peer has nothing to say, and so gives credits back by messages of their own."""
+    async with pair(device) as ends:
+        count = fewer(2000)
+
+        async def send() -> None:
+            for number in range(count):
+                await ends.near.send(number.to_bytes(4))
+
+        sending = asyncio.create_task(send())
+        for number in range(count):
+            assert await ends.far.receive() == number.to_bytes(4)
+        await sending
+        assert ends.far.traffic().updates >= count // (SMALL.receive_depth + 1)
+        assert ends.near.traffic().messages_sent == ends.far.traffic().messages_received == count
+        failed = ends.near.qp.statistics().sends.failed
+        assert WcStatus.RNR_RETRY_EXC_ERR not in dict(failed)
+
+
+async def test_both_ways_at_once_by_many_tasks(device: Device) -> None:
+    """Each message arrives whole, and those of one task in their order."""
+    tasks, each = 6, fewer(40)
+    async with pair(device) as ends:
+
+        async def send(connection: Any, task: int) -> None:
+            chance = random.Random(task)
+            for number in range(each):
+                size = chance.choice([0, 3, 900, 1023, 1024, 2500, 9000])
+                await connection.send(bytes([task]) + number.to_bytes(4) + sample(size, task))
+
+        async def receive(connection: Any) -> None:
+            seen = [0] * tasks
+            for _ in range(tasks * each):
+                data = await connection.receive()
+                task, number = data[0], int.from_bytes(data[1:5])
+                assert number == seen[task]
+                seen[task] += 1
+                assert data[5:] == sample(len(data) - 5, task)
+
+        async with asyncio.TaskGroup() as group:
+            for connection in (ends.near, ends.far):
+                group.create_task(receive(connection))
+                for task in range(tasks):
+                    group.create_task(send(connection, task))
+
+
+async def test_who_does_not_read_is_sent_no_more(device: Device) -> None:
+    async with pair(device) as ends:
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            while True:
+                await ends.near.send(sent.to_bytes(4))
+                sent += 1
+
+        flooding = asyncio.create_task(flood())
+        await until(lambda: ends.near.traffic().waits)
+        await asyncio.sleep(0.05)
+        assert sent <= SMALL.receive_depth
+        await ends.far.send(b"the other way is open")
+        assert await ends.near.receive() == b"the other way is open"
+        for number in range(10):
+            assert await ends.far.receive() == number.to_bytes(4)
+        flooding.cancel()
+        await asyncio.wait([flooding])
+
+
+async def test_who_does_not_read_is_not_sent_long_messages_without_end(device: Device) -> None:
+    """One long message is taken in ahead; of those behind it only what there are receives for."""
+    async with pair(device) as ends:
+        big = sample(20_000)
+        done = 0
+
+        async def flood() -> None:
+            nonlocal done
+            for _ in range(4):
+                await ends.near.send(big)
+                done += 1
+
+        flooding = asyncio.create_task(flood())
+        await until(lambda: done >= 1)
+        await asyncio.sleep(0.1)
+        assert done == 1
+        for _ in range(4):
+            assert await ends.far.receive() == big
+        await flooding
+
+
+async def test_two_do_not_receive_at_once(device: Device) -> None:
+    async with pair(device) as ends:
+        waiting = asyncio.create_task(ends.far.receive())
+        await asyncio.sleep(0.01)
+        with pytest.raises(BusyResourceError):
+            await ends.far.receive()
+        await ends.near.send(b"1")
+        assert await waiting == b"1"
+
+
+async def test_longer_than_the_peer_takes(device: Device) -> None:
+    async with pair(device, SMALL, deeper(SMALL, max_message=5000)) as ends:
+        with pytest.raises(ValueError, match="5,000 bytes at most"):
+            await ends.near.send(bytes(5001))
+        assert await _one(ends.near, ends.far, bytes(5000)) == bytes(5000)
+
+
+async def test_half_closed(device: Device) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(b"last")
+        await ends.near.send_eof()
+        await ends.near.send_eof()
+        with pytest.raises(ClosedResourceError, match="send_eof"):
+            await ends.near.send(b"more")
+        assert await ends.far.receive() == b"last"
+        for _ in range(2):
+            with pytest.raises(anyio.EndOfStream):
+                await ends.far.receive()
+        await ends.far.send(b"still here")
+        assert await ends.near.receive() == b"still here"
+
+
+async def test_anyio_wants_what_it_has(device: Device) -> None:
+    async with pair(device) as ends:
+        assert isinstance(ends.near, anyio.abc.ObjectStream)
+        remote = ends.near.extra(anyio.abc.SocketAttribute.remote_address)
+        assert remote[1] == ends.listener.port
+        assert remote == ends.far.extra(anyio.abc.SocketAttribute.local_address)
+        assert ends.near.peer.device == device.name
+        assert ends.near.peer.depth == SMALL.receive_depth
+
+
+async def test_a_broken_one_says_why(device: Device) -> None:
+    async with pair(device) as ends:
+        receiving = asyncio.create_task(ends.far.receive())
+        await asyncio.sleep(0)
+        ends.far.qp.to_error()
+        with pytest.raises(BrokenResourceError, match="broken"):
+            await receiving
+        with pytest.raises(BrokenResourceError, match="broken"):
+            await ends.far.send(b"x")
+        with pytest.raises(BrokenResourceError, match="broken"):
+            await ends.far.receive()

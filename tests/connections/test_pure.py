@@ -1,0 +1,216 @@
+"""Credits, frames, waits and sizes: what decides without input or output."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs import AccessFlags, Backoff, ConnectionSettings
+from aioverbs.credits import CREDITS_MOST, Credits
+from aioverbs.frames import FIRST, HAS_IMMEDIATE, LAST, FrameKind, GrantNotice, header, split
+
+# ---- Credits
+
+
+@dataclass
+class End:
+    """One end of a wire, and messages on their way to it: what each gives back, and whether it is the user's."""
+
+    credits: Credits
+    depth: int
+    coming: deque[tuple[int, bool]] = field(default_factory=deque)
+    unread: int = 0
+
+    def send(self, other: "End", message: bool) -> None:
+        returned = self.credits.take()
+        other.coming.append((returned, message))
+        assert len(other.coming) <= other.depth, "no receive is posted for it"
+
+    def update(self, other: "End") -> None:
+        if self.credits.update_due:
+            self.send(other, False)
+
+
+@given(st.integers(3, 12), st.integers(3, 12), st.integers(0, 2**32))
+def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, far_depth: int, seed: int) -> None:
+    chance = random.Random(seed)
+    near = End(Credits(far_depth, near_depth), near_depth)
+    far = End(Credits(near_depth, far_depth), far_depth)
+    done = 0
+    for _ in range(400):
+        here, there = (near, far) if chance.random() < 0.5 else (far, near)
+        what = chance.randrange(3)
+        if what == 0 and here.credits.sendable:
+            here.send(there, True)
+        elif what == 1 and here.coming:
+            returned, message = here.coming.popleft()
+            here.credits.came(returned)
+            if message:
+                here.unread += 1
+            else:
+                here.credits.consumed()
+                here.update(there)
+        elif what == 2 and here.unread:
+            here.unread -= 1
+            done += 1
+            here.credits.consumed()
+            here.update(there)
+    # Once everybody reads, everybody can send.
+    for _ in range(200):
+        for here, there in ((near, far), (far, near)):
+            while here.coming:
+                returned, message = here.coming.popleft()
+                here.credits.came(returned)
+                here.credits.consumed()
+                here.update(there)
+            while here.unread:
+                here.unread -= 1
+                here.credits.consumed()
+            here.update(there)
+        if not near.coming and not far.coming:
+            break
+    assert near.credits.sendable
+    assert far.credits.sendable
+    assert not near.coming
+    assert not far.coming
+
+
+def test_more_credits_than_there_are() -> None:
+    of = Credits(4, 4)
+    with pytest.raises(ValueError, match="gives back 1"):
+        of.came(1)
+    of.take()
+    of.came(1)
+    with pytest.raises(ValueError, match="had 0"):
+        of.came(1)
+
+
+@pytest.mark.parametrize("depths", [(2, 4), (4, 2), (CREDITS_MOST + 1, 4)])
+def test_depths_that_cannot_be(depths: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="from 3"):
+        Credits(*depths)
+
+
+# ---- Frames
+
+
+@given(
+    st.sampled_from(FrameKind),
+    st.sampled_from([0, FIRST, LAST, HAS_IMMEDIATE, FIRST | LAST, FIRST | LAST | HAS_IMMEDIATE]),
+    st.integers(0, CREDITS_MOST),
+    st.integers(0, 0xFFFF),
+)
+def test_headers(kind: FrameKind, flags: int, returned: int, number: int) -> None:
+    made = header(kind, flags, returned, number)
+    assert 0 <= made < 1 << 32
+    assert split(made) == (kind, flags, returned, number)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_header_is_split(immediate: int) -> None:
+    kind, flags, returned, number = split(immediate)
+    assert kind << 29 | flags | returned << 16 | number == immediate
+
+
+@given(st.integers(0, 2**63), st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1))
+def test_notices_of_grants(address: int, length: int, rkey: int) -> None:
+    notice = GrantNotice(address, length, rkey, AccessFlags.REMOTE_READ)
+    assert GrantNotice.parse(notice.pack()) == notice
+
+
+@given(st.binary(max_size=40))
+def test_any_notice(data: bytes) -> None:
+    try:
+        notice = GrantNotice.parse(data)
+    except ValueError:
+        return
+    assert notice.pack() == data
+
+
+@pytest.mark.parametrize(
+    "notice",
+    [
+        GrantNotice(0, 0, 1, AccessFlags.REMOTE_READ),
+        GrantNotice(2**64 - 8, 9, 1, AccessFlags.REMOTE_READ),
+        GrantNotice(0, 8, 1, AccessFlags(0)),
+        GrantNotice(0, 8, 1, AccessFlags.LOCAL_WRITE),
+    ],
+)
+def test_notices_that_cannot_be(notice: GrantNotice) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        GrantNotice.parse(notice.pack())
+
+
+# ---- Waits
+
+
+@given(
+    st.floats(0.001, 10),
+    st.floats(1, 100),
+    st.floats(1, 4),
+    st.floats(0, 1),
+    st.integers(1, 30),
+    st.randoms(use_true_random=False),
+)
+def test_waits(first_s: float, more: float, factor: float, jitter: float, attempts: int, chance: random.Random) -> None:
+    policy = Backoff(first_s, first_s * more, factor, jitter, attempts)
+    waits = list(policy.waits(chance))
+    assert len(waits) == attempts - 1
+    for at, wait_s in enumerate(waits):
+        longest_s = min(first_s * factor**at, first_s * more)
+        assert longest_s * (1 - jitter) * 0.999 <= wait_s <= longest_s * 1.001
+
+
+def test_waits_without_end_and_without_chance() -> None:
+    waits = Backoff(1, 10, 2, jitter=0).waits(random.Random(1))
+    assert list(islice(waits, 6)) == [1, 2, 4, 8, 10, 10]
+
+
+def test_waits_differ() -> None:
+    policy = Backoff(1, 10)
+    assert list(islice(policy.waits(random.Random(1)), 4)) != list(islice(policy.waits(random.Random(2)), 4))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"first_s": 0}, {"longest_s": 0.01}, {"factor": 0.5}, {"jitter": 1.5}, {"jitter": -1}, {"attempts": 0}],
+)
+def test_waits_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="not"):
+        Backoff(**wrong)  # type: ignore[arg-type]
+
+
+# ---- Sizes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"buffer_size": 100},
+        {"receive_depth": 3},
+        {"receive_depth": 1024},
+        {"send_buffers": 0},
+        {"send_depth": 4},
+        {"max_message": 0},
+        {"max_grants": -1},
+        {"keep_alive_s": 0},
+        {"close_timeout_s": -1},
+    ],
+)
+def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        ConnectionSettings(**wrong)
+
+
+@given(st.floats(0.1, 1e6))
+def test_repetitions_are_over_in_time(keep_alive_s: float) -> None:
+    settings = ConnectionSettings(keep_alive_s=keep_alive_s)
+    assert 1 <= settings.timeout <= 14
+    assert 4.096e-6 * 2**settings.timeout * 7 * 4 <= keep_alive_s / 2
+    assert settings.timeout == 14 or 4.096e-6 * 2 ** (settings.timeout + 1) * 7 * 4 > keep_alive_s / 2

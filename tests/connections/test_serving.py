@@ -1,0 +1,299 @@
+"""Servers: a handler for each connection, limits, draining, stopping in time, and connections that are made again."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    Backoff,
+    BrokenResourceError,
+    Connection,
+    Device,
+    HandshakeError,
+    ResourceDomain,
+    connect,
+    reconnecting,
+    serve,
+)
+from aioverbs.domain import Domain
+from aioverbs.handshake import Reason
+from aioverbs.server import Server
+from tests.connections.ends import HOST, SMALL, until
+from tests.pace import patience
+
+FAST = Backoff(0.01, 0.05)
+
+
+async def echo(connection: Connection) -> None:
+    async for message in connection:
+        await connection.send(message)
+
+
+def served(domain: ResourceDomain, handler: Callable[[Connection], Awaitable[object]] = echo, **options: Any) -> Server:
+    return serve(handler, HOST, domain=domain, settings=SMALL, **options)
+
+
+async def test_a_handler_for_each(device: Device) -> None:
+    async with device.resource_domain() as domain, served(domain) as server:
+        for _ in range(2):
+            async with contextlib.AsyncExitStack() as stack:
+                ends = [
+                    await stack.enter_async_context(connect(HOST, server.port, domain=domain, settings=SMALL))
+                    for _ in range(3)
+                ]
+                for at, end in enumerate(ends):
+                    await end.send(bytes([at]))
+                assert [await end.receive() for end in ends] == [b"\0", b"\1", b"\2"]
+                assert server.statistics().connections == 3
+            await until(lambda: server.statistics().connections == 0)
+        assert server.statistics().accepted == 6
+
+
+async def test_what_a_handler_sent_is_delivered(device: Device) -> None:
+    async def handler(connection: Connection) -> None:
+        await connection.send(b"goodbye")
+
+    async with (
+        device.resource_domain() as domain,
+        served(domain, handler) as server,
+        connect(HOST, server.port, domain=domain, settings=SMALL) as near,
+    ):
+        assert await near.receive() == b"goodbye"
+        with pytest.raises(anyio.EndOfStream):
+            await near.receive()
+
+
+async def test_a_handler_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """Its peer finds the connection broken; the server goes on, and tells."""
+
+    async def handler(connection: Connection) -> None:
+        if await connection.receive() == b"fail":
+            raise RuntimeError("what went wrong")
+        await connection.send(b"fine")
+
+    async with device.resource_domain() as domain, served(domain, handler) as server:
+        async with connect(HOST, server.port, domain=domain, settings=SMALL) as near:
+            await near.send(b"fail")
+            with pytest.raises(BrokenResourceError):
+                await near.receive()
+        async with connect(HOST, server.port, domain=domain, settings=SMALL) as near:
+            await near.send(b"go on")
+            assert await near.receive() == b"fine"
+    (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert "handler" in record.message
+    assert record.exc_info is not None
+    assert "what went wrong" in str(record.exc_info[1])
+
+
+async def test_a_peer_that_goes_is_no_error(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    async with device.resource_domain() as domain, served(domain) as server:
+        near = await connect(HOST, server.port, domain=domain, settings=SMALL)
+        await near.abort()
+        await until(lambda: server.statistics().accepted == 1 and not server.statistics().connections)
+    warned = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+    assert not [each for each in warned if "native" not in each]  # of the device's own there may be some
+
+
+async def test_drained_when_it_stops(device: Device) -> None:
+    """Handlers come to their end; nobody new is accepted meanwhile."""
+    at_work, go_on = asyncio.Event(), asyncio.Event()
+
+    async def handler(connection: Connection) -> None:
+        at_work.set()
+        await go_on.wait()
+        await connection.send(b"done")
+
+    async with (
+        device.resource_domain() as domain,
+        served(domain, handler) as server,
+        connect(HOST, server.port, domain=domain, settings=SMALL) as near,
+    ):
+        port = server.port
+        await at_work.wait()
+        stopping = asyncio.create_task(server.stop())
+        waiting = asyncio.create_task(server.wait_closed())
+        await asyncio.sleep(0.02)
+        with pytest.raises(ConnectionRefusedError):
+            await connect(HOST, port, domain=domain, settings=SMALL)
+        assert not stopping.done()
+        go_on.set()
+        assert await near.receive() == b"done"
+        await stopping
+        await waiting
+
+
+async def test_a_deadline_under_load(device: Device) -> None:
+    """Handlers that do not end are cancelled after that time, and their peers told."""
+    cancelled = 0
+
+    async def handler(connection: Connection) -> None:
+        nonlocal cancelled
+        try:
+            while True:
+                await connection.send(await connection.receive())
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+
+    async def load(near: Connection) -> int:
+        done = 0
+        with contextlib.suppress(BrokenResourceError, anyio.EndOfStream):
+            while True:
+                await near.send(b"x" * 3000)
+                await near.receive()
+                done += 1
+        return done
+
+    async with device.resource_domain() as domain, served(domain, handler) as server:
+        nears = [await connect(HOST, server.port, domain=domain, settings=SMALL) for _ in range(3)]
+        loads = [asyncio.create_task(load(near)) for near in nears]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(patience(5)):
+            await server.stop(0.1)
+        assert cancelled == 3
+        assert all([await each for each in loads])
+        for near in nears:
+            await near.aclose()
+
+
+async def test_who_cancels_it_does_not_wait(device: Device) -> None:
+    async def handler(connection: Connection) -> None:
+        await asyncio.sleep(60)
+
+    async with device.resource_domain() as domain:
+        near: list[Connection] = []
+
+        async def serving() -> None:
+            async with served(domain, handler, drain_timeout_s=60) as server:
+                near.append(await connect(HOST, server.port, domain=domain, settings=SMALL))
+                await until(lambda: server.statistics().connections)
+
+        with anyio.move_on_after(0.2):
+            await serving()
+        with pytest.raises(BrokenResourceError):
+            await near[0].receive()
+        await near[0].aclose()
+
+
+async def test_placed_somewhere_else(device: Device) -> None:
+    """On another loop, with a domain of its own: the seam for pools of workers."""
+    ready: asyncio.Future[tuple[asyncio.AbstractEventLoop, ResourceDomain]] = asyncio.get_running_loop().create_future()
+    home = asyncio.get_running_loop()
+    where: list[asyncio.AbstractEventLoop] = []
+
+    async def worker() -> None:
+        async with device.resource_domain() as domain:
+            end = asyncio.Event()
+            home.call_soon_threadsafe(ready.set_result, (asyncio.get_running_loop(), domain, end))  # type: ignore[arg-type]
+            await end.wait()
+
+    async def handler(connection: Connection) -> None:
+        where.append(asyncio.get_running_loop())
+        await echo(connection)
+
+    async def place(answer: Callable[[Domain], Awaitable[None]]) -> None:
+        await there.run(answer, there)
+
+    working = asyncio.create_task(asyncio.to_thread(asyncio.run, worker()))
+    loop, there, end = await ready  # type: ignore[misc]
+    try:
+        async with (
+            device.resource_domain() as domain,
+            serve(handler, HOST, place=place, settings=SMALL) as server,
+        ):
+            async with connect(HOST, server.port, domain=domain, settings=SMALL) as near:
+                await near.send(b"over there")
+                assert await near.receive() == b"over there"
+            await until(lambda: server.statistics().accepted == 1 and not server.statistics().connections)
+        assert where == [loop]
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        await working
+
+
+@pytest.mark.parametrize("failure", ["raises", "does nothing"])
+async def test_a_place_that_takes_nobody(device: Device, failure: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def place(answer: Callable[[Domain], Awaitable[None]]) -> None:
+        if failure == "raises":
+            raise RuntimeError("no worker")
+
+    async with device.resource_domain() as domain, serve(echo, HOST, place=place) as server:
+        with pytest.raises((BrokenResourceError, OSError)):
+            await connect(HOST, server.port, domain=domain)
+        await until(lambda: server.statistics().refused == (("dropped", 1),))
+    assert ("could not be placed" in caplog.text) == (failure == "raises")
+
+
+async def test_neither_or_both_places(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        with pytest.raises(ValueError, match="one of these"):
+            serve(echo, HOST)
+        with pytest.raises(ValueError, match="one of these"):
+            serve(echo, HOST, domain=domain, place=lambda answer: answer(domain))
+
+
+# ---- Again and again
+
+
+async def test_connected_again(device: Device) -> None:
+    """When the server goes and comes back, and when it hangs up."""
+    async with device.resource_domain() as domain:
+        answers: list[bytes] = []
+        server: Server | None = await served(domain).open()
+        assert server is not None
+        port = server.port
+
+        async def client() -> None:
+            async for connection in reconnecting(HOST, port, domain=domain, settings=SMALL, backoff=FAST):
+                try:
+                    for _ in range(2):
+                        await connection.send(b"hello")
+                        answers.append(await connection.receive())
+                    if len(answers) >= 6:
+                        break
+                    await connection.receive()
+                except (BrokenResourceError, anyio.EndOfStream):
+                    continue
+
+        task = asyncio.create_task(client())
+        for more in (2, 4):
+            await until(lambda more=more: len(answers) == more)  # type: ignore[misc]
+            await server.stop(0)
+            await asyncio.sleep(0.03)
+            server = await serve(echo, HOST, port, domain=domain, settings=SMALL).open()
+        await task
+        assert answers == [b"hello"] * 6
+        await server.aclose()
+
+
+async def test_it_gives_up(device: Device) -> None:
+    async with device.resource_domain() as domain, served(domain) as server:
+        port = server.port
+        await server.stop()
+        again = reconnecting(HOST, port, domain=domain, backoff=Backoff(0.001, 0.01, attempts=3))
+        with pytest.raises(ConnectionRefusedError):
+            await anext(again)
+
+
+async def test_what_waiting_does_not_mend(device: Device) -> None:
+    async with device.resource_domain() as domain, served(domain, secret=b"one") as server:
+        with pytest.raises(HandshakeError) as caught:
+            await anext(reconnecting(HOST, server.port, domain=domain, secret=b"two"))
+        assert caught.value.reason == Reason.SECRET
+
+
+async def test_the_last_one_is_closed(device: Device) -> None:
+    async with device.resource_domain() as domain, served(domain) as server:
+        async with contextlib.aclosing(
+            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST)
+        ) as again:
+            first = await anext(again)
+            second = await anext(again)
+            assert (first.closed, second.closed) == (True, False)
+        assert (first.closed, second.closed) == (True, True)
+        await until(lambda: not server.statistics().connections)

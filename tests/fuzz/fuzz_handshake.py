@@ -1,0 +1,77 @@
+"""What peers of a connection say before it is one, and beside its messages: any bytes are heard or refused.
+
+python tests/fuzz/fuzz_handshake.py -max_total_time=30 CORPUS
+"""
+
+import sys
+from pathlib import Path
+
+import atheris
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+
+with atheris.instrument_imports(include=["aioverbs"]):
+    from aioverbs.endpoint import Endpoint
+    from aioverbs.errors import HandshakeError
+    from aioverbs.frames import GrantNotice, header, split
+    from aioverbs.handshake import Handshake, Kind, Offer, parse, refusal_of
+    from aioverbs.types import Mtu
+
+OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20)
+
+
+def far(secret: bytes | None, greeted: bool) -> Handshake:
+    """A listener that waits for a hello, or for an offer."""
+    listener = Handshake(False, b"\1" * 16, secret)
+    if greeted:
+        listener.hear_hello(Handshake(True, b"\2" * 16, secret).hello())
+        listener.hello()
+    return listener
+
+
+def one_input(data: bytes) -> None:
+    """What libFuzzer calls."""
+    for secret in (None, b"secret"):
+        for listener, hear in (
+            (far(secret, False), Handshake.hear_hello),
+            (far(secret, True), Handshake.hear_offer),
+            (far(secret, True), Handshake.hear_ready),
+        ):
+            try:
+                heard = hear(listener, data)
+            except HandshakeError as error:
+                if parse(refusal_of(error))[0] is not Kind.REFUSAL:
+                    raise AssertionError("a refusal is none") from error
+            else:
+                if isinstance(heard, Offer) and (secret is not None or Offer.parse_body(heard.pack(), 0)[0] != heard):
+                    raise AssertionError(f"{data!r} is taken for an offer")
+    try:
+        notice = GrantNotice.parse(data)
+    except ValueError:
+        pass
+    else:
+        if notice.pack() != data:
+            raise AssertionError(f"{data!r} is taken for {notice}")
+    immediate = int.from_bytes(data[:4])
+    kind, flags, returned, number = split(immediate)
+    if kind << 29 | flags | returned << 16 | number != immediate:
+        raise AssertionError(f"{immediate:#x} is split wrongly")
+
+
+def seeds(folder: Path) -> None:
+    """What honest ends say, to begin with."""
+    near, listener = Handshake(True, b"\2" * 16), far(None, False)
+    said = [near.hello()]
+    listener.hear_hello(said[0])
+    said.append(listener.hello())
+    near.hear_hello(said[1])
+    said += [near.offer(OFFER), near.ready(), refusal_of(HandshakeError(1, "text"))]
+    said += [GrantNotice(4096, 64, 7, 2).pack(), header(1).to_bytes(4)]  # type: ignore[arg-type]
+    for at, data in enumerate(said):
+        (folder / f"seed{at}").write_bytes(data)
+
+
+if __name__ == "__main__":
+    seeds(Path(sys.argv[-1]))
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()

@@ -1,0 +1,138 @@
+"""Connections by rdma_cm, against the kernel's connection manager: both ends on one event loop."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    Connection,
+    ConnectionListener,
+    ConnectionRejectedError,
+    ConnectionSettings,
+    HandshakeError,
+    connect,
+    listen,
+    serve,
+)
+from aioverbs.cm_line import CmLine
+from tests.rdma.cm import Side, free_port, nothing_left, sides
+
+pytestmark = pytest.mark.rdma
+
+SETTINGS = ConnectionSettings(buffer_size=4096)
+
+
+@contextlib.asynccontextmanager
+async def listening(**options: Any) -> AsyncIterator[tuple[Side, Side, ConnectionListener]]:
+    with nothing_left():
+        async with (
+            sides() as (near, far),
+            listen(far.address, free_port(), domain=far.domain, settings=SETTINGS, **options) as listener,
+        ):
+            yield near, far, listener
+
+
+@contextlib.asynccontextmanager
+async def pair(transport: Any = "rdmacm", **options: Any) -> AsyncIterator[tuple[Connection, Connection]]:
+    async with (
+        listening(transport=transport, **options) as (near, far, listener),
+        connect(
+            far.address, listener.port, domain=near.domain, settings=SETTINGS, transport=transport, **options
+        ) as here,
+        await listener.accept() as there,
+    ):
+        yield here, there
+
+
+@pytest.mark.parametrize("transport", ["rdmacm", "auto", "tcp"])
+async def test_messages_and_memory(transport: str) -> None:
+    async with pair(transport) as (here, there):
+        assert here._end is not None
+        assert isinstance(here._end.line, CmLine) == (transport != "tcp")
+        for size in (0, 1, 4096, 4097, 300_000):
+            data = random.Random(size).randbytes(size)
+            sending = asyncio.create_task(here.send(data, immediate=size))
+            assert await there.receive_with_immediate() == (data, size)
+            await sending
+            sending = asyncio.create_task(there.send(data))
+            assert await here.receive() == data
+            await sending
+        access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.MW_BIND
+        async with here._domain.register(4096, access) as memory, there._domain.register(64) as local:
+            memory.buffer[:5] = b"hello"
+            grant = await here.grant(memory[:1024], AccessFlags.REMOTE_READ)
+            granted = await there.receive_grant()
+            await there.read(local[:5], granted[:5])
+            assert bytes(local.buffer[:5]) == b"hello"
+            await grant.revoke()
+            assert granted.revoked
+            await there.send(b"and on")
+            assert await here.receive() == b"and on"
+
+
+async def test_everything_is_delivered() -> None:
+    async with pair() as (here, there):
+        for number in range(10):
+            await here.send(bytes([number]) * 3000)
+        await here.aclose()
+        for number in range(10):
+            assert await there.receive() == bytes([number]) * 3000
+        with pytest.raises(anyio.EndOfStream):
+            await there.receive()
+
+
+async def test_an_abort_is_told() -> None:
+    async with pair() as (here, there):
+        await here.abort()
+        with pytest.raises(BrokenResourceError):
+            await there.receive()
+
+
+async def test_a_secret() -> None:
+    async with pair(secret=b"one") as (here, there):
+        await here.send(b"x")
+        assert await there.receive() == b"x"
+
+
+async def test_another_secret() -> None:
+    async with listening(transport="rdmacm", secret=b"one") as (near, far, listener):
+        with pytest.raises(HandshakeError):
+            await connect(far.address, listener.port, domain=near.domain, secret=b"two", transport="rdmacm")
+        async with connect(
+            far.address, listener.port, domain=near.domain, secret=b"one", settings=SETTINGS, transport="rdmacm"
+        ):
+            await (await listener.accept()).aclose()
+
+
+async def test_nobody_listens() -> None:
+    with nothing_left():
+        async with sides() as (near, far):
+            with pytest.raises(ConnectionRejectedError):
+                await connect(far.address, free_port(), domain=near.domain, transport="rdmacm")
+            with pytest.raises(ConnectionRefusedError):
+                await connect(far.address, free_port(), domain=near.domain)
+
+
+async def test_served() -> None:
+    async def echo(connection: Connection) -> None:
+        async for message in connection:
+            await connection.send(message)
+
+    with nothing_left():
+        async with (
+            sides() as (near, far),
+            serve(echo, far.address, free_port(), domain=far.domain, settings=SETTINGS) as server,
+        ):
+            for _ in range(3):
+                async with connect(
+                    far.address, server.port, domain=near.domain, settings=SETTINGS, transport="rdmacm"
+                ) as here:
+                    await here.send(b"hello")
+                    assert await here.receive() == b"hello"

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         NumaAllocator,
         RecordingAllocator,
         ResourceKind,
+        SharedMemoryAllocator,
         SharedPageAllocator,
         UseDefault,
     )
@@ -199,6 +200,7 @@ __all__ = [
     "SendFlags",
     "SendOpcode",
     "Server",
+    "SharedMemoryAllocator",
     "SharedPageAllocator",
     "SharedProtectionDomain",
     "SharedReceiveQueue",
@@ -297,6 +299,7 @@ _LAZY = {
     "ResourceStatistics": "resource",
     "RoundRobin": "placement",
     "Server": "server",
+    "SharedMemoryAllocator": "allocators",
     "SharedPageAllocator": "allocators",
     "SharedProtectionDomain": "protection_domain",
     "SharedReceiveQueue": "shared_receive_queue",

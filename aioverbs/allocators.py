@@ -19,6 +19,7 @@ from ._core.allocators import (
     NativeAllocator,
     NumaAllocator,
     RecordingAllocator,
+    SharedMemoryAllocator,
     SharedPageAllocator,
     UseDefault,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "NumaAllocator",
     "RecordingAllocator",
     "ResourceKind",
+    "SharedMemoryAllocator",
     "SharedPageAllocator",
     "UseDefault",
 ]

@@ -270,8 +270,9 @@ class Device(Handled[engine.Context]):
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
         """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.
 
-        On a software device any other context that this process has of it can have it. On RDMA devices it is the
-        context that has it, or one that `import_device` made over that one.
+        On a software device any other context that this process has of it can have it, and a device that
+        `import_device` made for it. On RDMA devices it is the context that has it, or one that `import_device` made
+        over that one.
 
         Opening raises `VerbsError`: with ENOENT where nothing is shared by that id, with EACCES where the key is
         another one, with EXDEV where the id is of another device, with EOPNOTSUPP where the provider does not have what

@@ -6,21 +6,26 @@ from typing import Self
 from aioverbs._core import engine
 from aioverbs.device import Device
 from aioverbs.life import State
-from aioverbs.share_exchange import Given, receive
+from aioverbs.share_exchange import Given, GivenSoft, receive
 from aioverbs.sharing import check_share
 
 __all__ = ["ImportedDevice", "import_device"]
 
 
 class ImportedDevice(Device):
-    """A device over the context of another one: ``ibv_import_device``. Made by `import_device`."""
+    """A device for what another process shares: ``ibv_import_device``. Made by `import_device`."""
 
     def __init__(
-        self, socket: socket.socket, shared_id: int, share_key: int, max_native_thread_domains: int | None
+        self,
+        socket: socket.socket,
+        shared_id: int,
+        share_key: int,
+        name: str | None,
+        max_native_thread_domains: int | None,
     ) -> None:
-        super().__init__(None, max_native_thread_domains, False, 0)
+        super().__init__(name, max_native_thread_domains, False, 0)
         self._from = socket, shared_id, share_key
-        self._given: Given | None = None
+        self._given: Given | GivenSoft | None = None
 
     async def open(self) -> Self:
         """Open it; see `import_device` for what that raises."""
@@ -38,28 +43,37 @@ class ImportedDevice(Device):
     def _make_context(self) -> engine.Context:
         assert self._given is not None
         self._life.hold(self._given.share)
-        return self._given.open_context()
+        return self._given.open_context(self._name)
 
 
 def import_device(
-    socket: socket.socket, shared_id: int, share_key: int, *, max_native_thread_domains: int | None = None
+    socket: socket.socket,
+    shared_id: int,
+    share_key: int,
+    *,
+    name: str | None = None,
+    max_native_thread_domains: int | None = None,
 ) -> Device:
-    """An RDMA device to be opened, over the context of the process at the other end of a socket.
+    """A device to be opened, for a protection domain of the process at the other end of a socket.
 
     That process calls `SharedProtectionDomain.send`. `Device.shared_protection_domain` then opens an instance of what
-    it shares, and everything else is made as on any device. To the kernel both are one context, which ends with the
-    last of its descriptors: what a process leaves open when it dies stays until then.
+    it shares, and everything else is made as on any device.
+
+    An RDMA device is over the context of that process. To the kernel both are one, which ends with the last of its
+    descriptors: what a process leaves open when it dies stays until then. A software device is this process' own, with
+    its own address and queue pairs, and a process that dies takes its own with it, not more.
 
     Opening raises `VerbsError`: with ENOENT, EACCES or EXDEV where nothing is shared by that id, with that key, or on
-    that device; with EOPNOTSUPP where the provider has no ``ibv_import_device``, as with the software device, which is
-    in each process another one; with EPROTO or EPROTONOSUPPORT where the peer says something else. It raises
-    `BrokenResourceError` where the peer is gone, and `LibraryNotFoundError`.
+    that device; with EOPNOTSUPP where the provider has no ``ibv_import_device``; with EPROTO or EPROTONOSUPPORT where
+    the peer says something else. It raises `BrokenResourceError` where the peer is gone, and `LibraryNotFoundError`;
+    and what `open_device` raises of a software device.
 
     :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read and
         written by nobody else meanwhile.
     :param shared_id: `SharedProtectionDomain.id`.
     :param share_key: the key that it was shared with, 64 bits.
+    :param name: which software device of this process, as for `open_device`, where it is one; None: ``"soft0"``.
     :param max_native_thread_domains: as for `open_device`.
     """
     check_share(shared_id, share_key)
-    return ImportedDevice(socket, shared_id, share_key, max_native_thread_domains)
+    return ImportedDevice(socket, shared_id, share_key, name, max_native_thread_domains)

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["LentMemoryRegion", "MemoryRegion", "MemoryWindow", "Pins", "RegionSlice", "RemoteRegion", "own_memory"]
+__all__ = [
+    "ImportedMemoryRegion",
+    "LentMemoryRegion",
+    "MemoryRegion",
+    "MemoryWindow",
+    "Pins",
+    "RegionSlice",
+    "RemoteRegion",
+    "own_memory",
+]
 
 # From here on registering, which touches every page, is done beside the loop.
 _OFF_LOOP_BYTES = 16 << 20
@@ -275,6 +284,29 @@ class LentMemoryRegion(MemoryRegion):
         if self._memory is None:
             raise ValueError(f"{self!r} has no memory in this process: it is reached by work requests only")
         return super().buffer
+
+
+class ImportedMemoryRegion(MemoryRegion):
+    """A memory region of another process, which shares its protection domain: ``ibv_import_mr``.
+
+    Any event loop may use it. Made by `ProtectionDomain.import_memory_region`. It serves for as long as that process
+    has it open; work requests fail afterwards, with LOC_PROT_ERR. Closing it leaves that one open.
+
+    :param key: its lkey, which is its rkey, too.
+    """
+
+    def __init__(self, pd: Resource, handle: engine.ProtectionDomain, key: int) -> None:
+        super().__init__(pd, handle, b"", AccessFlags(0))  # how long it is, it is asked when it is opened
+        self._key = key
+
+    def _open(self) -> None:
+        handle = engine.MemoryRegion.import_shared(self._pd_handle, self._key)
+        self._life.hold(handle)
+        assert handle.access is not None
+        self._length, self._access = handle.length, handle.access
+        memory = (ctypes.c_char * handle.length).from_address(handle.here)
+        self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()
+        self._begin(handle)
 
 
 class MemoryWindow(Handled[engine.MemoryWindow]):

@@ -8,11 +8,12 @@ from aioverbs import share_exchange, sharing
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity
-from aioverbs.allocators import Allocator
+from aioverbs.allocators import Allocator, NativeAllocator, SharedMemoryAllocator, SharedPageAllocator
 from aioverbs.completion import Placement
 from aioverbs.domain import Domain
 from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.life import State
+from aioverbs.memory import ImportedMemoryRegion
 from aioverbs.providers import hardware
 from aioverbs.registration_cache import RegistrationCache
 from aioverbs.resource import Resource
@@ -25,6 +26,19 @@ __all__ = ["ParentDomain", "ProtectionDomain", "SharedProtectionDomain"]
 
 # What a provider says that does not know an attribute of parent domains: some answer EINVAL.
 _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class _Allocators:
+    """What a protection domain gives memory by, until it is closed."""
+
+    def __init__(self) -> None:
+        self.shared: NativeAllocator | None = None
+
+    def destroy(self) -> None:
+        """Let its memory go, whoever keeps the allocator."""
+        shared, self.shared = self.shared, None
+        if isinstance(shared, SharedMemoryAllocator):
+            shared.close()
 
 
 class ProtectionDomain(Domain):
@@ -47,6 +61,7 @@ class ProtectionDomain(Domain):
         self._shared = shared
         self._lent = lent  # the user's own pyverbs PD
         self._cache = RegistrationCache(self)
+        self._allocators = _Allocators()
 
     def _open(self) -> None:
         if self._lent is not None:
@@ -56,6 +71,7 @@ class ProtectionDomain(Domain):
         else:
             self._handle = engine.ProtectionDomain(self._context)
         self._life.hold(self._handle)
+        self._life.hold(self._allocators)
 
     @property
     def base(self) -> "ProtectionDomain":
@@ -66,6 +82,37 @@ class ProtectionDomain(Domain):
     def cache(self) -> RegistrationCache:
         """The registrations that it keeps: see `RegistrationCache`."""
         return self._cache
+
+    @property
+    def shared_memory(self) -> NativeAllocator:
+        """An allocator of memory for regions that queue pairs of all instances reach, those of other processes, too.
+
+            async with pd.share(key), pd.register(1 << 30, access, pd.shared_memory) as region: ...
+
+        On a software device that is a `SharedMemoryAllocator`: what else is registered serves in the process that
+        registered it, and in others it is a key that is none. On RDMA devices all memory will do, and this is a
+        `SharedPageAllocator`.
+
+        :raises VerbsError: with EINVAL where it is not shared; with ENOMEM or EMFILE.
+        :raises ClosedResourceError: it is not open.
+        """
+        handle = self.handle
+        if self._allocators.shared is None:
+            self._allocators.shared = _shared_memory(handle)
+        return self._allocators.shared
+
+    def import_memory_region(self, key: int) -> ImportedMemoryRegion:
+        """A memory region that another process registered with its instance of this domain: see `ImportedMemoryRegion`.
+
+        It is for local work requests of this process: to send from, receive into, read and write. Peers reach it by its
+        key through the queue pairs of either process, without this.
+
+        Opening raises `VerbsError`: with ENOENT where no region of the domain has that key, with EFAULT where it is not
+        of `shared_memory`, with EOPNOTSUPP on RDMA devices.
+
+        :param key: its `MemoryRegion.rkey`, there.
+        """
+        return ImportedMemoryRegion(self, self.handle, key)
 
     def _placement(self) -> Placement:
         return Placement(self.handle, self.handle, None, native=False)
@@ -86,15 +133,32 @@ class ProtectionDomain(Domain):
         return ParentDomain(self, td, allocator, context, require_native=require_native)
 
 
+def _shared_memory(handle: engine.ProtectionDomain) -> NativeAllocator:
+    if not handle.context.software:
+        return SharedPageAllocator()
+    try:
+        return SharedMemoryAllocator(handle.shared_area())
+    except VerbsError as error:
+        if error.errno == errno.EINVAL:
+            raise VerbsError(error.verb, error.errno, "share() is to come first: it is of this process alone") from None
+        raise sharing.refusal(error.errno) from None
+
+
 class SharedProtectionDomain(Resource):
     """A protection domain that other contexts of its device may open: ``ibv_alloc_shpd``.
 
     It stays shared as long as the protection domain is open, on the software device as long as any instance of it is:
     the verbs take nothing back. The domain goes with its last instance, whosever that is.
 
-    On the software device it is shared inside of this process, on RDMA devices with those that get a context over this
-    one, by `send`: ``ibv_import_device`` and ``ibv_import_pd``. Opening raises `VerbsError`, with EOPNOTSUPP where the
-    provider does not have these, and with EEXIST where the domain is shared already.
+    Other processes get it by `send`: on RDMA devices a context over this one, by ``ibv_import_device`` and
+    ``ibv_import_pd``; on the software device, what it is in. There all contexts of this process's device may open it
+    without that. Opening raises `VerbsError`, with EOPNOTSUPP where the provider does not have these verbs, and with
+    EEXIST where the domain is shared already.
+
+    What is registered with one instance serves queue pairs of all, by its keys, for as long as it is open; on the
+    software device it is to be memory of `ProtectionDomain.shared_memory`, for other processes to reach it. Memory
+    windows serve where they were made. Closing a region waits for what others are at with it. There 240 processes may
+    have the domain at once, and each may have 65,536 regions and windows of it.
 
     Made by `ProtectionDomain.share`.
 
@@ -107,32 +171,29 @@ class SharedProtectionDomain(Resource):
         self._pd = pd
         self._share_key = share_key
         self._id: int | None = None
-        self._share: sharing.Share | None = None
+        self._share: sharing.Share | sharing.SoftShare | None = None
 
     def _open(self) -> None:
         self._id, self._share = sharing.share(self._pd.handle, self._share_key)
-        if self._share is not None:
-            self._pd._life.hold(self._share)
+        self._pd._life.hold(self._share)
 
     async def send(self, socket: socket.socket) -> None:
         """Let the process at the other end of a socket have it, which calls `import_device`: answer one request.
 
-        It is given more than the domain: by the context's descriptor it can reach whatever is made of this device.
+        It is given more than the domain: on RDMA devices the context's descriptor, by which it can reach whatever is
+        made of this device; on the software device all memory of `ProtectionDomain.shared_memory`.
         After a cancellation or an error other than a refusal the socket is of no more use.
 
         :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read
             and written by nobody else meanwhile.
         :raises VerbsError: the peer was refused, and told so: with ENOENT, EACCES or EXDEV for another id, key or
-            device; with EPROTO or EPROTONOSUPPORT where it speaks something else. With EOPNOTSUPP on the software
-            device, which is in each process another one.
+            device; with EPROTO or EPROTONOSUPPORT where it speaks something else.
         :raises BrokenResourceError: the peer is gone.
         :raises ClosedResourceError: it is not open.
         """
         self._check_open()
-        context = self._pd.handle.context
-        if self._share is None:
-            raise sharing.in_one_process(context.name)
-        await share_exchange.answer(socket, context, self._share)
+        assert self._share is not None
+        await share_exchange.answer(socket, self._pd.handle.context, self._share)
 
     @property
     def id(self) -> int:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from aioverbs._core import engine
 from aioverbs.affinity import running_loop
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
+from aioverbs.providers import software
 from aioverbs.share_message import Reply, Request
-from aioverbs.sharing import Share, check_device, id_of, import_context, in_one_process, other_device, refusal
+from aioverbs.sharing import ImportedShare, Share, SoftShare, check_device, import_context, other_device, refusal
 
-__all__ = ["Given", "answer", "receive"]
+__all__ = ["Given", "GivenSoft", "answer", "receive"]
 
 _INT = array.array("i").itemsize
 _TAKEN = 8  # descriptors that are taken from a message, to be counted; what is beyond, the kernel closes
@@ -34,13 +35,17 @@ class Given:
         self._command = command
         self._device = device
 
-    def open_context(self) -> engine.Context:
+    def open_context(self, name: str | None) -> engine.Context:
         """A context over that one, which may open instances.
 
+        :param name: None: it is that one's.
+        :raises ValueError: there is a name.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         :raises VerbsError: with EOPNOTSUPP where the provider cannot, with EXDEV where it is of another device than it
             was said to be.
         """
+        if name is not None:
+            raise ValueError(f"the device is the peer's, {self._device}: a name is for software devices")
         context = import_context(self._command, self._device)
         try:
             check_device(context, self._shared_id)
@@ -55,6 +60,28 @@ class Given:
         os.close(self._command)
 
 
+class GivenSoft:
+    """What a process was given of a software device: a protection domain, in a file that both have."""
+
+    def __init__(self, share: ImportedShare) -> None:
+        self.share = share
+
+    def open_context(self, name: str | None) -> engine.Context:
+        """A context of a software device of this process, which may open instances.
+
+        :param name: of the device; None: ``"soft0"``.
+        :raises DeviceNotFoundError: it is no software device's.
+        :raises ValueError: the address in it is none.
+        :raises VerbsError: it does not open.
+        """
+        context = software.open_context() if name is None else software.open_context(name)
+        self.share.tell(context)
+        return context
+
+    def close(self) -> None:
+        """The file is the share's."""
+
+
 @contextlib.contextmanager
 def _descriptors() -> Iterator[list[int]]:
     """A list of descriptors; those that are in it at the end are closed."""
@@ -66,7 +93,7 @@ def _descriptors() -> Iterator[list[int]]:
             os.close(each)
 
 
-async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given:
+async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given | GivenSoft:
     """Ask the process at the other end of a socket, where `answer` is called.
 
     :raises VerbsError: with ENOENT, EACCES or EXDEV where it refuses; with EPROTO or EPROTONOSUPPORT where it says
@@ -76,7 +103,6 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given:
     :raises RuntimeError: no asyncio event loop is running.
     """
     _check(sock)
-    _check_hardware(shared_id)
     request = Request.make(shared_id, share_key, os.urandom(16))
     await _send(sock, request.pack(), [])
     with _descriptors() as attached:
@@ -88,14 +114,18 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given:
         if not reply.proves(share_key, request):
             raise refusal(errno.EACCES, "the peer does not know the share key")
         kinds = [stat.S_IFMT(os.fstat(each).st_mode) for each in attached]
-        if kinds != [stat.S_IFCHR, stat.S_IFREG]:
+        soft = software.is_software(reply.device)
+        if kinds != ([stat.S_IFREG] if soft else [stat.S_IFCHR, stat.S_IFREG]):
             raise refusal(errno.EPROTO, f"the peer attached {len(kinds)} descriptors, or others than it should have")
-        command, file = attached
+        *commands, file = attached
         attached.clear()
+    if soft:
+        return GivenSoft(ImportedShare(shared_id, share_key, file))
+    (command,) = commands
     return Given(shared_id, Share(shared_id & 0xFFFFFFFF, share_key, reply.pd_handle, file), command, reply.device)
 
 
-async def answer(sock: socket.socket, context: engine.Context, shared: Share) -> None:
+async def answer(sock: socket.socket, context: engine.Context, shared: Share | SoftShare) -> None:
     """Answer one request of the process at the other end of a socket, which calls `receive`.
 
     :raises VerbsError: with ENOENT, EACCES, EXDEV, EPROTO or EPROTONOSUPPORT where it was refused.
@@ -117,8 +147,7 @@ async def answer(sock: socket.socket, context: engine.Context, shared: Share) ->
                 raise refusal(errno.ENOENT)
             if not request.proves(shared.share_key):
                 raise refusal(errno.EACCES)
-            given += [context.dup_cmd_fd()]
-            given += [shared.dup_file()]
+            shared.attach(context, given)
             reply = Reply.make(request, shared.share_key, context.name, shared.pd_handle)
         except (VerbsError, ClosedResourceError) as error:
             refused = error
@@ -126,16 +155,6 @@ async def answer(sock: socket.socket, context: engine.Context, shared: Share) ->
         await _send(sock, reply.pack(), given if refused is None else [])
     if refused is not None:
         raise refused
-
-
-def _check_hardware(shared_id: int) -> None:
-    for handle in engine.open_handles():
-        if isinstance(handle, engine.Context) and handle.software:
-            ours = None
-            with contextlib.suppress(ClosedResourceError, VerbsError):  # closed meanwhile, or lost
-                ours = id_of(handle, shared_id & 0xFFFFFFFF)
-            if shared_id == ours:
-                raise in_one_process(handle.name)
 
 
 def _check(sock: socket.socket) -> None:

@@ -110,9 +110,10 @@ class Reply:
     """What the one answers that has the protection domain.
 
     :param status: 0 where the descriptors are attached: that of the context's commands, and that of the file by which
-        the instances know of each other. Else the errno of the refusal.
+        the instances know of each other; of a software device, that of the file that the domain is in. Else the errno
+        of the refusal.
     :param device: the name of its device.
-    :param pd_handle: the domain's number in the kernel.
+    :param pd_handle: the domain's number in the kernel; of a software device, 0.
     :param proof: that it knows the key, and answers this request.
     """
 

@@ -1,9 +1,9 @@
 """Instances of one protection domain, and how they know of each other.
 
-Contexts of the software device share inside of one process, by the device itself. For RDMA devices the verbs are
-``ibv_import_device`` and ``ibv_import_pd``: a context over the descriptor of another one knows its objects by their
-numbers. "This is the responsibility of the application to coordinate between all ibv_context(s) that use this PD", and
-this module is where that is done.
+Contexts of the software device share by the device itself: inside of one process by numbers, between processes by a
+file that both have mapped. For RDMA devices the verbs are ``ibv_import_device`` and ``ibv_import_pd``: a context over
+the descriptor of another one knows its objects by their numbers. "This is the responsibility of the application to
+coordinate between all ibv_context(s) that use this PD", and this module is where that is done.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from aioverbs.errors import VerbsError
 from aioverbs.share_message import ID_BITS, KEY_BITS, device_of, share_id
 
 __all__ = [
+    "ImportedShare",
     "Share",
+    "SoftShare",
     "check_device",
     "check_share",
-    "id_of",
     "import_context",
-    "in_one_process",
     "open_instance",
     "other_device",
     "refusal",
@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 _ADVICE = {
+    errno.ENOMEM: "there is no memory, or no address space for as much as the machine has: see `ulimit -v`",
+    errno.EMFILE: "this process has too many files open, or 240 processes have the domain already",
     errno.EACCES: "the share key is another one",
     errno.ENOENT: "nothing is shared by that id any more: its last instance was closed, or it never was",
 }
@@ -47,13 +49,7 @@ def refusal(error: int, advice: str | None = None) -> VerbsError:
 def other_device(shared_id: int, name: str) -> VerbsError:
     """What is said where it is of another device than this one."""
     advice = f"it is shared of the device with GUID {device_of(shared_id)}, and {name} is another one: a protection "
-    return refusal(errno.EXDEV, f"{advice}domain is one device's")
-
-
-def in_one_process(name: str) -> VerbsError:
-    """What is said of the software device."""
-    advice = f"{name} is in each process another device: its protection domains are shared inside of one"
-    return VerbsError("ibv_import_device", errno.EOPNOTSUPP, advice)
+    return refusal(errno.EXDEV, f"{advice}domain is one device's; import_device() takes that of another process")
 
 
 def check_share(shared_id: int, share_key: int) -> None:
@@ -193,6 +189,14 @@ class Share:
         with self._opened() as file:
             return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
 
+    def attach(self, context: engine.Context, descriptors: list[int]) -> None:
+        """Add what another process needs to the list, whose owner closes it.
+
+        :raises VerbsError: with ENOENT where it is too late.
+        """
+        descriptors.append(context.dup_cmd_fd())
+        descriptors.append(self.dup_file())
+
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         with self._lock:
@@ -209,14 +213,92 @@ class Share:
             os.close(file)
 
 
-def share(pd: engine.ProtectionDomain, share_key: int) -> tuple[int, Share | None]:
+class SoftShare:
+    """A protection domain of a software device that other processes may open instances of.
+
+    :param number: by which it is known, with the device's GUID.
+    """
+
+    pd_handle = 0
+
+    def __init__(self, number: int, share_key: int, pd: engine.ProtectionDomain) -> None:
+        self.number = number
+        self.share_key = share_key
+        self._pd: engine.ProtectionDomain | None = pd
+
+    def attach(self, context: engine.Context, descriptors: list[int]) -> None:
+        """Add what another process needs to the list, whose owner closes it.
+
+        :raises VerbsError: with ENOENT where it is too late, with EMFILE or ENOMEM.
+        """
+        pd = self._pd
+        if pd is None:
+            raise refusal(errno.ENOENT)
+        descriptors.append(pd.export())
+
+    def destroy(self) -> None:
+        """Forget it; instances stay."""
+        self._pd = None
+
+
+_imported: weakref.WeakKeyDictionary[engine.Context, "dict[int, ImportedShare]"] = weakref.WeakKeyDictionary()
+
+
+class ImportedShare:
+    """A protection domain of another process' software device.
+
+    :param file: the descriptor of the file that it is in; this closes it.
+    """
+
+    def __init__(self, shared_id: int, share_key: int, file: int) -> None:
+        self._id = shared_id
+        self._share_key = share_key
+        self._file = file
+        self._lock = threading.Lock()
+        self._known: dict[int, ImportedShare] = {}
+
+    def tell(self, context: engine.Context) -> None:
+        """Let a context open instances, until this is destroyed."""
+        self._known = _imported.setdefault(context, {})
+        self._known[self._id] = self
+
+    def open(self, context: engine.Context, share_key: int) -> engine.ProtectionDomain:
+        """An instance of it in this process.
+
+        :raises VerbsError: with ENOENT where its last instance went, with EACCES where the key is another one.
+        """
+        _check_key(self._share_key, share_key)
+        with self._lock:
+            if self._file < 0:
+                raise refusal(errno.ENOENT)
+            try:
+                return engine.ProtectionDomain.import_shared(context, self._file, share_key)
+            except VerbsError as error:
+                raise refusal(error.errno) from None
+
+    def destroy(self) -> None:
+        """Forget it; instances stay."""
+        with self._lock:
+            file, self._file = self._file, -1
+        if file >= 0:
+            self._known.pop(self._id, None)
+            os.close(file)
+
+
+def _check_key(known: int, given: int) -> None:
+    if not hmac.compare_digest(*(key.to_bytes(KEY_BITS // 8) for key in (known, given))):
+        raise refusal(errno.EACCES)
+
+
+def share(pd: engine.ProtectionDomain, share_key: int) -> tuple[int, Share | SoftShare]:
     """Let other contexts have instances of a protection domain: the id, and what is to be destroyed before the domain.
 
     :raises VerbsError: with EEXIST where it is shared already, with EOPNOTSUPP where the provider cannot.
     """
     context = pd.context
     if context.software:
-        return id_of(context, pd.share(share_key)), None
+        number = pd.share(share_key)
+        return id_of(context, number), SoftShare(number, share_key, pd)
     _check_import(context)
     number = secrets.randbelow((1 << 32) - 1) + 1
     shared_id = id_of(context, number)
@@ -235,6 +317,9 @@ def share(pd: engine.ProtectionDomain, share_key: int) -> tuple[int, Share | Non
 
 def open_instance(context: engine.Context, shared_id: int, share_key: int) -> engine.ProtectionDomain:
     """A further instance of what was shared: see `Device.shared_protection_domain`."""
+    imported = _imported.get(context, {}).get(shared_id)
+    if imported is not None:
+        return imported.open(context, share_key)
     number = check_device(context, shared_id)
     if context.software:
         try:
@@ -246,8 +331,7 @@ def open_instance(context: engine.Context, shared_id: int, share_key: int) -> en
         _check_import(context)
         advice = "this context does not have it; import_device() makes one that does, from its process or in this one"
         raise refusal(errno.ENOENT, advice)
-    if not hmac.compare_digest(*(key.to_bytes(KEY_BITS // 8) for key in (known.share_key, share_key))):
-        raise refusal(errno.EACCES)
+    _check_key(known.share_key, share_key)
     lease = known.join()
     try:
         return engine.ProtectionDomain.import_pd(context, known.pd_handle, lease)

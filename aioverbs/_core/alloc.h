@@ -32,6 +32,7 @@ enum alloc_step {
     ALLOC_MAP_HUGE,    /* huge pages, of `page_bytes` */
     ALLOC_DONT_FORK,   /* the advice not to give pages to a child */
     ALLOC_BIND,        /* to `node` */
+    ALLOC_AREA,        /* room in what processes have together; ENODEV: it is not here, after a fork; ENXIO: closed */
     ALLOC_BOOKKEEPING, /* memory of the process' own */
 };
 
@@ -83,6 +84,12 @@ struct alloc_source *alloc_pages_create(size_t page_bytes, int node, bool strict
 /* Small pieces share chunks of `chunk_bytes` that come from `under`; what needs more than half a chunk comes from there
  * directly. No piece takes less than `unit_bytes`. Both are powers of two, a chunk has 2 units to 2^24. */
 struct alloc_source *alloc_arena_create(struct alloc_source *under, size_t chunk_bytes, size_t unit_bytes);
+
+struct alloc_area;
+
+/* A chunk or more of memory that processes have together for each piece. */
+struct alloc_source *alloc_area_create(const struct alloc_area *area);
+void alloc_area_close(struct alloc_source *source); /* it gives out nothing more; the memory goes with the last piece */
 
 #define ALLOC_MAX_TIERS 3
 

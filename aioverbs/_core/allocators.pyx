@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from aioverbs.attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
 
-from libc.errno cimport EEXIST, EINVAL, ENOSYS, EOPNOTSUPP, EPERM
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.errno cimport EEXIST, EINVAL, ENODEV, ENOSYS, ENXIO, EOPNOTSUPP, EPERM
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free as c_free
 from libc.stdlib cimport malloc as c_malloc
@@ -21,6 +22,9 @@ cdef extern from "alloc.h" nogil:
     struct alloc_source:
         pass
 
+    struct alloc_area:
+        pass
+
     struct alloc_counts:
         size_t pieces, mappings, mapped_bytes, huge_bytes, bound_bytes, bookkeeping_bytes
 
@@ -31,6 +35,7 @@ cdef extern from "alloc.h" nogil:
         ALLOC_MAP_HUGE
         ALLOC_DONT_FORK
         ALLOC_BIND
+        ALLOC_AREA
         ALLOC_BOOKKEEPING
 
     struct alloc_failure:
@@ -59,6 +64,8 @@ cdef extern from "alloc.h" nogil:
     alloc_source *alloc_default_create()
     alloc_source *alloc_pages_create(size_t page_bytes, int node, bint strict)
     alloc_source *alloc_arena_create(alloc_source *under, size_t chunk_bytes, size_t unit_bytes)
+    alloc_source *alloc_area_create(const alloc_area *area)
+    void alloc_area_close(alloc_source *source)
     alloc_source *alloc_tiers_create(alloc_source **tiers, size_t count)
     alloc_source *alloc_recording_create(alloc_source *inner)
     int alloc_recording_note(alloc_source *recording, const void *address, size_t size, uint64_t resource_type)

@@ -47,6 +47,12 @@ cdef object _take_failure():
         text = _not_bound(failure.error, failure.node)
     elif failure.step == ALLOC_DONT_FORK:
         text = "pages cannot be kept from the children of forks: madvise(MADV_DONTFORK) failed"
+    elif failure.step == ALLOC_AREA:
+        text = f"the memory of the protection domain has no {failure.size} bytes in one piece that nobody has"
+        if failure.error == ENODEV:
+            text = "the memory of the protection domain is the parent's: import the domain in this process"
+        elif failure.error == ENXIO:
+            text = "the protection domain whose memory this gives out was closed"
     elif failure.step == ALLOC_MAP:
         text = f"{failure.size} bytes of shared memory cannot be mapped: {os.strerror(failure.error)}"
     else:

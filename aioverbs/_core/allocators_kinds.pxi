@@ -23,6 +23,27 @@ cdef class SharedPageAllocator(NativeAllocator):
 
 
 @cython.final
+cdef class SharedMemoryAllocator(NativeAllocator):
+    """Memory of a shared protection domain, which queue pairs of all its processes reach.
+
+    Made by `ProtectionDomain.shared_memory`. The least that a piece takes of it is 64 KiB of addresses, though no more
+    pages than are touched; `ArenaAllocator` puts small ones together. What a process has out when it dies comes back to
+    the others. A child of a fork has none of it, and cannot allocate: let it import the domain.
+
+    :param area: a capsule, from the protection domain.
+    """
+
+    def __init__(self, area):
+        self._begin(alloc_area_create(<const alloc_area *>PyCapsule_GetPointer(area, "aioverbs.alloc_area")))
+
+    def close(self):
+        """Give out nothing more, as when the protection domain is closed; the memory goes with the last piece."""
+        cdef alloc_source *source = _source_of(self)
+        with nogil:
+            alloc_area_close(source)
+
+
+@cython.final
 cdef class NumaAllocator(NativeAllocator):
     """Pages of one NUMA node, as those of `SharedPageAllocator` otherwise.
 

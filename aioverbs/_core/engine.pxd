@@ -112,6 +112,8 @@ cdef class ProtectionDomain(Handle):
 cdef class MemoryRegion(Handle):
     cdef ibv_mr *pointer
     cdef readonly ProtectionDomain pd
+    cdef void *_here                    # of one that another process registered: where that is in this one
+    cdef readonly object access         # likewise: what it was registered for; else None
     cdef Py_buffer _buffer
     cdef bint _has_buffer
 

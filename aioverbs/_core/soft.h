@@ -90,6 +90,7 @@ struct soft_device {
     pthread_mutex_t lock;          /* guards the lists; before any lock of an object */
     struct soft_context *first;    /* all contexts */
     struct soft_domain *shared;    /* protection domains that have a share key */
+    struct soft_shared *files;     /* those of them that other processes have, too; under `lock` */
     struct soft_xrc_inode *xrcds;  /* XRC domains that have an inode */
     uint32_t next_share;           /* the next identifier of a shared protection domain */
     struct soft_fabric *fabric;    /* const: the way to the devices of others */
@@ -237,6 +238,9 @@ struct soft_domain {
     uint64_t share_key;       /* under device->lock, like the next two */
     uint32_t share;           /* its identifier; 0: not shared */
     struct soft_domain *next; /* of device->shared */
+    /* Where other processes may have it, too; set once, under device->lock. What is made on it from then on has a number
+     * that no other of its processes gives. */
+    _Atomic(struct soft_shared *) file;
 };
 
 struct soft_pd {
@@ -268,12 +272,13 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *context, struct ibv_
 /* A protection domain: of its own, or a further instance of a shared one (under device->lock). NULL and errno. */
 struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared);
 
-/* Under device->lock: its last instance goes. */
-void soft_domain_free(struct soft_device *device, struct soft_domain *domain);
+/* Its last instance goes: nobody finds it any more, under device->lock; and then nobody uses it. */
+void soft_domain_unlink(struct soft_device *device, struct soft_domain *domain);
+void soft_domain_free(struct soft_domain *domain);
 
 /* For who makes a region or window and before it can be found; and for who gives it back, when nobody finds it any
  * more and before its number is free again. The domain counts it as a reference meanwhile. */
-void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number);
+void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key);
 void soft_pd_release(struct soft_pd *pd, struct soft_key *key);
 void soft_pd_restore(struct soft_pd *pd, struct soft_key *key); /* it is found again, unless it is dead */
 
@@ -295,13 +300,21 @@ int soft_close_xrcd(struct ibv_xrcd *xrcd);
 
 /* What a key finds. */
 struct soft_key {
-    bool is_window;  /* const */
-    uint32_t number; /* const: in device->keys */
+    bool is_window;           /* const */
+    uint32_t number;          /* const: in device->keys, or in the domain's */
+    struct soft_shared *file; /* const: of a domain that other processes have, or NULL */
     /* Set once, when the instance of a shared protection domain that it was made on is given back. Its key finds
      * nothing any more, and it waits to be given back itself. A window that is bound to a dead region leads nowhere. */
     atomic_bool dead;
     struct soft_key *next, **link; /* of pd->keys, under pd->lock */
 };
+
+/* A number for a region or window of a protection domain, with what tells one use of it from the next: 0 or an errno.
+ * Then it finds the key, or nothing; and then it is free. */
+int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use);
+void soft_key_publish(struct soft_device *device, struct soft_key *key);
+void soft_key_withdraw(struct soft_device *device, struct soft_key *key);
+void soft_key_release(struct soft_device *device, struct soft_key *key);
 
 /* All const while it can be found, but for `windows`. */
 struct soft_mr {
@@ -354,13 +367,39 @@ static inline uint8_t *soft_mr_reach(const struct soft_mr *mr, const struct soft
     return (uint8_t *)(uintptr_t)address;
 }
 
+struct soft_remote;
+
+/* What soft_mr_resolve, soft_remote_open and soft_key_find do with numbers that are not the device's own: those of
+ * domains that processes share. What another process registered is reached by soft_far_resolve alone, where this
+ * process has it; and stays good until the section ends, too. */
+uint8_t *soft_far_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access);
+uint8_t *soft_far_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                       uint64_t address, uint64_t length, int access);
+struct soft_key *soft_far_find(const struct soft_pd *pd, uint32_t key);
+bool soft_far_find_others(const struct soft_pd *pd, uint32_t key);
+
+/* Whether it is the number of a region of another process, as far as it is one. */
+static inline bool soft_far_is_others(const struct soft_pd *pd, uint32_t key)
+{
+    return key >> 8 >= SOFT_MAX_NUMBER && soft_far_find_others(pd, key);
+}
+
+static inline struct soft_key *soft_key_find(struct soft_device *device, const struct soft_pd *pd, uint32_t key)
+{
+    struct soft_key *found = soft_table_find(&device->keys, key >> 8);
+
+    return found ? found : soft_far_find(pd, key);
+}
+
 /* Local memory: the same by a key, which must be a region's. */
 static inline uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key,
                                        uint64_t address, uint64_t length, int access)
 {
     const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
 
-    if (!found || found->is_window)
+    if (!found)
+        return soft_far_resolve(pd, key, address, length, access);
+    if (found->is_window)
         return NULL;
     return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);
 }
@@ -382,7 +421,7 @@ static inline uint8_t *soft_remote_open(struct soft_remote *remote, struct soft_
 
     remote->window = NULL;
     if (!found)
-        return NULL;
+        return soft_far_open(remote, qp, pd, key, address, length, access);
     if (found->is_window)
         return soft_mw_open(container_of(found, struct soft_mw, key), remote, qp, pd, key, address, length, access);
     return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);

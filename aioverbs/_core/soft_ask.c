@@ -173,6 +173,18 @@ static void aim(struct part *part, const struct soft_qp *qp, const struct soft_w
         frame->srqn = wqe->remote_srqn;
 }
 
+/* Whether some of its memory is another process's, which takes back what its threads are at, but no leases. */
+static bool borrows(const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+    unsigned int i;
+
+    for (i = 0; i < wqe->num_sge; i++)
+        if (soft_far_is_others(qp->pd, sge[i].lkey))
+            return true;
+    return false;
+}
+
 /* Has the peer move it: false where all leases are in use, or it cannot; or where it was sent before: its parts are to
  * be no larger than they were, for the peer may have done some of them. */
 static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const struct soft_request *request)
@@ -185,7 +197,7 @@ static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const st
 
     if (left < DIRECT_BYTES || is_before(out->psn, out->fresh) || out->moving_count == SOFT_MOVING ||
         !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
-        soft_lease_open(qp->link, &frame->lease, &frame->serial))
+        borrows(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
         return false;
     frame->flags |= SOFT_FRAME_DIRECT;
     frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
@@ -597,7 +609,7 @@ bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const u
 
 /* ---- Memory that goes ---------------------------------------------------------------------------------------- */
 
-static bool uses(const struct soft_qp *qp, uint32_t lkey)
+static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
 {
     uint32_t at, end = qp->out.sent + (qp->out.offset != 0);
     unsigned int i;
@@ -607,13 +619,13 @@ static bool uses(const struct soft_qp *qp, uint32_t lkey)
         const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
 
         for (i = 0; i < wqe->num_sge && !(wqe->flags & IBV_SEND_INLINE); i++)
-            if (sge[i].lkey == lkey)
-                return true;
+            if (sge[i].lkey == mr->mr.lkey)
+                return qp->pd->domain == mr->pd->domain;
     }
     return false;
 }
 
-void soft_ask_without(struct soft_device *device, uint32_t lkey)
+void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
 {
     uint32_t number, end;
 
@@ -626,7 +638,7 @@ void soft_ask_without(struct soft_device *device, uint32_t lkey)
         if (!qp)
             continue;
         soft_lock_take(&qp->sq_lock);
-        if (qp->out.moving_count && uses(qp, lkey))
+        if (qp->out.moving_count && uses(qp, mr))
             stop_moving(qp, qp->out.moving_count);
         soft_lock_give(&qp->sq_lock);
     }

@@ -97,6 +97,29 @@ int soft_alloc_shpd(struct ibv_pd *pd, uint64_t share_key, uint32_t *share);
 /* NULL and errno: ENOENT (no such identifier), EACCES (not its key), ENOMEM. */
 struct ibv_pd *soft_share_pd(struct ibv_context *context, uint32_t share, uint64_t share_key);
 
+/* Between processes: a descriptor of what they have in common (soft_shared.h), for who is to have an instance, too; it
+ * is the caller's to close. The other process makes an instance of it, for as long as there is another one. Regions of
+ * one process may be used by queue pairs of another one where their memory is that of soft_shared_area; windows serve
+ * in their own process. A process that dies is none any more, and takes its own with it.
+ *
+ * 0, or EINVAL: it has no share key; what memfd_create and mmap answer. */
+int soft_export_shpd(struct ibv_pd *pd, int *fd);
+
+/* NULL and errno: ENOENT (the last instance went), EPROTO (it is no such descriptor), EMFILE (too many processes have
+ * it), ENOMEM. `share_key`: for further instances in this process, by soft_share_pd. */
+struct ibv_pd *soft_import_shpd(struct ibv_context *context, int fd, uint64_t share_key);
+
+/* The memory of a domain that has a share key, held once for the caller, who drops it; NULL and errno, as above. */
+struct alloc_area;
+const struct alloc_area *soft_shared_area(struct ibv_pd *pd);
+
+/* A region of the domain by its key, which another process registered: for scatter/gather entries, its address is what
+ * that process knows it by, and `*here` where it is in this one. It can be used until that process gives it back; it is
+ * given back itself by soft_unimport_mr, before the domain. NULL and errno: ENOENT (no region has this key), EFAULT
+ * (its memory is that process' alone), ENOMEM. */
+struct ibv_mr *soft_import_mr(struct ibv_pd *pd, uint32_t key, void **here, int *access);
+int soft_unimport_mr(struct ibv_mr *mr);
+
 /* ---- What happens to a device ------------------------------------------------------------------------------ */
 
 /* The device's port goes down or up, for all contexts, with an event in each. While it is down nobody answers. */

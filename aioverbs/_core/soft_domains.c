@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "soft_shared.h"
+
 /* ---- Protection domains ---------------------------------------------------------------------------------- */
 
 struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *shared)
@@ -48,9 +50,8 @@ static void free_pd(struct soft_pd *pd)
     free(pd);
 }
 
-void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key, uint32_t number)
+void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key)
 {
-    key->number = number;
     pthread_mutex_lock(&pd->lock);
     key->next = pd->keys;
     key->link = &pd->keys;
@@ -66,7 +67,7 @@ void soft_pd_restore(struct soft_pd *pd, struct soft_key *key)
 {
     pthread_mutex_lock(&pd->lock);
     if (!atomic_load(&key->dead))
-        soft_table_publish(&to_soft_context(pd->pd.context)->device->keys, key->number, key);
+        soft_key_publish(to_soft_context(pd->pd.context)->device, key);
     pthread_mutex_unlock(&pd->lock);
 }
 
@@ -86,9 +87,11 @@ void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
         free_pd(pd);
 }
 
-/* Under device->lock. An instance of a shared domain takes its regions and windows with it: nobody finds them any more.
+/* Under device->lock. What is to be given back after it: the domain, where this was the last instance, and the hold on
+ * its file. An instance of a shared domain takes its regions and windows with it: nobody finds them any more.
  * Otherwise, and for all else, what refers to it keeps it. */
-static int leave_domain(struct soft_device *device, struct soft_pd *pd)
+static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct soft_domain **last,
+                        struct soft_shared **file)
 {
     bool shared = pd->domain->share, busy;
     struct soft_key *key;
@@ -97,23 +100,29 @@ static int leave_domain(struct soft_device *device, struct soft_pd *pd)
     busy = atomic_load(&pd->references) != (shared ? pd->key_count : 0);
     for (key = busy ? NULL : pd->keys; key; key = key->next) {
         atomic_store(&key->dead, true);
-        soft_table_withdraw(&device->keys, key->number);
+        soft_key_withdraw(device, key);
     }
     pthread_mutex_unlock(&pd->lock);
     if (busy)
         return EBUSY;
-    if (atomic_fetch_sub(&pd->domain->instances, 1) == 1)
-        soft_domain_free(device, pd->domain);
+    *file = atomic_load(&pd->domain->file);
+    if (*file)
+        soft_shared_hold(*file);
+    *last = atomic_fetch_sub(&pd->domain->instances, 1) == 1 ? pd->domain : NULL;
+    if (*last)
+        soft_domain_unlink(device, *last);
     return 0;
 }
 
 /* Nobody finds its keys any more. It stays as long as one of them is to be given back. */
-static void end_instance(struct soft_pd *pd)
+static void end_instance(struct soft_pd *pd, struct soft_shared *file)
 {
     struct soft_key *key;
     bool last;
 
     grace_wait(); /* nobody is in its memory */
+    if (file)
+        soft_shared_wait(file); /* nor in another process */
     pthread_mutex_lock(&pd->lock);
     for (key = pd->keys; key; key = key->next)
         if (key->is_window)
@@ -128,14 +137,20 @@ static void end_instance(struct soft_pd *pd)
 static int dealloc_base(struct soft_context *context, struct soft_pd *pd)
 {
     struct soft_device *device = context->device;
+    struct soft_domain *last;
+    struct soft_shared *file;
     int error;
 
     pthread_mutex_lock(&device->lock);
-    error = leave_domain(device, pd);
+    error = leave_domain(device, pd, &last, &file);
     pthread_mutex_unlock(&device->lock);
     if (error)
         return error;
-    end_instance(pd);
+    end_instance(pd, file);
+    if (last)
+        soft_domain_free(last);
+    if (file)
+        soft_shared_drop(file);
     atomic_fetch_sub(&context->pds, 1);
     return 0;
 }

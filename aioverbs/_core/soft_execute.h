@@ -65,7 +65,7 @@ void soft_ask_no_more(struct soft_qp *qp);
 
 /* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
  * it fails when it is repeated. In a grace section. */
-void soft_ask_without(struct soft_device *device, uint32_t lkey);
+void soft_ask_without(struct soft_device *device, const struct soft_mr *mr);
 
 /* An answer came by a link. False: no honest peer gives it. */
 bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);

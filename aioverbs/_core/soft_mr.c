@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "soft_shared.h"
+
 #define SOFT_ACCESS_KNOWN                                                                                   \
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
      IBV_ACCESS_MW_BIND | IBV_ACCESS_OPTIONAL_RANGE)
@@ -53,14 +55,13 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     struct soft_context *context = to_soft_context(ibv_pd->context);
     struct soft_pd *pd = to_soft_pd(ibv_pd);
     struct soft_mr *mr = NULL;
-    uint32_t number;
     uint8_t use;
     int error = check_registration(context, address, length, access);
 
     if (!error && !(mr = calloc(1, sizeof(*mr))))
         error = ENOMEM;
     if (!error)
-        error = soft_table_reserve(&context->device->keys, &number, &use);
+        error = soft_key_reserve(pd, &mr->key, &use);
     if (error) {
         free(mr);
         errno = error;
@@ -72,12 +73,12 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     mr->mr.pd = ibv_pd;
     mr->mr.addr = address;
     mr->mr.length = length;
-    mr->mr.handle = number;
+    mr->mr.handle = mr->key.number;
     /* The low byte differs from one use of a number to the next, so that an old key never fits a new region. */
-    mr->mr.lkey = mr->mr.rkey = number << 8 | use;
-    soft_pd_adopt(pd, &mr->key, number);
+    mr->mr.lkey = mr->mr.rkey = mr->key.number << 8 | use;
+    soft_pd_adopt(pd, &mr->key);
     atomic_fetch_add(&context->mrs, 1);
-    soft_table_publish(&context->device->keys, number, &mr->key);
+    soft_key_publish(context->device, &mr->key);
     return &mr->mr;
 }
 
@@ -85,7 +86,6 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 {
     struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
     struct soft_context *context = to_soft_context(ibv_mr->context);
-    uint32_t number = ibv_mr->handle;
 
     if (soft_stale(context))
         return ENODEV;
@@ -93,15 +93,17 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
         return EBUSY;
     if (!grace_ready())
         return ENOMEM;
-    soft_table_withdraw(&context->device->keys, number);
+    soft_key_withdraw(context->device, &mr->key);
     grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
+    if (mr->key.file)
+        soft_shared_wait(mr->key.file); /* in no other process either */
     if (atomic_load(&mr->windows)) {
         soft_pd_restore(mr->pd, &mr->key);
         return EBUSY;
     }
+    soft_ask_without(context->device, mr);
     soft_pd_release(mr->pd, &mr->key);
-    soft_ask_without(context->device, ibv_mr->lkey);
-    soft_table_release(&context->device->keys, number);
+    soft_key_release(context->device, &mr->key);
     atomic_fetch_sub(&context->mrs, 1);
     free(mr);
     return 0;

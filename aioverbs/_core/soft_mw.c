@@ -11,7 +11,6 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
 {
     struct soft_context *context = to_soft_context(ibv_pd->context);
     struct soft_mw *mw = NULL;
-    uint32_t number;
     uint8_t use;
     int error = soft_stale(context) ? ENODEV : 0;
 
@@ -20,7 +19,7 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
     if (!error && !(mw = calloc(1, sizeof(*mw))))
         error = ENOMEM;
     if (!error)
-        error = soft_table_reserve(&context->device->keys, &number, &use);
+        error = soft_key_reserve(to_soft_pd(ibv_pd), &mw->key, &use);
     if (error) {
         free(mw);
         errno = error;
@@ -28,12 +27,12 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
     }
     mw->key.is_window = true;
     mw->pd = to_soft_pd(ibv_pd);
-    mw->mw = (struct ibv_mw){ibv_pd->context, ibv_pd, number << 8 | use, number, type};
+    mw->mw = (struct ibv_mw){ibv_pd->context, ibv_pd, mw->key.number << 8 | use, mw->key.number, type};
     mw->rkey = mw->mw.rkey;
     soft_lock_init(&mw->lock);
-    soft_pd_adopt(mw->pd, &mw->key, number);
+    soft_pd_adopt(mw->pd, &mw->key);
     atomic_fetch_add(&context->mws, 1);
-    soft_table_publish(&context->device->keys, number, &mw->key);
+    soft_key_publish(context->device, &mw->key);
     return &mw->mw;
 }
 
@@ -59,11 +58,11 @@ int soft_dealloc_mw(struct ibv_mw *ibv_mw)
 
     if (soft_stale(context))
         return ENODEV;
-    soft_table_withdraw(&context->device->keys, ibv_mw->handle);
+    soft_key_withdraw(context->device, &mw->key);
     grace_wait(); /* nobody finds it, nobody is in it */
     soft_mw_die(mw);
     soft_pd_release(mw->pd, &mw->key);
-    soft_table_release(&context->device->keys, ibv_mw->handle);
+    soft_key_release(context->device, &mw->key);
     atomic_fetch_sub(&context->mws, 1);
     free(mw);
     return 0;
@@ -90,14 +89,9 @@ int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
     return error;
 }
 
-static struct soft_key *find(const struct soft_qp *qp, uint32_t key)
+static struct soft_mw *find_window(const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key)
 {
-    return soft_table_find(&qp->context->device->keys, key >> 8);
-}
-
-static struct soft_mw *find_window(const struct soft_qp *qp, uint32_t key)
-{
-    struct soft_key *found = find(qp, key);
+    struct soft_key *found = soft_key_find(qp->context->device, pd, key);
 
     return found && found->is_window ? container_of(found, struct soft_mw, key) : NULL;
 }
@@ -105,7 +99,7 @@ static struct soft_mw *find_window(const struct soft_qp *qp, uint32_t key)
 /* The region of a binding, with the rules of the architecture's chapter 10.6.7.2.1; NULL where it breaks one. */
 static struct soft_mr *region_of(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
-    struct soft_key *found = find(qp, wqe->imm_data);
+    struct soft_key *found = soft_key_find(qp->context->device, qp->pd, wqe->imm_data);
     struct soft_mr *mr;
     uint64_t offset;
 
@@ -125,7 +119,7 @@ static struct soft_mr *region_of(const struct soft_qp *qp, const struct soft_wqe
 
 bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
-    struct soft_mw *mw = find_window(qp, wqe->rkey);
+    struct soft_mw *mw = find_window(qp, qp->pd, wqe->rkey);
     struct soft_mr *mr = NULL;
     bool second, good;
 
@@ -161,7 +155,7 @@ bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
 
 bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint32_t rkey)
 {
-    struct soft_mw *mw = find_window(qp, rkey);
+    struct soft_mw *mw = find_window(qp, pd, rkey);
     bool good;
 
     if (!mw || mw->mw.type != IBV_MW_TYPE_2 || mw->pd->domain != pd->domain)

@@ -88,6 +88,17 @@ static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr, ui
     return error;
 }
 
+/* Whether some of its memory is another process's, whose addresses are none here. */
+static bool borrows(const struct soft_qp *qp, const struct ibv_send_wr *wr)
+{
+    int i;
+
+    for (i = 0; i < wr->num_sge; i++)
+        if (soft_far_is_others(qp->pd, wr->sg_list[i].lkey))
+            return true;
+    return false;
+}
+
 /* Copies the bytes that the caller may change as soon as the call returns. */
 static int copy_inline(const struct soft_qp *qp, struct soft_wqe *wqe, const struct ibv_send_wr *wr)
 {
@@ -157,8 +168,11 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
     }
     if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
         wqe->remote_srqn = wr->qp_type.xrc.remote_srqn;
-    if (wr->send_flags & IBV_SEND_INLINE)
-        return copy_inline(qp, wqe, wr);
+    if (wr->send_flags & IBV_SEND_INLINE) {
+        if (!borrows(qp, wr))
+            return copy_inline(qp, wqe, wr);
+        wqe->flags &= (uint8_t)~IBV_SEND_INLINE;
+    }
     soft_copy_sges((struct ibv_sge *)(wqe + 1), wr->sg_list, wqe->num_sge);
     return 0;
 }

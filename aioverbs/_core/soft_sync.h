@@ -89,11 +89,17 @@ static inline void soft_lock_give(struct soft_lock *lock)
  * grace_wait, and then nobody uses it any more. The counter is odd inside of a section. All accesses to it and
  * to the tables are sequentially consistent: either the reader's look-up comes later than the removal and finds
  * nothing, or the remover sees the reader's odd counter and waits for it. */
+struct soft_shared;
+
+enum { SOFT_VISITS = 4 };
+
 struct grace_reader {
     _Alignas(64) atomic_uint sections; /* written by its thread, read by grace_wait */
-    uint32_t depth;                    /* its thread only */
-    atomic_bool taken;                 /* a thread uses this record */
-    struct grace_reader *next;         /* set before the record is published, then constant */
+    uint32_t depth;                    /* its thread only, like the next */
+    struct soft_shared
+        *visits[SOFT_VISITS];  /* whose memory of other processes the section reaches, the last one first */
+    atomic_bool taken;         /* a thread uses this record */
+    struct grace_reader *next; /* set before the record is published, then constant */
 };
 
 extern SOFT_THREAD_LOCAL struct grace_reader *grace_self;
@@ -115,12 +121,17 @@ static inline struct grace_reader *grace_enter(void)
     return self;
 }
 
+void soft_shared_leave(struct grace_reader *self);
+
 static inline void grace_leave(struct grace_reader *self)
 {
     unsigned int sections = atomic_load_explicit(&self->sections, memory_order_relaxed);
 
-    if (--self->depth == 0) /* no other thread counts here */
-        atomic_store_explicit(&self->sections, sections + 1, memory_order_release);
+    if (--self->depth)
+        return;
+    if (self->visits[0])
+        soft_shared_leave(self);
+    atomic_store_explicit(&self->sections, sections + 1, memory_order_release); /* no other thread counts here */
 }
 
 void grace_wait(void);

@@ -12,6 +12,16 @@ int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit)
     return pthread_mutex_init(&table->lock, NULL);
 }
 
+void soft_table_destroy(struct soft_table *table)
+{
+    uint32_t i;
+
+    for (i = 0; i < SOFT_CHUNKS; i++)
+        free(atomic_load(&table->chunks[i]));
+    free(table->rested);
+    pthread_mutex_destroy(&table->lock);
+}
+
 /* Room in the ring for every number given out is made when it is given out, so that giving back cannot fail. */
 static int make_room(struct soft_table *table)
 {

@@ -22,7 +22,7 @@ struct soft_chunk {
 };
 
 struct soft_table {
-    _Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, never freed */
+    _Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, freed with the table */
     pthread_mutex_t lock;                             /* guards what follows */
     uint32_t first, fresh, limit;                     /* numbers from `fresh` on were never used */
     uint32_t *rested;                                 /* a ring of free numbers, oldest at `rested_head` */
@@ -31,6 +31,7 @@ struct soft_table {
 };
 
 int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit);
+void soft_table_destroy(struct soft_table *table); /* nobody looks into it any more */
 
 /* Reserves a number that finds nothing yet; soft_table_publish makes it find `object`. `uses` (may be NULL) tells
  * one use of the number from the next. 0 or an errno. */

@@ -552,6 +552,11 @@ cdef extern from "soft_fabric.h" nogil:
         soft_fabric_event event[SOFT_FABRIC_EVENTS]
 
 
+cdef extern from "alloc_area.h" nogil:
+    struct alloc_area:
+        void *handle
+        void (*drop)(void *) noexcept
+
 cdef extern from "soft_device.h" nogil:
     enum soft_mode:
         SOFT_INLINE
@@ -596,6 +601,11 @@ cdef extern from "soft_device.h" nogil:
     int soft_set_delay(ibv_context *, uint64_t)
     int soft_alloc_shpd(ibv_pd *, uint64_t, uint32_t *)
     ibv_pd *soft_share_pd(ibv_context *, uint32_t, uint64_t)
+    int soft_export_shpd(ibv_pd *, int *)
+    ibv_pd *soft_import_shpd(ibv_context *, int, uint64_t)
+    const alloc_area *soft_shared_area(ibv_pd *)
+    ibv_mr *soft_import_mr(ibv_pd *, uint32_t, void **, int *)
+    int soft_unimport_mr(ibv_mr *)
     int soft_set_port(ibv_context *, bint)
     int soft_lose(ibv_context *)
     int soft_break_qp(ibv_qp *)

@@ -27,7 +27,7 @@ from tests.core.pairs import wait_until
 from tests.core.test_handles_closed import IDENTITY, ask, public
 
 # What calls no verb: constants of the object. A parent domain shares nothing by itself.
-CONSTANTS = {"cqe", "fileno", "handle", "qp_num", "share"}
+CONSTANTS = {"cqe", "export", "fileno", "handle", "qp_num", "share", "shared_area"}
 
 
 @contextmanager

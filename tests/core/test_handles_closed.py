@@ -1,6 +1,7 @@
 """A closed handle raises for everything but its identity."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.core.family import make_all
 
 # What says which object it was, and what may be asked of any handle at any time.
 IDENTITY = {
+    "access",
     "adopt",
     "affinity",
     "allocator",
@@ -28,6 +30,7 @@ IDENTITY = {
     "held",
     "import_device",
     "import_pd",
+    "import_shared",
     "lease",
     "mw_type",
     "name",
@@ -47,7 +50,7 @@ IDENTITY = {
 }
 
 # Of these, what makes another one.
-MAKERS = {"adopt", "import_device", "import_pd", "open_shared", "open_software"}
+MAKERS = {"adopt", "import_device", "import_pd", "import_shared", "open_shared", "open_software"}
 
 MODIFICATIONS: dict[type, tuple[int, ...]] = {engine.QueuePair: (QpState.INIT,), engine.CompletionQueue: (0, 0)}
 
@@ -62,6 +65,7 @@ def a_window() -> engine.MemoryWindow:
 CALLS: dict[str, Callable[[Any], object]] = {
     "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
     "post_send": lambda qp: qp.post_send(SendOpcode.SEND),
+    "export": lambda pd: os.close(pd.export()),
     "bind_window": lambda qp: qp.bind_window(a_window(), None, 0, 0, 0),
     "resize": lambda cq: cq.resize(1),
     "set_delay": lambda context: context.set_delay(0),

@@ -19,10 +19,20 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioverbs import BrokenResourceError, ClosedResourceError, Device, VerbsError, import_device
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    DeviceNotFoundError,
+    ProtectionDomain,
+    SharedMemoryAllocator,
+    VerbsError,
+    import_device,
+)
 from aioverbs._core import engine
 from aioverbs.errors import LibraryNotFoundError
-from aioverbs.share_exchange import Given, answer, receive
+from aioverbs.share_exchange import Given, GivenSoft, answer, receive
 from aioverbs.share_message import Reply, Request, device_of, share_id
 from aioverbs.sharing import Share
 from tests.capabilities import Capability, needs
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 KEY = 0xFEDCBA9876543210
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
 GUID = bytes.fromhex("0002c90300a1b2c3")
 NUMBER = 0x89ABCDEF
 ID = share_id(GUID, "mlx5_0", NUMBER)
@@ -106,7 +117,7 @@ async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int 
     return received
 
 
-def close(given: Given) -> None:
+def close(given: Given | GivenSoft) -> None:
     given.share.destroy()
     given.close()
 
@@ -468,18 +479,127 @@ def test_who_dies_is_no_instance_any_more(shared: Share) -> None:
 # ---- Devices
 
 
-@needs(Capability.SHARED_DOMAINS)
-async def test_the_software_device_says_so(device: Device, ends: Ends) -> None:
-    said = "ibv_import_device failed: EOPNOTSUPP .*soft0 is in each process another device"
+software = needs(Capability.SHARED_DOMAINS, Capability.OBJECT_COUNTS)
+
+
+@contextlib.asynccontextmanager
+async def imported(device: Device, ends: Ends, name: str | None = None) -> AsyncIterator[tuple[ProtectionDomain, ...]]:
+    """A domain of a software device, and an instance of it on one that was imported."""
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
-        with pytest.raises(VerbsError, match=said):
-            await shared.send(ends[0])
-        with pytest.raises(VerbsError, match=said):
-            await import_device(ends[1], shared.id, KEY).open()
+        sending = asyncio.create_task(shared.send(ends[0]))
+        async with import_device(ends[1], shared.id, KEY, name=name) as other:
+            await sending
+            assert other.name == (name or "soft0")
+            with pytest.raises(VerbsError, match=r"EACCES .*the share key is another one"):
+                await other.shared_protection_domain(shared.id, KEY ^ 1).open()
+            async with other.shared_protection_domain(shared.id, KEY) as instance:
+                yield pd, instance
     with pytest.raises(ClosedResourceError):
         await shared.send(ends[0])
-    with pytest.raises(VerbsError, match="ibv_import_device failed: EOPNOTSUPP"):
-        device.handle.dup_cmd_fd()
+
+
+@software
+async def test_the_software_device_with_itself(device: Device, ends: Ends) -> None:
+    """In one process an imported device is one more context of it."""
+    async with imported(device, ends) as (pd, instance):
+        assert instance.handle.context is not pd.handle.context
+        async with pd.register(100, ACCESS, pd.shared_memory) as region:
+            region.buffer[:4] = b"both"
+            async with instance.import_memory_region(region.rkey) as there:
+                assert (there.address, there.lkey, there.access, len(there)) == (
+                    region.address,
+                    region.lkey,
+                    ACCESS,
+                    100,
+                )
+                assert there.handle.here == region.address
+                there.buffer[2:4] = b"ne"
+            assert bytes(region.buffer[:4]) == b"bone"
+        assert isinstance(pd.shared_memory, SharedMemoryAllocator)
+        assert pd.shared_memory is pd.shared_memory
+        assert instance.shared_memory.statistics().pieces == pd.shared_memory.statistics().pieces == 0
+
+
+@software
+async def test_another_software_device_of_this_process(device: Device, ends: Ends) -> None:
+    """That is as if it were another process': it has memory of its own in the domain, and maps that of the other."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        name = f"soft0@127.0.0.1:{free.getsockname()[1]}"
+    async with imported(device, ends, name) as (pd, instance):
+        async with pd.register(100, ACCESS, pd.shared_memory) as region:
+            async with instance.import_memory_region(region.rkey) as there:
+                assert there.handle.here != there.address == region.address
+                region.buffer[:5] = b"there"
+                assert bytes(there.buffer[:5]) == b"there"
+                with pytest.raises(VerbsError, match="ibv_import_mr failed: ENOENT"):
+                    await instance.import_memory_region(region.rkey ^ 1).open()
+            with pytest.raises(ClosedResourceError):
+                there.buffer  # noqa: B018
+        async with (
+            pd.register(100, AccessFlags.REMOTE_READ, pd.shared_memory) as read_only,
+            instance.import_memory_region(read_only.rkey) as seen,
+        ):
+            assert seen.buffer.readonly
+        async with instance.register(100) as alone:
+            with pytest.raises(VerbsError, match="ibv_import_mr failed: EFAULT"):
+                await pd.import_memory_region(alone.rkey).open()
+
+
+@software
+async def test_memory_that_there_is_not(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        with pytest.raises(VerbsError, match=r"EINVAL .*share\(\) is to come first"):
+            pd.shared_memory  # noqa: B018
+        async with pd.share(KEY):
+            memory = pd.shared_memory
+            with pytest.raises(OSError, match="no 1125899906842624 bytes in one piece"):
+                await pd.register(1 << 50, ACCESS, memory).open()
+    with pytest.raises(OSError, match="was closed"):
+        memory.allocate(100, 1)
+    with pytest.raises(ClosedResourceError):
+        pd.shared_memory  # noqa: B018
+
+
+@software
+async def test_names_of_devices_that_are_none(device: Device, ends: Ends) -> None:
+    async with device.protection_domain() as pd, pd.share(KEY) as shared:
+        for name, error in (("mlx5_0", DeviceNotFoundError), ("soft0@nowhere", ValueError)):
+            sending = asyncio.create_task(shared.send(ends[0]))
+            with pytest.raises(error):
+                await import_device(ends[1], shared.id, KEY, name=name).open()
+            await sending
+
+
+async def test_a_name_for_an_rdma_device(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    device = import_device(ends[1], ID, KEY, name="soft0")
+    opening = asyncio.create_task(device.open())
+    await answer(ends[0], stand_in.context, shared)
+    with pytest.raises(ValueError, match="the device is the peer's, mlx5_0"):
+        await opening
+
+
+@pytest.mark.parametrize("kinds", ["", "c", "cf", "ff"], ids=lambda kinds: kinds or "none")
+async def test_other_descriptors_than_one(ends: Ends, stand_in: StandIn, shared: Share, kinds: str) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    fds = [stand_in.dup_cmd_fd() if kind == "c" else shared.dup_file() for kind in kinds]
+    attach(near, Reply.make(asked, KEY, "soft0", 0).pack(), *fds)
+    with pytest.raises(VerbsError, match=r"EPROTO .*descriptors"):
+        await receiving
+
+
+@needs(Capability.SHARED_DOMAINS)
+async def test_a_file_that_is_no_domain(ends: Ends, shared: Share) -> None:
+    near, far = ends
+    device = import_device(far, ID, KEY)
+    opening = asyncio.create_task(device.open())
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(asked, KEY, "soft0", 0).pack(), shared.dup_file())
+    await opening
+    with pytest.raises(VerbsError, match="ibv_share_pd failed: EPROTO"):
+        await device.shared_protection_domain(ID, KEY).open()
+    await device.aclose()
 
 
 @needs(Capability.SHARED_DOMAINS)
@@ -504,7 +624,7 @@ async def test_two_who_open_it_at_once(
     stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each asks; one of them gets it, and of the other's nothing is left."""
-    monkeypatch.setattr(Given, "open_context", lambda self: engine.Context.open_software())
+    monkeypatch.setattr(Given, "open_context", lambda self, name: engine.Context.open_software())
     device = import_device(ends[1], ID, KEY)
     before = descriptors()
 
@@ -520,12 +640,12 @@ async def test_two_who_open_it_at_once(
     assert descriptors() == before
 
 
-def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., Awaitable[Given]]:
+def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., Awaitable[Given | GivenSoft]]:
     """`receive`, one after the other on the same socket; both return then."""
     both = asyncio.Barrier(2)
     turn = asyncio.Lock()
 
-    async def receive_in_turn(*arguments: Any) -> Given:
+    async def receive_in_turn(*arguments: Any) -> Given | GivenSoft:
         async with turn:
             _, given = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
         await both.wait()

@@ -1,10 +1,11 @@
 """ibv_share_pd(3), sentence by sentence."""
 
+import asyncio
 import socket
 
 import pytest
 
-from aioverbs import AccessFlags, SendFlags, SendOpcode, VerbsError
+from aioverbs import AccessFlags, SendFlags, SendOpcode, VerbsError, import_device
 from aioverbs._core import engine
 from aioverbs.device import Device, open_device
 from tests.capabilities import Capability, needs
@@ -92,14 +93,20 @@ async def test_not_among_different_devices(device: Device) -> None:
             await other.shared_protection_domain(shared.id ^ 1 << 32, KEY).open()
 
 
-@needs(Capability.SHARED_DOMAINS)
-async def test_processes_have_no_software_device_in_common(device: Device) -> None:
-    """ "the same PD is shared by multiple contexts of an RDMA device or processes": tests/rdma/test_sharing.py."""
+@needs(Capability.SHARED_DOMAINS, Capability.OBJECT_COUNTS)
+async def test_processes_share_it_by_a_socket(device: Device) -> None:
+    """ "the same PD is shared by multiple contexts of an RDMA device or processes": here it is both ends' process. Two
+    of them are in tests/sharing, and of RDMA devices in tests/rdma/test_sharing.py."""
     near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
     with near, far:
         async with device.protection_domain() as pd, pd.share(KEY) as shared:
-            with pytest.raises(VerbsError, match="EOPNOTSUPP"):
-                await shared.send(near)
+            sending = asyncio.create_task(shared.send(near))
+            async with import_device(far, shared.id, KEY) as other:
+                await sending
+                async with other.shared_protection_domain(shared.id, KEY) as instance:
+                    assert instance.handle.context is other.handle
 
 
 @needs(Capability.SHARED_DOMAINS)

@@ -1,0 +1,470 @@
+/* Protection domains that processes share, by two devices of one process, which are to each other what those of two
+ * processes are: what one registered the other serves, until it is taken back; whatever stands in their file. */
+#define _GNU_SOURCE
+#include "support.h"
+#include "support_threads.h"
+
+#include <netinet/in.h>
+#include <stdatomic.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "alloc.h"
+#include "soft.h"
+#include "soft_shared.h"
+
+#define KEY 0x1122334455667788ull
+#define SIZE (64u << 10)
+#define LAST (SIZE / 8 - 1)
+
+/* One device that shares a domain, and one that has an instance of it, with a queue pair connected to itself. */
+struct sharing {
+    struct home homes[2];
+    struct ibv_pd *pds[2];
+    struct alloc_source *sources[2]; /* of the memory that both have */
+    struct ibv_cq *cq;
+    struct ibv_qp *qp;
+};
+
+static uint16_t free_port(void)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t size = sizeof(address);
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+
+    REQUIRE(fd >= 0 && !bind(fd, (struct sockaddr *)&address, size));
+    REQUIRE_EQ(getsockname(fd, (struct sockaddr *)&address, &size), 0);
+    close(fd);
+    return ntohs(address.sin_port);
+}
+
+static struct alloc_source *source_of(struct ibv_pd *pd)
+{
+    const struct alloc_area *area = soft_shared_area(pd);
+    struct alloc_source *source;
+
+    REQUIRE(area != NULL);
+    source = alloc_area_create(area);
+    REQUIRE(source != NULL);
+    area->drop(area->handle);
+    return source;
+}
+
+static void sharing_open(struct sharing *sharing)
+{
+    static uint16_t port; /* of one device for all cases: it stays with the process */
+    struct check_variant other = *variant;
+    uint32_t share;
+    int fd = -1, i;
+
+    port = port ? port : free_port();
+    other.options.address = (struct soft_address){AF_INET, port, {127, 0, 0, 1}};
+    home_open(&sharing->homes[0]);
+    home_open_like(&sharing->homes[1], &other);
+    sharing->pds[0] = soft_verbs.alloc_pd(sharing->homes[0].context);
+    REQUIRE(sharing->pds[0] != NULL);
+    CHECK_EQ(soft_export_shpd(sharing->pds[0], &fd), EINVAL); /* it is not shared */
+    CHECK_REFUSED(soft_shared_area(sharing->pds[0]), EINVAL);
+    REQUIRE_EQ(soft_alloc_shpd(sharing->pds[0], KEY, &share), 0);
+    REQUIRE_EQ(soft_export_shpd(sharing->pds[0], &fd), 0);
+    sharing->pds[1] = soft_import_shpd(sharing->homes[1].context, fd, KEY);
+    REQUIRE(sharing->pds[1] != NULL);
+    close(fd);
+    for (i = 0; i < 2; i++)
+        sharing->sources[i] = source_of(sharing->pds[i]);
+    sharing->cq = home_cq(&sharing->homes[1], 64, NULL);
+    sharing->qp = make_loop(sharing->pds[1], sharing->cq, 8);
+}
+
+static void sharing_close(struct sharing *sharing)
+{
+    int i;
+
+    CHECK_EQ(soft_verbs.destroy_qp(sharing->qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(sharing->cq), 0);
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(alloc_release(sharing->sources[i]), 0);
+        CHECK_EQ(soft_verbs.dealloc_pd(sharing->pds[i]), 0);
+        CHECK(to_soft_context(sharing->homes[i].context)->device->files == NULL);
+        home_close(&sharing->homes[i]);
+    }
+}
+
+/* What another process would find of a region: where it is mapped there. */
+static uint8_t *seen_by_other(struct sharing *sharing, const void *address)
+{
+    const struct alloc_area *areas[2];
+    int i;
+
+    for (i = 0; i < 2; i++) {
+        areas[i] = soft_shared_area(sharing->pds[i]);
+        areas[i]->drop(areas[i]->handle);
+    }
+    return (uint8_t *)areas[1]->memory + ((const char *)address - areas[0]->memory);
+}
+
+static int write_all(struct ibv_qp *qp, uint64_t wr_id, const void *from, uint32_t lkey, const void *to, uint32_t rkey,
+                     uint32_t size)
+{
+    struct ibv_sge sge = {(uintptr_t)from, size, lkey};
+    struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, wr_id, &sge, 1);
+
+    wr.wr.rdma.remote_addr = (uintptr_t)to;
+    wr.wr.rdma.rkey = rkey;
+    return post(qp, &wr);
+}
+
+static int write_with(struct ibv_qp *qp, uint64_t wr_id, const void *from, uint32_t lkey, const void *to, uint32_t rkey)
+{
+    return write_all(qp, wr_id, from, lkey, to, rkey, 8);
+}
+
+static void reconnect(struct ibv_qp *qp)
+{
+    CHECK_EQ(qp_to(qp, IBV_QPS_RESET), 0);
+    qp_connect(qp, &default_link, qp->qp_num);
+}
+
+/* ---- Access -------------------------------------------------------------------------------------------------- */
+
+static void one_serves_what_the_other_registered(void)
+{
+    struct ibv_mr *source, *target, *own, *private;
+    uint64_t *words, *far, alone = 7;
+    struct sharing sharing;
+    uint32_t keys[2];
+
+    sharing_open(&sharing);
+    words = alloc_piece(sharing.sources[0], SIZE, 64, 0);
+    far = alloc_piece(sharing.sources[1], SIZE, 64, 0);
+    REQUIRE(words && far);
+    CHECK(words[0] == 0 && far[0] == 0);
+    source = soft_verbs.reg_mr(sharing.pds[0], &words[0], 8, ACCESS_ALL);
+    target = soft_verbs.reg_mr(sharing.pds[0], &words[1], 8, ACCESS_ALL);
+    own = soft_verbs.reg_mr(sharing.pds[1], far, 8, ACCESS_ALL);
+    private = soft_verbs.reg_mr(sharing.pds[0], &alone, 8, ACCESS_ALL);
+    REQUIRE(source && target && own && private);
+    words[0] = 42;
+    CHECK_EQ(((uint64_t *)(void *)seen_by_other(&sharing, words))[0], 42);
+    /* Both sides of a request are another process's. */
+    CHECK_EQ(write_with(sharing.qp, 1, &words[0], source->lkey, &words[1], target->rkey), 0);
+    EXPECT(sharing.cq, 1, IBV_WC_SUCCESS);
+    CHECK_EQ(words[1], 42);
+    CHECK_EQ(write_with(sharing.qp, 2, &words[0], source->lkey, far, own->rkey), 0);
+    EXPECT(sharing.cq, 2, IBV_WC_SUCCESS);
+    CHECK_EQ(*far, 42);
+    CHECK_EQ(write_with(sharing.qp, 3, far, own->lkey, &alone, private->rkey), 0);
+    EXPECT(sharing.cq, 3, IBV_WC_REM_ACCESS_ERR);
+    reconnect(sharing.qp);
+    keys[0] = source->lkey;
+    keys[1] = target->rkey;
+    CHECK_EQ(soft_verbs.dereg_mr(target), 0);
+    CHECK_EQ(write_with(sharing.qp, 4, far, own->lkey, &words[1], keys[1]), 0);
+    EXPECT(sharing.cq, 4, IBV_WC_REM_ACCESS_ERR);
+    reconnect(sharing.qp);
+    CHECK_EQ(soft_verbs.dereg_mr(source), 0);
+    CHECK_EQ(write_with(sharing.qp, 5, &words[0], keys[0], far, own->rkey), 0);
+    EXPECT(sharing.cq, 5, IBV_WC_LOC_PROT_ERR);
+    CHECK_EQ(soft_verbs.dereg_mr(own), 0);
+    CHECK_EQ(soft_verbs.dereg_mr(private), 0);
+    CHECK_EQ(alloc_return(sharing.sources[0], words, 0), 0);
+    CHECK_EQ(alloc_return(sharing.sources[1], far, 0), 0);
+    sharing_close(&sharing);
+}
+
+/* They serve where they were made, their numbers included. */
+static void windows_stay_at_home(void)
+{
+    struct ibv_mw *windows[2];
+    struct ibv_mr *regions[2];
+    struct sharing sharing;
+    struct ibv_qp *qp;
+    struct ibv_cq *cq;
+    uint64_t *words;
+    int i;
+
+    sharing_open(&sharing);
+    cq = home_cq(&sharing.homes[0], 16, NULL);
+    qp = make_loop(sharing.pds[0], cq, 8);
+    words = alloc_piece(sharing.sources[0], SIZE, 64, 0);
+    REQUIRE(words != NULL);
+    for (i = 0; i < 2; i++) {
+        regions[i] = soft_verbs.reg_mr(sharing.pds[i], i ? (void *)seen_by_other(&sharing, &words[1]) : words, 8,
+                                       ACCESS_ALL | IBV_ACCESS_MW_BIND);
+        windows[i] = verbs_alloc_mw(sharing.pds[i], IBV_MW_TYPE_1);
+        REQUIRE(regions[i] && windows[i]);
+    }
+    for (i = 0; i < 2; i++) {
+        struct ibv_mw_bind bind = {
+            .wr_id = 9,
+            .send_flags = IBV_SEND_SIGNALED,
+            .bind_info = {regions[i], (uintptr_t)regions[i]->addr, 8, IBV_ACCESS_REMOTE_WRITE},
+        };
+        struct ibv_qp *at = i ? sharing.qp : qp;
+        struct ibv_cq *queue = i ? sharing.cq : cq;
+
+        CHECK_EQ(verbs_bind_mw(at, windows[i], &bind), 0);
+        EXPECT(queue, 9, IBV_WC_SUCCESS);
+        CHECK_EQ(write_with(at, 1, regions[i]->addr, regions[i]->lkey, regions[i]->addr, windows[i]->rkey), 0);
+        EXPECT(queue, 1, IBV_WC_SUCCESS);
+    }
+    CHECK(windows[0]->rkey >> 8 != windows[1]->rkey >> 8);
+    CHECK_EQ(write_with(sharing.qp, 2, regions[1]->addr, regions[1]->lkey, words, windows[0]->rkey), 0);
+    EXPECT(sharing.cq, 2, IBV_WC_REM_ACCESS_ERR);
+    CHECK_EQ(soft_verbs.dereg_mr(regions[0]), EBUSY);
+    CHECK_EQ(write_with(qp, 3, words, regions[0]->lkey, words, regions[0]->rkey), 0); /* it is whole again */
+    EXPECT(cq, 3, IBV_WC_SUCCESS);
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(verbs_dealloc_mw(windows[i]), 0);
+        CHECK_EQ(soft_verbs.dereg_mr(regions[i]), 0);
+    }
+    CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    CHECK_EQ(alloc_return(sharing.sources[0], words, 0), 0);
+    sharing_close(&sharing);
+}
+
+/* Instances take their regions with them, for the other process, too. */
+static void an_instance_goes(void)
+{
+    struct sharing sharing;
+    struct ibv_mr *dying, *own;
+    struct ibv_pd *instance;
+    uint64_t *words, *far;
+    int fd = -1;
+
+    sharing_open(&sharing);
+    REQUIRE_EQ(soft_export_shpd(sharing.pds[0], &fd), 0);
+    instance = soft_import_shpd(sharing.homes[0].context, fd, KEY); /* a second one of the same process */
+    close(fd);
+    REQUIRE(instance != NULL);
+    CHECK(to_soft_pd(instance)->domain == to_soft_pd(sharing.pds[0])->domain);
+    words = alloc_piece(sharing.sources[0], SIZE, 64, 0);
+    far = alloc_piece(sharing.sources[1], SIZE, 64, 0);
+    dying = soft_verbs.reg_mr(instance, words, 8, ACCESS_ALL);
+    own = soft_verbs.reg_mr(sharing.pds[1], far, 8, ACCESS_ALL);
+    REQUIRE(words && far && dying && own);
+    CHECK_EQ(write_with(sharing.qp, 1, far, own->lkey, words, dying->rkey), 0);
+    EXPECT(sharing.cq, 1, IBV_WC_SUCCESS);
+    CHECK_EQ(soft_verbs.dealloc_pd(instance), 0);
+    CHECK_EQ(write_with(sharing.qp, 2, far, own->lkey, words, dying->rkey), 0);
+    EXPECT(sharing.cq, 2, IBV_WC_REM_ACCESS_ERR);
+    CHECK_EQ(soft_verbs.dereg_mr(dying), 0);
+    CHECK_EQ(soft_verbs.dereg_mr(own), 0);
+    CHECK_EQ(alloc_return(sharing.sources[0], words, 0), 0);
+    CHECK_EQ(alloc_return(sharing.sources[1], far, 0), 0);
+    sharing_close(&sharing);
+}
+
+/* Whoever gets the slot of a process that is gone gives none of its keys. */
+static void slots_are_used_again_but_no_keys(void)
+{
+    struct sharing sharing;
+    uint32_t keys[3];
+    uint64_t word;
+    int fd, i;
+
+    sharing_open(&sharing);
+    CHECK_EQ(soft_verbs.destroy_qp(sharing.qp), 0);
+    REQUIRE_EQ(soft_export_shpd(sharing.pds[0], &fd), 0);
+    for (i = 0; i < 3; i++) {
+        struct ibv_mr *mr = soft_verbs.reg_mr(sharing.pds[1], &word, 8, ACCESS_ALL);
+
+        REQUIRE(mr != NULL);
+        keys[i] = mr->rkey;
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+        CHECK_EQ(alloc_release(sharing.sources[1]), 0);
+        CHECK_EQ(soft_verbs.dealloc_pd(sharing.pds[1]), 0);
+        sharing.pds[1] = soft_import_shpd(sharing.homes[1].context, fd, KEY);
+        REQUIRE(sharing.pds[1] != NULL);
+        sharing.sources[1] = source_of(sharing.pds[1]);
+    }
+    close(fd);
+    CHECK_EQ(keys[0] >> 8, keys[1] >> 8);
+    CHECK_EQ(keys[1] >> 8, keys[2] >> 8);
+    CHECK(keys[0] != keys[1] && keys[1] != keys[2] && keys[0] != keys[2]);
+    sharing.qp = make_loop(sharing.pds[1], sharing.cq, 8);
+    sharing_close(&sharing);
+}
+
+/* What is left of an instance keeps the file, not the domain. */
+static void regions_outlive_the_domain(void)
+{
+    struct sharing sharing;
+    struct ibv_mr *left[2];
+    uint64_t word = 0;
+    int i;
+
+    sharing_open(&sharing);
+    CHECK_EQ(soft_verbs.destroy_qp(sharing.qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(sharing.cq), 0);
+    for (i = 0; i < 2; i++) {
+        left[i] = soft_verbs.reg_mr(sharing.pds[i], &word, 8, ACCESS_ALL);
+        REQUIRE(left[i] != NULL);
+        CHECK_EQ(alloc_release(sharing.sources[i]), 0);
+        CHECK_EQ(soft_verbs.dealloc_pd(sharing.pds[i]), 0);
+        CHECK(to_soft_context(sharing.homes[i].context)->device->files != NULL);
+    }
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(soft_verbs.dereg_mr(left[i]), 0);
+        CHECK(to_soft_context(sharing.homes[i].context)->device->files == NULL);
+        home_close(&sharing.homes[i]);
+    }
+}
+
+/* ---- Under fire ------------------------------------------------------------------------------------------------ */
+
+struct fire {
+    struct sharing sharing;
+    struct ibv_mr *own;
+    uint64_t *words, *far;
+    atomic_uint key;
+    atomic_bool stop;
+};
+
+struct firing {
+    struct fire *fire;
+    bool comes_and_goes;
+};
+
+static void come_and_go(struct fire *fire)
+{
+    struct sharing *sharing = &fire->sharing;
+    unsigned int i, j, seed = 3;
+
+    for (i = 0; i < SCALED(200u); i++) {
+        struct ibv_mr *mr = soft_verbs.reg_mr(sharing->pds[0], fire->words, SIZE, ACCESS_ALL);
+
+        if (!CHECK(mr != NULL))
+            break;
+        atomic_store(&fire->key, mr->rkey);
+        sleep_us(next_random(&seed, 200));
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+        fire->words[LAST] = i; /* nobody writes any more */
+        for (j = 0; j < 100 && fire->words[LAST] == i; j++)
+            sched_yield();
+        CHECK_EQ(fire->words[LAST], i);
+    }
+    atomic_store(&fire->stop, true);
+}
+
+static void write_there(struct fire *fire)
+{
+    struct ibv_wc wc;
+
+    while (!atomic_load(&fire->stop)) {
+        if (!CHECK_EQ(
+                write_all(fire->sharing.qp, 1, fire->far, fire->own->lkey, fire->words, atomic_load(&fire->key), SIZE),
+                0) ||
+            !CHECK(wait_completion(fire->sharing.cq, &wc)))
+            return;
+        if (wc.status == IBV_WC_SUCCESS)
+            continue;
+        CHECK_EQ(wc.status, IBV_WC_REM_ACCESS_ERR);
+        reconnect(fire->sharing.qp);
+    }
+}
+
+static void take_part(void *argument)
+{
+    struct firing *firing = argument;
+
+    if (firing->comes_and_goes)
+        come_and_go(firing->fire);
+    else
+        write_there(firing->fire);
+}
+
+static void fire_open(struct fire *fire)
+{
+    struct sharing *sharing = &fire->sharing;
+
+    sharing_open(sharing);
+    fire->words = alloc_piece(sharing->sources[0], SIZE, 64, 0);
+    fire->far = alloc_piece(sharing->sources[1], SIZE, 64, 0);
+    fire->own = soft_verbs.reg_mr(sharing->pds[1], fire->far, SIZE, ACCESS_ALL);
+    REQUIRE(fire->words && fire->far && fire->own);
+    memset(fire->far, 0xff, SIZE);
+}
+
+static void fire_close(struct fire *fire)
+{
+    CHECK_EQ(soft_verbs.dereg_mr(fire->own), 0);
+    CHECK_EQ(alloc_return(fire->sharing.sources[0], fire->words, 0), 0);
+    CHECK_EQ(alloc_return(fire->sharing.sources[1], fire->far, 0), 0);
+    sharing_close(&fire->sharing);
+}
+
+static void regions_go_under_fire(void)
+{
+    struct fire *fire = calloc(1, sizeof(*fire));
+    struct firing firings[2] = {{fire, false}, {fire, true}};
+
+    REQUIRE(fire != NULL);
+    fire_open(fire);
+    run_threads(2, take_part, firings, sizeof(firings[0]));
+    fire_close(fire);
+    free(fire);
+}
+
+/* ---- A torn table ------------------------------------------------------------------------------------------------ */
+
+static uint64_t odd_number(unsigned int *seed, uint64_t near)
+{
+    switch (next_random(seed, 6)) {
+    case 0:
+        return 0;
+    case 1:
+        return UINT64_MAX - next_random(seed, 16);
+    case 2:
+        return near + next_random(seed, 32) - 16;
+    case 3:
+        return 1ull << next_random(seed, 64);
+    default:
+        return near;
+    }
+}
+
+/* Whatever another process writes about its regions: a request succeeds or is refused, and nothing outside of the
+ * memory is touched. */
+static void nothing_there_is_believed(void)
+{
+    struct fire *fire = calloc(1, sizeof(*fire));
+    unsigned int i, seed = 5, good = 0;
+    struct soft_shared_key *entry;
+    struct soft_shared *file;
+    struct ibv_mr *mr;
+
+    REQUIRE(fire != NULL);
+    fire_open(fire);
+    mr = soft_verbs.reg_mr(fire->sharing.pds[0], fire->words, SIZE, ACCESS_ALL);
+    REQUIRE(mr != NULL);
+    file = atomic_load(&to_soft_pd(fire->sharing.pds[0])->domain->file);
+    entry = &file->page->keys[file->slot][(mr->handle - SOFT_MAX_NUMBER) % SOFT_SHARED_KEYS];
+    for (i = 0; i < SCALED(2000u); i++) {
+        uint64_t address = (uintptr_t)fire->words + odd_number(&seed, 0);
+        struct ibv_wc wc;
+
+        atomic_store(&entry->address, odd_number(&seed, (uintptr_t)fire->words));
+        atomic_store(&entry->length, odd_number(&seed, SIZE));
+        atomic_store(&entry->offset, odd_number(&seed, file->area.bytes));
+        atomic_store(&entry->access, (uint32_t)odd_number(&seed, ACCESS_ALL));
+        if (!CHECK_EQ(write_with(fire->sharing.qp, i, fire->far, fire->own->lkey, (void *)(uintptr_t)address, mr->rkey),
+                      0) ||
+            !CHECK(wait_completion(fire->sharing.cq, &wc)))
+            break;
+        good += wc.status == IBV_WC_SUCCESS;
+        if (wc.status == IBV_WC_SUCCESS)
+            continue;
+        CHECK_EQ(wc.status, IBV_WC_REM_ACCESS_ERR);
+        reconnect(fire->sharing.qp);
+    }
+    CHECK(good > 0 && good < i);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    fire_close(fire);
+    free(fire);
+}
+
+CHECK_MAIN(CASE(one_serves_what_the_other_registered), CASE(windows_stay_at_home), CASE(an_instance_goes),
+           CASE(slots_are_used_again_but_no_keys), CASE(regions_outlive_the_domain), CASE(regions_go_under_fire),
+           CASE(nothing_there_is_believed))

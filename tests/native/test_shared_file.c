@@ -1,0 +1,463 @@
+/* The file of a protection domain that processes share: what is taken for one, who is in it, and what the dead leave. */
+#define _GNU_SOURCE
+#include "support.h"
+#include "support_fork.h"
+#include "support_threads.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "alloc.h"
+#include "soft.h"
+#include "soft_shared.h"
+
+#define KEY 0x1122334455667788ull
+
+/* A domain that has a file. */
+struct shared {
+    struct home home;
+    struct ibv_pd *pd;
+    struct soft_shared *file;
+    int fd; /* as another process would have it */
+};
+
+static void shared_open(struct shared *shared)
+{
+    uint32_t share;
+
+    home_open(&shared->home);
+    shared->pd = soft_verbs.alloc_pd(shared->home.context);
+    REQUIRE(shared->pd != NULL);
+    REQUIRE_EQ(soft_alloc_shpd(shared->pd, KEY, &share), 0);
+    REQUIRE_EQ(soft_export_shpd(shared->pd, &shared->fd), 0);
+    shared->file = atomic_load(&to_soft_pd(shared->pd)->domain->file);
+}
+
+static void shared_close(struct shared *shared)
+{
+    close(shared->fd);
+    CHECK_EQ(soft_verbs.dealloc_pd(shared->pd), 0);
+    home_close(&shared->home);
+}
+
+/* Another process, as far as the kernel tells: the slot's byte is locked by another description. */
+static int lock_slots(const struct shared *shared, short type, uint32_t first, uint32_t count)
+{
+    struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = first, .l_len = count};
+
+    return fcntl(shared->fd, F_OFD_SETLK, &what) ? errno : 0;
+}
+
+static struct alloc_source *source_of(const struct shared *shared)
+{
+    struct alloc_source *source = alloc_area_create(&shared->file->area);
+
+    REQUIRE(source != NULL);
+    return source;
+}
+
+/* ---- What is taken for one ----------------------------------------------------------------------------------- */
+
+static void expect_refused(struct shared *shared, int fd, struct check_place place)
+{
+    struct ibv_pd *pd;
+
+    errno = 0;
+    pd = soft_import_shpd(shared->home.context, fd, KEY);
+    check_refused(pd, errno, EPROTO, place, "soft_import_shpd");
+    CHECK(to_soft_context(shared->home.context)->device->files->next == NULL);
+    close(fd);
+}
+
+/* Of that size, with so much of a domain's own beginning, sealed or not. */
+static int likeness(const struct shared *shared, off_t size, size_t head, int seals)
+{
+    int fd = memfd_create("likeness", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    REQUIRE(fd >= 0);
+    REQUIRE_EQ(ftruncate(fd, size), 0);
+    REQUIRE_EQ(pwrite(fd, shared->file->page, head, 0), (ssize_t)head);
+    REQUIRE_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
+    return fd;
+}
+
+static void files_that_are_none(void)
+{
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
+    struct shared shared;
+    struct stat own;
+    int i;
+
+    shared_open(&shared);
+    REQUIRE_EQ(fstat(shared.fd, &own), 0);
+    expect_refused(&shared, likeness(&shared, own.st_size, 64, F_SEAL_SHRINK), HERE);
+    expect_refused(&shared, likeness(&shared, own.st_size, 64, F_SEAL_GROW), HERE);
+    expect_refused(&shared, likeness(&shared, own.st_size, 0, seals), HERE);
+    expect_refused(&shared, likeness(&shared, own.st_size - 4096, 64, seals), HERE);
+    expect_refused(&shared, likeness(&shared, own.st_size + 4096, 64, seals), HERE);
+    expect_refused(&shared, likeness(&shared, 8, 8, seals), HERE);
+    expect_refused(&shared, open("/dev/zero", O_RDWR | O_CLOEXEC), HERE);
+    for (i = 0; i < 3; i++) { /* an amount of memory that none has */
+        const uint64_t amounts[] = {0, 4096, UINT64_MAX - ((2u << 20) - 1)};
+        int fd = memfd_create("likeness", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+        REQUIRE_EQ(ftruncate(fd, own.st_size), 0);
+        REQUIRE_EQ(pwrite(fd, shared.file->page, 8, 0), 8);
+        REQUIRE_EQ(pwrite(fd, &amounts[i], 8, 8), 8);
+        REQUIRE_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
+        expect_refused(&shared, fd, HERE);
+    }
+    CHECK_REFUSED(soft_import_shpd(shared.home.context, -1, KEY), ENOENT); /* as opening /proc/self/fd/-1 says */
+    shared_close(&shared);
+}
+
+static void it_cannot_be_cut_short(void)
+{
+    struct shared shared;
+
+    shared_open(&shared);
+    CHECK_EQ(ftruncate(shared.fd, 4096), -1);
+    CHECK_EQ(errno, EPERM);
+    CHECK_EQ(fcntl(shared.fd, F_ADD_SEALS, F_SEAL_WRITE), -1);
+    shared_close(&shared);
+}
+
+/* ---- Limits ---------------------------------------------------------------------------------------------------- */
+
+static void no_slot_is_left(void)
+{
+    struct soft_device *other = calloc(1, sizeof(*other)); /* another process' */
+    struct shared shared;
+
+    REQUIRE(other != NULL);
+    shared_open(&shared);
+    CHECK_EQ(shared.file->slot, 0);
+    CHECK_EQ(lock_slots(&shared, F_WRLCK, 0, 1), EAGAIN);
+    REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 1, SOFT_SHARED_SLOTS - 1), 0);
+    CHECK_REFUSED(soft_shared_take(other, shared.fd), EMFILE);
+    CHECK(other->files == NULL);
+    free(other);
+    shared_close(&shared);
+}
+
+static void no_key_is_left(void)
+{
+    struct ibv_mw **windows = calloc(SOFT_SHARED_KEYS, sizeof(*windows));
+    struct shared shared;
+    uint32_t i;
+
+    REQUIRE(windows != NULL);
+    shared_open(&shared);
+    for (i = 0; i < SOFT_SHARED_KEYS; i++)
+        if (!(windows[i] = verbs_alloc_mw(shared.pd, IBV_MW_TYPE_2)))
+            break;
+    CHECK_EQ(i, SOFT_SHARED_KEYS);
+    CHECK_REFUSED(verbs_alloc_mw(shared.pd, IBV_MW_TYPE_2), ENOMEM);
+    while (i)
+        CHECK_EQ(verbs_dealloc_mw(windows[--i]), 0);
+    free(windows);
+    shared_close(&shared);
+}
+
+static void no_memory_is_left(void)
+{
+    struct alloc_source *sources[2];
+    struct shared shared;
+    size_t bytes;
+    char *all, *one;
+
+    shared_open(&shared);
+    bytes = shared.file->area.bytes;
+    sources[0] = source_of(&shared);
+    sources[1] = source_of(&shared);
+    CHECK_REFUSED(alloc_piece(sources[0], bytes + 1, 1, 0), ENOMEM);
+    CHECK_EQ(alloc_last_failure()->step, ALLOC_AREA);
+    all = alloc_piece(sources[0], bytes, 1, 0);
+    REQUIRE(all != NULL);
+    CHECK_REFUSED(alloc_piece(sources[1], 1, 1, 0), ENOMEM);
+    all[bytes - 1] = all[0] = 1;
+    CHECK_EQ(alloc_return(sources[1], all, 0), EINVAL); /* it is the other's */
+    CHECK_EQ(alloc_return(sources[0], all, 0), 0);
+    one = alloc_piece(sources[1], 1, (size_t)16 << 20, 0);
+    REQUIRE(one != NULL);
+    CHECK_EQ((uintptr_t)one % ((size_t)16 << 20), 0);
+    CHECK_EQ(one[0], 0);
+    all = alloc_piece(sources[0], bytes - SOFT_SHARED_CHUNK, 1, 0); /* nowhere in one piece, but for luck */
+    CHECK(!all || one == shared.file->area.memory || one == shared.file->area.memory + bytes - SOFT_SHARED_CHUNK);
+    if (all)
+        CHECK_EQ(alloc_return(sources[0], all, 0), 0);
+    CHECK_EQ(alloc_return(sources[1], one, 0), 0);
+    CHECK_EQ(alloc_release(sources[0]), 0);
+    CHECK_EQ(alloc_release(sources[1]), 0);
+    shared_close(&shared);
+}
+
+/* The memory stays for a piece that is out, and goes with it. */
+static void closed_with_a_piece_out(void)
+{
+    struct alloc_source *source;
+    struct shared shared;
+    struct soft_device *device;
+    char *piece;
+
+    shared_open(&shared);
+    device = to_soft_context(shared.home.context)->device;
+    source = source_of(&shared);
+    piece = alloc_piece(source, 100, 1, 0);
+    REQUIRE(piece != NULL);
+    alloc_area_close(source);
+    CHECK_REFUSED(alloc_piece(source, 100, 1, 0), ENXIO);
+    close(shared.fd);
+    CHECK_EQ(soft_verbs.dealloc_pd(shared.pd), 0);
+    piece[99] = 1;
+    CHECK(device->files != NULL);
+    CHECK_EQ(alloc_return(source, piece, 0), 0);
+    CHECK(device->files == NULL);
+    CHECK_EQ(alloc_release(source), 0);
+    home_close(&shared.home);
+}
+
+/* ---- The dead ---------------------------------------------------------------------------------------------------- */
+
+/* A process that was here once, with a region and two chunks of memory, and in the middle of an access. */
+static void leave_traces(struct shared *shared, uint32_t slot)
+{
+    struct soft_shared_page *page = shared->file->page;
+    const struct alloc_area *area = &shared->file->area;
+
+    atomic_store(&page->words[slot][3].inside, 1);
+    atomic_store(&page->keys[slot][0].state, 1ull << 32 | SOFT_SHARED_LIVE | 1);
+    atomic_store(&page->keys[slot][0].length, 4096);
+    atomic_store(&page->keys[slot][0].access, ACCESS_ALL);
+    atomic_store(&page->slots[slot].used, 1);
+    atomic_store(&area->owners[100], slot + 1);
+    atomic_store(&area->owners[102], slot + 1);
+    memset(area->memory + 100 * SOFT_SHARED_CHUNK, 0xaa, SOFT_SHARED_CHUNK);
+    atomic_store(&page->slots[slot].highest, 103);
+    atomic_fetch_or(&page->taken[0], 1ull << slot);
+}
+
+static bool has_traces(const struct shared *shared, uint32_t slot)
+{
+    const struct soft_shared_page *page = shared->file->page;
+    const struct alloc_area *area = &shared->file->area;
+
+    return atomic_load(&page->words[slot][3].inside) || (atomic_load(&page->keys[slot][0].state) & SOFT_SHARED_LIVE) ||
+           atomic_load(&area->owners[100]) || atomic_load(&area->owners[102]) ||
+           area->memory[100 * SOFT_SHARED_CHUNK] || (atomic_load(&page->taken[0]) >> slot & 1);
+}
+
+static uint32_t key_of(uint32_t slot)
+{
+    return (SOFT_MAX_NUMBER + slot * SOFT_SHARED_KEYS) << 8 | 1;
+}
+
+static void what_they_leave_is_cleared(void)
+{
+    struct soft_device *other = calloc(1, sizeof(*other));
+    struct soft_shared *file;
+    struct shared shared;
+    int access, fd = -1;
+    void *here;
+
+    REQUIRE(other != NULL);
+    shared_open(&shared);
+    leave_traces(&shared, 5);
+    CHECK_REFUSED(soft_import_mr(shared.pd, key_of(5), &here, &access), ENOENT);
+    REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 5, 1), 0); /* it lives */
+    CHECK_EQ(soft_export_shpd(shared.pd, &fd), 0);
+    close(fd);
+    CHECK(has_traces(&shared, 5));
+    REQUIRE_EQ(lock_slots(&shared, F_UNLCK, 5, 1), 0);
+    CHECK_EQ(soft_export_shpd(shared.pd, &fd), 0);
+    close(fd);
+    CHECK(!has_traces(&shared, 5));
+
+    leave_traces(&shared, 1); /* whose slot the next one gets */
+    CHECK_EQ(pthread_mutex_init(&other->lock, NULL), 0);
+    file = soft_shared_take(other, shared.fd);
+    REQUIRE(file != NULL);
+    CHECK_EQ(file->slot, 1);
+    CHECK(atomic_load(&shared.file->page->taken[0]) == 3);
+    soft_shared_drop(file);
+    CHECK(!has_traces(&shared, 1));
+    pthread_mutex_destroy(&other->lock);
+    free(other);
+    shared_close(&shared);
+}
+
+/* A process that is in the middle of an access is waited for; not for ever, and not when it is dead. */
+static void nobody_waits_for_ever(void)
+{
+    struct alloc_source *source;
+    struct shared shared;
+    struct ibv_mr *mr;
+    uint64_t before;
+    char *piece;
+
+    shared_open(&shared);
+    source = source_of(&shared);
+    piece = alloc_piece(source, 4096, 1, 0);
+    REQUIRE(piece != NULL);
+    leave_traces(&shared, 5);
+    mr = soft_verbs.reg_mr(shared.pd, piece, 4096, ACCESS_ALL);
+    REQUIRE(mr != NULL);
+    before = now_ns();
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    CHECK(now_ns() - before < 1000000000u);
+    CHECK(!atomic_load(&shared.file->late));
+
+    REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 5, 1), 0); /* it was stopped */
+    mr = soft_verbs.reg_mr(shared.pd, piece, 4096, ACCESS_ALL);
+    REQUIRE(mr != NULL);
+    before = now_ns();
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    CHECK(now_ns() - before > 1900000000u);
+    CHECK(atomic_load(&shared.file->late));
+    CHECK_EQ(alloc_return(source, piece, 0), 0);
+    CHECK_EQ(atomic_load(&shared.file->area.owners[(piece - shared.file->area.memory) / SOFT_SHARED_CHUNK]), 1);
+    atomic_store(&shared.file->page->words[5][3].inside, 0); /* it goes on */
+    CHECK_EQ(alloc_release(source), 0);
+    shared_close(&shared);
+}
+
+/* ---- Two processes ------------------------------------------------------------------------------------------------- */
+
+#define SIZE (1u << 20)
+
+/* What both see. */
+struct signals {
+    atomic_uint key;
+    atomic_ullong address;
+    atomic_uint written, refused;
+    atomic_bool stop;
+};
+
+static void write_from_there(const struct shared *shared, struct signals *signals)
+{
+    struct ibv_pd *pd;
+    struct ibv_mr *mr;
+    struct home home;
+    struct ibv_cq *cq;
+    struct ibv_qp *qp;
+    static uint8_t own[SIZE];
+
+    home_open(&home);
+    pd = soft_import_shpd(home.context, shared->fd, KEY);
+    REQUIRE(pd != NULL);
+    memset(own, 0xff, SIZE);
+    mr = soft_verbs.reg_mr(pd, own, SIZE, ACCESS_ALL);
+    cq = home_cq(&home, 16, NULL);
+    qp = make_loop(pd, cq, 8);
+    REQUIRE(mr && qp);
+    while (!atomic_load(&signals->stop)) {
+        struct ibv_sge sge = {(uintptr_t)own, SIZE, mr->lkey};
+        struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 1, &sge, 1);
+        struct ibv_wc wc;
+
+        wr.wr.rdma.remote_addr = atomic_load(&signals->address);
+        wr.wr.rdma.rkey = atomic_load(&signals->key);
+        REQUIRE_EQ(post(qp, &wr), 0);
+        REQUIRE(wait_completion(cq, &wc));
+        atomic_fetch_add(wc.status == IBV_WC_SUCCESS ? &signals->written : &signals->refused, 1);
+        if (wc.status == IBV_WC_SUCCESS)
+            continue;
+        CHECK_EQ(wc.status, IBV_WC_REM_ACCESS_ERR);
+        CHECK_EQ(qp_to(qp, IBV_QPS_RESET), 0);
+        qp_connect(qp, &default_link, qp->qp_num);
+    }
+    CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    CHECK_EQ(soft_verbs.dealloc_pd(pd), 0);
+    home_close(&home);
+}
+
+/* When a region was given back, no other process writes to its memory any more. */
+static void regions_go_under_fire(void)
+{
+    struct signals *signals = mmap(NULL, sizeof(*signals), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    struct alloc_source *source;
+    volatile uint64_t *words;
+    struct shared shared;
+    unsigned int i, j, seed = 7;
+    int status = 0;
+    pid_t other;
+
+    REQUIRE(signals != MAP_FAILED);
+    shared_open(&shared);
+    source = source_of(&shared);
+    words = alloc_piece(source, SIZE, 1, 0);
+    REQUIRE(words != NULL);
+    atomic_store(&signals->address, (uintptr_t)words);
+    other = fork();
+    REQUIRE(other >= 0);
+    if (!other) {
+        write_from_there(&shared, signals);
+        _exit(check_failures() != 0);
+    }
+    for (i = 0; i < SCALED(300u); i++) {
+        struct ibv_mr *mr = soft_verbs.reg_mr(shared.pd, (void *)(uintptr_t)words, SIZE, ACCESS_ALL);
+
+        REQUIRE(mr != NULL);
+        atomic_store(&signals->key, mr->rkey);
+        sleep_us(next_random(&seed, 1000));
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+        for (j = 0; j < SIZE / 8; j += 512)
+            words[j] = i;
+        sleep_us(50);
+        for (j = 0; j < SIZE / 8 && words[j] == i; j += 512)
+            ;
+        CHECK(j >= SIZE / 8);
+    }
+    atomic_store(&signals->stop, true);
+    CHECK_EQ(waitpid(other, &status, 0), other);
+    CHECK_EQ(status, 0);
+    CHECK(atomic_load(&signals->written) > 10);
+    CHECK(atomic_load(&signals->refused) > 10);
+    CHECK_EQ(alloc_return(source, (void *)(uintptr_t)words, 0), 0);
+    CHECK_EQ(alloc_release(source), 0);
+    munmap(signals, sizeof(*signals));
+    shared_close(&shared);
+}
+
+/* ---- Forks --------------------------------------------------------------------------------------------------------- */
+
+static void in_the_child(void *argument)
+{
+    struct shared *shared = ((void **)argument)[0];
+    struct alloc_source *source = ((void **)argument)[1];
+    char byte;
+    int fd;
+
+    CHECK_EQ(soft_export_shpd(shared->pd, &fd), ENODEV);
+    CHECK_REFUSED(alloc_piece(source, 100, 1, 0), ENODEV);
+    CHECK_EQ(mincore(shared->file->page, 4096, (unsigned char *)&byte), -1); /* it is not mapped */
+    CHECK_EQ(fcntl(shared->file->fd, F_GETFD), -1);
+    CHECK_EQ(alloc_release(source), 0);
+}
+
+static void a_child_has_none_of_it(void)
+{
+    struct alloc_source *source;
+    struct shared shared;
+    void *piece;
+
+    shared_open(&shared);
+    source = source_of(&shared);
+    piece = alloc_piece(source, 100, 1, 0);
+    REQUIRE(piece != NULL);
+    in_child(in_the_child, (void *[]){&shared, source});
+    CHECK_EQ(atomic_load(&shared.file->area.owners[0]), 1); /* and takes none away */
+    CHECK_EQ(alloc_return(source, piece, 0), 0);
+    CHECK_EQ(alloc_release(source), 0);
+    shared_close(&shared);
+}
+
+CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(it_cannot_be_cut_short), CASE(no_slot_is_left), CASE(no_key_is_left),
+                CASE(no_memory_is_left), CASE(closed_with_a_piece_out), CASE(what_they_leave_is_cleared),
+                CASE(nobody_waits_for_ever), CASE(regions_go_under_fire), CASE(a_child_has_none_of_it))

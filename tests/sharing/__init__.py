@@ -1,0 +1,1 @@
+"""Protection domains between processes, on the software device."""

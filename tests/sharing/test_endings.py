@@ -1,0 +1,199 @@
+"""Who leaves, and who dies: the others go on, what is a process's own goes with it, and the last leaves nothing."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from aioverbs import BrokenResourceError, RemoteRegion, WcStatus, WorkCompletionError
+from tests.pace import fewer, patience
+from tests.sharing.processes import KEY, End, Refused, end, pair
+from tests.sharing.test_serving import reaches
+
+# Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.
+OURS, THEIRS = ["pd", "device"], ["b", "pd", "device"]
+ORDERS = [
+    [next(parts[place in taken]) for place in range(5)]
+    for taken in itertools.combinations(range(5), 2)
+    for parts in [(iter((1, each) for each in THEIRS), iter((0, each) for each in OURS))]
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(f"{what}{who}" for who, what in order))
+async def test_every_order_of_closing(order: list[tuple[int, str]]) -> None:
+    async with pair() as both, end() as here:
+        remotes = [await each.register(name, 4096) for each, name in zip(both, "ab", strict=True)]
+        await both[0].ask("close a")
+        instances = {0, 1}
+        for who, what in order:
+            await both[who].ask(f"close {what}")
+            if what == "pd":
+                instances.discard(who)
+            for each in instances:  # what is left works
+                await both[each].register("more", 1 << 20)
+                await both[each].ask("close more")
+        assert [await each.ask("leftovers") for each in both] == ["nothing", "nothing"]
+        assert remotes[0].rkey != remotes[1].rkey
+        assert len(here.region.pins) == 0
+
+
+async def test_the_last_instance_is_the_end() -> None:
+    async with pair() as (first, second):
+        await second.ask("close pd")
+        await second.instance()  # again, as there is another one
+        await first.ask("close pd")
+        assert await first.ask("leftovers") == "nothing"
+        await second.register("b", 4096)
+        await second.ask("close b")
+        await second.ask("close pd")
+        with pytest.raises(Refused, match=r"ENOENT .*its last instance was closed"):
+            await second.instance()
+        await second.ask("close device")
+        assert await second.ask("leftovers") == "nothing"
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
+async def test_who_comes_too_late(dies: bool) -> None:
+    async with pair(imported=False) as (first, second):
+        await first.give(second)
+        if dies:
+            await first.kill()
+        else:
+            await first.ask("close pd")
+        with pytest.raises(Refused, match=r"ENOENT .*its last instance was closed"):
+            await second.instance()
+        await second.ask("close device")
+        assert await second.ask("leftovers") == "nothing"
+
+
+async def test_wrong_ids_and_keys() -> None:
+    async with pair(imported=False) as (first, second):
+        for shared_id, key, said in (
+            (first.shared_id, KEY ^ 1, "EACCES"),
+            (first.shared_id ^ 1 << 20, KEY, "ENOENT"),
+            (first.shared_id ^ 1 << 40, KEY, "EXDEV"),
+        ):
+            second.tell(f"import {shared_id} {key}")
+            with pytest.raises(Refused, match=said):
+                await first.ask("send")
+            with pytest.raises(Refused, match=said):
+                await second.answer()
+        await first.give(second)
+        with pytest.raises(Refused, match="EACCES"):
+            await second.instance(KEY ^ 1)
+        for shared_id, said in ((second.shared_id ^ 1, "EXDEV"), (second.shared_id ^ 1 << 40, "EXDEV")):
+            with pytest.raises(Refused, match=said):
+                await second.ask(f"instance {shared_id} {KEY}")
+        await second.instance()
+
+
+async def refused_soon(try_it: Callable[[], Awaitable[object]]) -> None:
+    """Within the time that a dead process may be believed in."""
+    await asyncio.sleep(0.05)
+    with pytest.raises(WorkCompletionError) as caught:
+        await try_it()
+    assert caught.value.status is WcStatus.REM_ACCESS_ERR
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["who shares", "who imports"])
+async def test_one_dies(who: int, direct: bool) -> None:
+    async with pair() as both, end(queue_pairs=2) as here:
+        victim, survivor = both[who], both[1 - who]
+        gone = await victim.register("v", 1 << 20)
+        kept = await survivor.register("s", 1 << 20)
+        for qp in here.qps:
+            await survivor.connect(qp)
+        await reaches(here, here.qps[0], victim, "v", gone)
+        await survivor.put("s", 0, b"kept")
+        await victim.kill()
+        await refused_soon(lambda: here.qps[1].write(here.region[:8], gone[:8]))
+        assert await survivor.look("s", 0, 4) == b"kept"
+        await reaches(here, here.qps[0], survivor, "s", kept)
+        await survivor.register("t", 1 << 20)
+        for what in ("s", "t", "domain", "pd", "device"):
+            await survivor.ask(f"close {what}")
+        assert await survivor.ask("leftovers") == "nothing"
+
+
+async def test_memory_of_the_dead_comes_back() -> None:
+    """The file has no pages of a process that died, once somebody else came."""
+    async with pair() as (first, second):
+        await first.register("a", 1 << 20)
+        before = int(await first.ask("blocks"))
+        await second.register("b", 8 << 20)
+        assert int(await first.ask("blocks")) >= before + (8 << 20)
+        await second.kill()
+        await first.ask("reap")
+        assert int(await first.ask("blocks")) <= before + (1 << 20)
+        assert await first.look("a", 0, 4096) == b"a" * 4096
+
+
+async def test_a_child_of_the_dead_is_not_taken_for_it() -> None:
+    async with pair() as (first, second), end(queue_pairs=2) as here:
+        remote = await first.register("a", 4096)
+        for qp in here.qps:
+            await second.connect(qp)
+        await first.ask("fork")
+        await here.qps[0].write(here.region[:8], remote[:8])
+        await first.kill()
+        await refused_soon(lambda: here.qps[1].write(here.region[:8], remote[:8]))
+
+
+async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int) -> None:
+    """Until something fails."""
+    chance = random.Random(seed)
+    qp, local = here.qps[which], here.region
+    while True:
+        remote = chance.choice(remotes)
+        size = chance.choice([8, 4096, 1 << 18])
+        kind = chance.choice([qp.write, qp.read])
+        await kind(local[:size], remote[:size])
+
+
+async def a_kill(seed: int) -> None:
+    """One of two that serve each other's memory is killed at some moment; the other one serves on."""
+    chance = random.Random(seed)
+    async with pair() as both, end(queue_pairs=5) as here:
+        who = chance.randrange(2)
+        victim, survivor = both[who], both[1 - who]
+        remotes = [await each.register("r", 1 << 18) for each in both]
+        for qp in here.qps[:2]:
+            await victim.connect(qp, timeout=10, retry_cnt=2)
+        for qp in here.qps[2:]:
+            await survivor.connect(qp)
+        tasks = [asyncio.create_task(traffic(here, each, remotes, chance.getrandbits(32))) for each in range(4)]
+        await asyncio.sleep(chance.random() * 0.05)
+        await victim.kill()
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), patience(20))
+        assert all(isinstance(each, WorkCompletionError | BrokenResourceError) for each in found), found
+        assert {each.status for each in found[2:] if isinstance(each, WorkCompletionError)} == {WcStatus.REM_ACCESS_ERR}
+        own = remotes[1 - who]
+        await reaches(here, here.qps[4], survivor, "r", own)
+        await survivor.ask("close r")
+        assert await survivor.register("r", 1 << 18)
+        await survivor.ask("close r")
+        assert len(here.region.pins) == 0
+
+
+async def test_one_is_killed_in_the_middle(direct: bool) -> None:
+    for seed in range(fewer(2)):
+        await a_kill(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_one_is_killed_a_hundred_times(direct: bool) -> None:
+    for seed in range(100, 150):
+        await a_kill(seed)
+
+
+async def test_both_at_once_and_nobody_is_left() -> None:
+    async with pair() as (first, second):
+        await asyncio.gather(first.register("a", 4096), second.register("b", 4096))
+        await asyncio.gather(*(each.ask("close pd") for each in (first, second)))
+        with pytest.raises(Refused, match="ENOENT"):
+            await second.instance()
+        await second.ask("close device")
+        assert [await each.ask("leftovers") for each in (first, second)] == ["nothing"] * 2

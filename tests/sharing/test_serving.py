@@ -1,0 +1,171 @@
+"""What one process registered is served by another one: to a third, and for its own work requests."""
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import QueuePair, RemoteRegion, WcStatus, WorkCompletionError
+from tests.pace import fewer
+from tests.sharing.processes import End, Refused, Worker, end, pair
+
+SIZES = (1, 8, 4096, 131073, 1 << 20)
+
+
+async def reaches(here: End, qp: QueuePair, owner: Worker, name: str, remote: RemoteRegion) -> None:
+    """Reads, writes and atomics by a queue pair of somebody, of memory that another one registered."""
+    local = here.region
+    for size in (each for each in SIZES if each <= remote.length):
+        written = random.Random(size).randbytes(size)
+        local.buffer[:size] = written
+        await qp.write(local[:size], remote[:size])
+        assert await owner.look(name, 0, min(size, 500)) == written[:500]
+        assert await owner.look(name, size - 1, 1) == written[-1:]
+        local.buffer[:size] = bytes(size)
+        await qp.read(local[:size], remote[:size])
+        assert bytes(local.buffer[:size]) == written
+    before = int.from_bytes(await owner.look(name, 0, 8), sys.byteorder)
+    assert await qp.fetch_and_add(remote[:8], 5) == before
+    assert await qp.compare_and_swap(remote[:8], (before + 5) % 2**64, 7) == (before + 5) % 2**64
+    assert await owner.look(name, 0, 8) == (7).to_bytes(8, sys.byteorder)
+
+
+async def refused(qp: QueuePair, here: End, remote: RemoteRegion) -> None:
+    with pytest.raises(WorkCompletionError) as caught:
+        await qp.write(here.region[: remote.length], remote)
+    assert caught.value.status is WcStatus.REM_ACCESS_ERR
+
+
+async def test_through_the_queue_pairs_of_either(direct: bool) -> None:
+    async with pair() as (first, second), end(queue_pairs=2) as here:
+        one = await first.register("a", 1 << 20)
+        other = await second.register("b", 1 << 20)
+        await first.connect(here.qps[0])
+        await second.connect(here.qps[1])
+        for qp in here.qps:
+            await reaches(here, qp, first, "a", one)
+            await reaches(here, qp, second, "b", other)
+
+
+async def test_what_was_registered_before_the_other_came(direct: bool) -> None:
+    async with pair(imported=False) as (first, second), end() as here:
+        remote = await first.register("a", 100_000)
+        await first.give(second)
+        await second.instance()
+        await second.connect(here.qps[0])
+        await reaches(here, here.qps[0], first, "a", remote)
+
+
+async def test_keys_are_those_of_one_region_each() -> None:
+    async with pair() as (first, second), end(queue_pairs=2) as here:
+        await first.connect(here.qps[0])
+        await second.connect(here.qps[1])
+        regions = {
+            f"{count}{name}": (owner, await owner.register(f"{count}{name}", 64))
+            for count in range(5)
+            for name, owner in (("first", first), ("second", second))
+        }
+        private = [await each.register("private", 64, "private") for each in (first, second) for _ in range(5)]
+        keys = [remote.rkey for _, remote in regions.values()] + [remote.rkey for remote in private]
+        assert len({key >> 8 for key in keys}) == len(keys)
+        for qp in here.qps:
+            for name, (owner, remote) in regions.items():
+                here.region.buffer[:64] = name.encode().ljust(64)
+                await qp.write(here.region[:64], remote)
+                assert (await owner.look(name, 0, 64)).decode().strip() == name
+
+
+async def test_memory_that_others_do_not_have() -> None:
+    """It serves where it was registered; to the others its key is none."""
+    async with pair() as (first, second), end(queue_pairs=2) as here:
+        remote = await first.register("a", 4096, "private")
+        await first.connect(here.qps[0])
+        await second.connect(here.qps[1])
+        await reaches(here, here.qps[0], first, "a", remote)
+        await refused(here.qps[1], here, remote)
+        with pytest.raises(Refused, match=r"ibv_import_mr failed: EFAULT"):
+            await second.ask(f"borrow a {remote.rkey}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda remote: RemoteRegion(remote.address, 8, remote.rkey ^ 1),
+        lambda remote: RemoteRegion(remote.address, 8, remote.rkey + 0x100),
+        lambda remote: RemoteRegion(remote.address, 8, remote.rkey + (1 << 24)),
+        lambda remote: RemoteRegion(remote.address, 8, 0xFFFFFFFF),
+        lambda remote: RemoteRegion(remote.address - 1, 8, remote.rkey),
+        lambda remote: RemoteRegion(remote.address + remote.length - 7, 8, remote.rkey),
+        lambda remote: RemoteRegion(remote.address, remote.length + 1, remote.rkey),
+    ],
+    ids=["another use", "the next", "another process's", "the last", "before it", "behind it", "beyond it"],
+)
+async def test_keys_and_places_that_are_none(change: Callable[[RemoteRegion], RemoteRegion]) -> None:
+    async with pair() as (first, second), end() as here:
+        remote = await first.register("a", 4096)
+        await second.connect(here.qps[0])
+        await refused(here.qps[0], here, change(remote))
+        assert await first.look("a", 0, 4096) == b"a" * 4096
+
+
+@pytest.mark.parametrize("size", [8, 200, 100_000])
+async def test_in_the_work_requests_of_the_other(direct: bool, size: int) -> None:
+    """It sends from there, writes from there, reads and receives into there; small things inline."""
+    async with pair() as (first, second), end() as here:
+        (qp,) = here.qps
+        remote = await first.register("a", size)
+        await second.connect(qp)
+        await second.ask(f"borrow a {remote.rkey}")
+        content = random.Random(size).randbytes(size)
+        await first.put("a", 0, content)
+        assert await second.look("a", 0, size) == content
+
+        receive = qp.receive(here.region[:size])
+        await second.ask(f"send_from a 0 {size}")
+        assert bytes((await receive).data) == content
+
+        target = here.region[size : 2 * size]
+        await second.ask(f"write_from a 0 {size} {bytes(target.remote()).hex()}")
+        assert bytes(target.buffer) == content
+
+        content = random.Random(-size).randbytes(size)
+        target.buffer[:] = content
+        await second.ask(f"read_to a 0 {size} {bytes(target.remote()).hex()}")
+        assert await first.look("a", 0, size) == content
+
+        await first.put("a", 0, bytes(size))
+        second.tell(f"receive_to a 0 {size}")
+        await qp.send(target)
+        assert await second.answer() == str(size)
+        assert await first.look("a", 0, size) == content
+
+        await first.ask("close a")
+        with pytest.raises(Refused, match="LOC_PROT_ERR"):
+            await second.ask(f"send_from a 0 {size}")
+        with pytest.raises(Refused, match="ibv_import_mr failed: ENOENT"):
+            await second.ask(f"borrow another {remote.rkey}")
+
+
+async def test_a_key_that_is_taken_back(direct: bool) -> None:
+    """At once, and whoever is at it is waited for: what has that memory next is not written to."""
+    async with pair() as (first, second), end(queue_pairs=2 * fewer(10)) as here:
+        here.region.buffer[:] = b"\xff" * len(here.region)
+        size = 1 << 20
+        qps = iter(here.qps)
+        for _ in range(fewer(10)):
+            qp, late = next(qps), next(qps)
+            await second.connect(qp)
+            await second.connect(late)
+            remote = await first.register("a", size)
+            writes = [asyncio.ensure_future(qp.write(here.region[:size], remote)) for _ in range(20)]
+            await writes[0]
+            await first.ask("close a")
+            await first.register("next", size)
+            await refused(late, here, remote[:8])
+            results = await asyncio.gather(*writes, return_exceptions=True)
+            failed = [each.status for each in results if isinstance(each, WorkCompletionError)]
+            assert failed[:1] in ([], [WcStatus.REM_ACCESS_ERR])
+            assert await first.look("next", 0, size) == b"n" * size
+            await first.ask("close next")

@@ -1,9 +1,11 @@
 """The examples run, and say what they are to say."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from tests.conftest import ROOT
 from tests.listening import free_port, listens
 
 SAYS = {
+    "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is as told", "int32 (64, 1024)"],
     "buffer_pool": [
         "received: b'message 7'",
         "16 messages, 4 buffers, none leased",
@@ -25,12 +28,14 @@ SAYS = {
         "stopped: ibv_post_send on <QueuePair",
         "ResourceDomain, open",
     ],
+    "key_value": ["put 100 values, got 100 of them", "after it was deleted: None"],
     "pool": ["hello by worker 0 and world by worker 1", "b'hello' b'world'"],
     "rc_pingpong": ["answered 50 messages", "50 iters in"],
     "two_processes": ["received b'hello'", "counted [0, 1, 2] and read b'hello' and 3 back", "from memory to memory"],
     "shared_pd": ["registered by the other: b'hello'", "with another key: ibv_share_pd failed: EACCES"],
     "xrc_domain": ["opened by two contexts", "O_EXCL: ibv_open_xrcd failed: EINVAL", "gone with the last one"],
 }
+TESTS = "test_key_value"  # for pytest, of a service with `aioverbs.testing`
 ARGUMENTS = {"rc_pingpong": ["--both", "-p", "0", "-n", "50"]}
 
 
@@ -46,18 +51,32 @@ def run(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them
+NEEDS = {"arrays": "numpy"}
 
 
 def test_every_example_is_here() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(SAYS) | ON_RDMA_DEVICES
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(SAYS) | ON_RDMA_DEVICES | {TESTS}
 
 
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     done = run(name, *ARGUMENTS.get(name, ()))
     assert (done.returncode, done.stderr) == (0, "")
     for text in SAYS[name]:
         assert text in done.stdout
+
+
+def test_a_users_tests_of_a_service(tmp_path: Path) -> None:
+    """They find the plugin by themselves."""
+    for name in ("key_value", TESTS):
+        shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "8 passed" in done.stdout
 
 
 def test_ping_pong_between_two_processes() -> None:

@@ -1,0 +1,89 @@
+"""Arrays that go from one process to another, each byte once: from where numpy has it to where numpy wants it.
+
+    python examples/arrays.py
+
+One process makes arrays in registered memory and grants them; what they are it says in messages. The other one has
+arrays of the same shapes in registered memory of its own, reads into them, and reckons with them where they lie.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aioverbs
+from aioverbs import AccessFlags, Connection, MemoryRegion, ResourceDomain
+
+OWNED = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
+
+
+def array_of(region: MemoryRegion, dtype: str, shape: list[int]) -> NDArray[np.generic]:
+    """What lies in a region, as an array."""
+    return np.frombuffer(region.buffer, dtype).reshape(shape)
+
+
+async def offer(connection: Connection, domain: ResourceDomain) -> None:
+    """Make arrays, and let the peer read each for as long as it wants to."""
+    chance = np.random.default_rng(7)
+    for made in (chance.random((512, 512)), chance.integers(0, 1000, (64, 1024), dtype=np.int32)):
+        async with domain.register(made.nbytes, OWNED) as region:
+            here = array_of(region, made.dtype.str, list(made.shape))
+            here[:] = made
+            told = {"dtype": made.dtype.str, "shape": made.shape, "sum": float(made.sum())}
+            async with await connection.grant(region, AccessFlags.REMOTE_READ):
+                await connection.send(json.dumps(told).encode())
+                await connection.receive()  # it has it
+            del here  # the region's memory is in use as long as there are arrays of it
+    await connection.send(b"")
+
+
+async def take(connection: Connection, domain: ResourceDomain) -> None:
+    """Read the peer's arrays, until it says that there are no more."""
+    while told := await connection.receive():
+        what = json.loads(told)
+        granted = await connection.receive_grant()
+        async with domain.register(len(granted), AccessFlags.LOCAL_WRITE) as region:
+            await connection.read(region, granted)
+            array = array_of(region, what["dtype"], what["shape"])
+            same = "as told" if float(array.sum()) == what["sum"] else "NOT as told"
+            print(f"{array.dtype} {array.shape}: {array.nbytes:,} bytes, their sum is {same}")
+            del array
+        await connection.send(b"thanks")
+
+
+async def owner() -> None:
+    async with aioverbs.open_device() as device, device.resource_domain() as domain:
+
+        async def handle(connection: Connection) -> None:
+            await offer(connection, domain)
+
+        async with aioverbs.serve(handle, "127.0.0.1", domain=domain) as server:
+            print(server.port, flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+
+
+async def taker(port: int) -> None:
+    async with (
+        aioverbs.open_device() as device,
+        device.resource_domain() as domain,
+        aioverbs.connect("127.0.0.1", port, domain=domain) as connection,
+    ):
+        await take(connection, domain)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["owner"]:
+        asyncio.run(owner())
+        return
+    command = [sys.executable, __file__, "owner"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        asyncio.run(taker(int(other.stdout.readline())))
+        other.communicate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""How a service is tested with `aioverbs.testing`: here the cache of key_value.py.
+
+    pytest examples/test_key_value.py        (with pytest-asyncio)
+
+Each test runs in both ways of execution of the software device, and fails where the service leaves something open.
+"""
+
+import asyncio
+
+import pytest
+from key_value import SLOT, Table, cache, serving
+
+import aioverbs
+from aioverbs import AccessFlags, WcStatus
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_what_is_put_is_got(aioverbs_device: aioverbs.Device) -> None:
+    async with (
+        aioverbs_device as device,
+        device.resource_domain() as domain,
+        serving(domain) as port,
+        cache(domain, "127.0.0.1", port) as values,
+    ):
+        await values.put(b"a", b"1")
+        await values.put(b"a", b"2")
+        assert await values.get(b"a") == b"2"
+        assert await values.delete(b"a")
+        assert not await values.delete(b"a")
+        assert await values.get(b"a") is None
+        with pytest.raises(ValueError, match="bytes at most"):
+            await values.put(b"long", bytes(SLOT))
+
+
+async def test_readers_see_whole_values(aioverbs_device: aioverbs.Device) -> None:
+    """While somebody puts, who reads finds one value or the other."""
+    long = [bytes([at]) * 900 for at in range(2)]
+    async with (
+        aioverbs_device as device,
+        device.resource_domain() as domain,
+        serving(domain) as port,
+        cache(domain, "127.0.0.1", port) as reader,
+        cache(domain, "127.0.0.1", port) as writer,
+    ):
+        await writer.put(b"key", long[0])
+
+        async def write() -> None:
+            for at in range(200):
+                await writer.put(b"key", long[at % 2])
+
+        writing = asyncio.create_task(write())
+        seen = set()
+        while not writing.done():
+            seen.add(await reader.get(b"key"))
+        await writing
+        assert seen <= set(long)
+
+
+async def test_a_slot_that_is_being_written_is_read_again(aioverbs_device: aioverbs.Device) -> None:
+    async with (
+        aioverbs_device as device,
+        device.resource_domain() as domain,
+        domain.register(1 << 22, AccessFlags.LOCAL_WRITE) as region,
+    ):
+        table = Table(region)
+        assert table.put(b"key", b"value")
+        slot = next(slot for slot in table._slots(b"key") if bytes(slot[:4]) != bytes(4))
+        slot[10] ^= 1
+        with pytest.raises(ValueError, match="being written"):
+            table.put(b"key", b"another")
+        slot.release()
+
+
+async def test_a_read_that_fails(aioverbs_device: aioverbs.Device) -> None:
+    """It is told with its cause, and the connection is broken by it; another one works."""
+    async with (
+        aioverbs_device as device,
+        device.resource_domain() as domain,
+        serving(domain) as port,
+    ):
+        async with cache(domain, "127.0.0.1", port) as values:
+            await values.put(b"a", b"1")
+            device.faults.fail_request(WcStatus.REM_ACCESS_ERR, values._connection.qp.handle)
+            with pytest.raises(aioverbs.WorkCompletionError, match="REM_ACCESS_ERR"):
+                await values.get(b"a")
+            with pytest.raises(aioverbs.BrokenResourceError):
+                await values.put(b"a", b"2")
+        async with cache(domain, "127.0.0.1", port) as values:
+            assert await values.get(b"a") == b"1"

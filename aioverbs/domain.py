@@ -47,7 +47,7 @@ class Domain(Handled[engine.ProtectionDomain]):
         raise NotImplementedError
 
     @functools.cached_property
-    def common(self) -> dict[object, object]:
+    def _common(self) -> dict[object, object]:
         """Resources that were made from it for all who need such a thing, by what they are for; closed with it."""
         return {}
 

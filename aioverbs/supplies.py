@@ -22,13 +22,13 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     """
     size = settings.block_size
     key = "buffers of connections", size
-    pool = domain.base.common.get(key)
+    pool = domain.base._common.get(key)
     if pool is None:
         pool = domain.buffer_pool(size, max(1, min(_BLOCKS, _SLAB // size)), limit=_ANY_NUMBER)
         pool._life.quiet = True
         await pool.open()
         # Somebody may have come meanwhile: then there are two, and both are closed with the domain.
-        pool = domain.base.common.setdefault(key, pool)
+        pool = domain.base._common.setdefault(key, pool)
     assert isinstance(pool, BufferPool)
     return await pool.lease()
 
@@ -63,7 +63,7 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     :raises VerbsError: the device has no more.
     """
     needed = settings.completions
-    queues = domain.common.setdefault(("completions of connections", running_loop()), _Queues())
+    queues = domain._common.setdefault(("completions of connections", running_loop()), _Queues())
     assert isinstance(queues, _Queues)
     found = queues.find(needed)
     if found is not None:

@@ -452,7 +452,7 @@ OTHER = "soft0@127.90.90.90:7471"  # its own number; both find each other by the
 
 @pytest.mark.parametrize("loop", LOOP_FACTORIES)
 @pytest.mark.parametrize("direct", ["0", "1"])
-@settings(max_examples=fewer(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=fewer(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules=st.lists(RULES, max_size=4), chances=CHANCES, seed=st.integers(0, 1000))
 def test_anything_at_once(
     loop: str,

@@ -10,6 +10,8 @@
 #include "soft.h"
 #include "soft_descriptors.h"
 
+#define ANSWER_BYTES (512u << 10) /* after so many that were moved, answers wait no longer */
+
 enum { FILLS = 4 }; /* of the buffer in one turn, so that no stream keeps the others waiting */
 
 /* The page of leases comes beside the first bytes of a served stream. What else comes is closed by the kernel. */
@@ -146,7 +148,7 @@ static void handle(struct soft_stream *stream)
         if (stream->stage == SOFT_OPEN) {
             done = handle_frame(stream, bytes, size, &moved);
             answers |= done && !stream->is_link;
-            if (answers && moved >= SOFT_FRAGMENT && !stream->refusal) {
+            if (answers && moved >= ANSWER_BYTES && !stream->refusal) {
                 stream->fabric->user->batch_ends(stream);
                 send_answers(stream);
                 answers = false;

@@ -31,30 +31,19 @@ Place = Callable[[Callable[[Domain], Awaitable[None]]], Awaitable[object]]
 domain of the loop that it calls it on."""
 
 
-class ConnectionListener(anyio.abc.AsyncResource):
-    """Where peers ask for connections. Made by `listen`.
+class _Accepting(anyio.abc.AsyncResource):
+    """Who has an acceptor, and is open as long as that listens."""
 
-    ``async for`` gives a `Connection` for each that got through its handshake; they are the caller's to close, and stay
-    when the listener is closed, which ends the loop. Those that nobody took by then are aborted.
-    """
-
-    def __init__(
-        self, host: str | None, port: int, domain: Domain, transport: Transport, terms: Terms, backlog: int
-    ) -> None:
-        self._where = host, port, backlog, transport, domain
-        self._domain = domain
-        self._acceptor = Acceptor(terms, self._arrived)
-        self._ready: deque[Connection] = deque()
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._open = False
+    def __init__(self, where: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor) -> None:
+        self._where = where
+        self._acceptor = acceptor
 
     async def open(self) -> Self:
-        """Listen.
+        """Begin to listen.
 
         :raises OSError: the address is in use, or not this machine's.
         """
         await self._acceptor.open(*self._where)
-        self._open = True
         return self
 
     async def __aenter__(self) -> Self:
@@ -73,6 +62,32 @@ class ConnectionListener(anyio.abc.AsyncResource):
     def statistics(self) -> AcceptorStatistics:
         """Whom it has seen."""
         return self._acceptor.statistics()
+
+
+class ConnectionListener(_Accepting):
+    """Where peers ask for connections. Made by `listen`.
+
+    ``async for`` gives a `Connection` for each that got through its handshake; they are the caller's to close, and stay
+    when the listener is closed, which ends the loop. Those that nobody took by then are aborted.
+    """
+
+    def __init__(
+        self, host: str | None, port: int, domain: Domain, transport: Transport, terms: Terms, backlog: int
+    ) -> None:
+        super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived))
+        self._domain = domain
+        self._ready: deque[Connection] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._open = False
+
+    async def open(self) -> Self:
+        """Listen.
+
+        :raises OSError: the address is in use, or not this machine's.
+        """
+        await super().open()
+        self._open = True
+        return self
 
     async def _arrived(self, arrival: Arrival) -> None:
         connection = await arrival(self._domain)
@@ -178,7 +193,7 @@ def _terms(
     return Terms(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
 
 
-class Server(anyio.abc.AsyncResource):
+class Server(_Accepting):
     """Has a handler called with each connection. Made by `serve`.
 
     The handler runs in a task of its own. When it returns its connection is closed, with everything delivered; when it
@@ -201,39 +216,13 @@ class Server(anyio.abc.AsyncResource):
             raise ValueError("a server has its connections on a domain, or where `place` puts them: give one of these")
         if place is not None and transport == "rdmacm":
             raise ValueError("what rdma_cm accepts stays with its loop: give a domain, or have it by TCP")
+        super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived))
         self._handler = handler
-        self._where = host, port, backlog, transport, domain
         self._domain = domain
         self._place = place
         self._drain_timeout_s = drain_timeout_s
-        self._acceptor = Acceptor(terms, self._arrived)
         self._closed = asyncio.Event()
         self._stopping: asyncio.Future[None] | None = None
-
-    async def open(self) -> Self:
-        """Begin to serve.
-
-        :raises OSError: the address is in use, or not this machine's.
-        """
-        await self._acceptor.open(*self._where)
-        return self
-
-    async def __aenter__(self) -> Self:
-        return await self.open()
-
-    @property
-    def addresses(self) -> list[Address]:
-        """Where it listens."""
-        return self._acceptor.addresses
-
-    @property
-    def port(self) -> int:
-        """The port of all of them."""
-        return self.addresses[0][1]
-
-    def statistics(self) -> AcceptorStatistics:
-        """Whom it has seen."""
-        return self._acceptor.statistics()
 
     async def _arrived(self, arrival: Arrival) -> None:
         async def here(domain: Domain) -> None:

@@ -282,7 +282,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         pthread_join(fabric->thread, NULL);
         pthread_mutex_lock(&fabric->progress);
         atomic_store_explicit(&fabric->active, false, memory_order_release);
-        soft_lead_depose(fabric); /* after that nobody begins to lead */
+        soft_lead_depose(fabric, NULL); /* after that nobody begins to lead */
         if (grace_ready())
             close_all(fabric);
         drop_descriptors(fabric);

@@ -85,6 +85,8 @@ void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel);
 
 /* Whether who sleeps on the channel is woken by peers, too (soft_lead.c). Without a lock: he asks about his own. */
 bool soft_fabric_leads(const struct soft_device *device, const struct soft_channel *channel);
+
+/* It leads no more, or, if that is NULL, nobody does: the thread takes over. */
 void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel);
 
 /* ---- Links: the way to a remote GID -------------------------------------------------------------------------- */

@@ -12,18 +12,6 @@
 
 #include "soft.h"
 
-/* Under leading. */
-static bool end_of(struct soft_fabric *fabric, const struct soft_channel *channel)
-{
-    struct soft_channel *leader = atomic_load(&fabric->leader);
-
-    if (!leader || (channel && leader != channel))
-        return false;
-    epoll_ctl(leader->channel.fd, EPOLL_CTL_DEL, fabric->epoll, NULL);
-    atomic_store(&fabric->leader, NULL);
-    return true;
-}
-
 bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
 {
     struct epoll_event event = {.events = EPOLLIN};
@@ -40,14 +28,20 @@ bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
     return atomic_load(&fabric->leader);
 }
 
-bool soft_lead_depose(struct soft_fabric *fabric)
+bool soft_lead_depose(struct soft_fabric *fabric, const struct soft_channel *channel)
 {
+    struct soft_channel *leader;
     bool led;
 
     if (!atomic_load(&fabric->leader))
         return false;
     pthread_mutex_lock(&fabric->leading);
-    led = end_of(fabric, NULL);
+    leader = atomic_load(&fabric->leader);
+    led = leader && (!channel || leader == channel);
+    if (led) {
+        epoll_ctl(leader->channel.fd, EPOLL_CTL_DEL, fabric->epoll, NULL);
+        atomic_store(&fabric->leader, NULL);
+    }
     pthread_mutex_unlock(&fabric->leading);
     return led;
 }
@@ -59,12 +53,6 @@ bool soft_fabric_leads(const struct soft_device *device, const struct soft_chann
 
 void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel)
 {
-    struct soft_fabric *fabric = device->fabric;
-    bool led;
-
-    pthread_mutex_lock(&fabric->leading);
-    led = end_of(fabric, channel);
-    pthread_mutex_unlock(&fabric->leading);
-    if (led)
+    if (soft_lead_depose(device->fabric, channel))
         soft_fabric_rest(device, NULL);
 }

@@ -182,7 +182,7 @@ static bool leader_takes_it(struct soft_fabric *fabric)
     atomic_store(&fabric->stood_back, false);
     if (wake.revents || !atomic_load(&fabric->leader))
         return false;
-    return atomic_load(&fabric->polls) != seen || !soft_lead_depose(fabric);
+    return atomic_load(&fabric->polls) != seen || !soft_lead_depose(fabric, NULL);
 }
 
 /* Until there is something, or something is due. */

@@ -140,8 +140,7 @@ static void set_events(struct soft_stream *stream, uint32_t events)
         atomic_fetch_sub(&fabric->outgoing, 1);
     if (events & ~before & EPOLLOUT) {
         atomic_fetch_add(&fabric->outgoing, 1);
-        if (soft_lead_depose(fabric))
-            soft_fabric_rest(fabric->device, NULL);
+        soft_fabric_resign(fabric->device, NULL);
     }
 }
 

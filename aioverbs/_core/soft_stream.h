@@ -167,8 +167,8 @@ void soft_fabric_wake(struct soft_fabric *fabric);
 /* Whether it, or another one, leads from here on. */
 bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel);
 
-/* Nobody leads: whether somebody did. */
-bool soft_lead_depose(struct soft_fabric *fabric);
+/* The channel leads no more, or, if that is NULL, nobody does: whether one did. */
+bool soft_lead_depose(struct soft_fabric *fabric, const struct soft_channel *channel);
 
 /* ---- soft_progress.c, all under progress --------------------------------------------------------------------- */
 

@@ -1,9 +1,7 @@
 """The software fabric between two processes of this machine, against what programs do without it."""
 
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from tests.bench.measuring import Limit, Result
 from tests.bench.turns import alone, in_turns
-from tests.native.build import COMMON, KINDS
+from tests.bench.yardsticks import compiled
 
 __all__ = ["FEW", "MANY", "direct_writes", "large_writes", "reads_asleep", "small_writes"]
 
@@ -29,10 +27,7 @@ Turn = Callable[[], Awaitable[bytes]]
 def _yard() -> Iterator[str]:
     """The program of fabric_yard.c, compiled."""
     with tempfile.TemporaryDirectory(prefix="fabric-yard-") as folder:
-        program = str(Path(folder, "fabric_yard"))
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        subprocess.run([*compiler, *COMMON, *KINDS["bench"], str(HERE / "fabric_yard.c"), "-o", program], check=True)
-        yield program
+        yield compiled(Path(folder, "fabric_yard"), "fabric_yard.c")
 
 
 def _ours(what: str, model: str, length: int, window: int, operations: int, *, direct: bool = True) -> Turn:

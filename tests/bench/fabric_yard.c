@@ -10,34 +10,16 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <inttypes.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "yard.h"
 
 static size_t length;
 static int64_t place_count;
-
-static void check(bool good, const char *what)
-{
-    if (good)
-        return;
-    perror(what);
-    exit(1);
-}
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ll + now.tv_nsec;
-}
 
 static void send_all(int fd, const char *bytes, int flags)
 {

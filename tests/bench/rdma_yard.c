@@ -15,6 +15,7 @@
 #include <time.h>
 
 #include "verbs_table.h"
+#include "yard.h"
 
 #define BATCH 16 /* completions taken at once */
 #define ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)
@@ -41,22 +42,6 @@ static bool sleeps;
 static uint32_t length, window;
 static int gid_index;
 static int64_t events;
-
-static void check(bool good, const char *what)
-{
-    if (good)
-        return;
-    perror(what);
-    exit(1);
-}
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ll + now.tv_nsec;
-}
 
 static int64_t slept(void)
 {

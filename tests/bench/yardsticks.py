@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from aioverbs import MemoryRegion
 from aioverbs._core import engine
 from tests.native.build import COMMON, KINDS
 
-__all__ = ["Yard", "waker", "yard"]
+__all__ = ["Yard", "compiled", "waker", "yard"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,14 +45,19 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 
 
+def compiled(target: Path, *sources: str, flags: Sequence[str] = ()) -> str:
+    """A program of these files, or with other flags a library; its path."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    every = [*COMMON, *KINDS["bench"], *shlex.split(os.environ.get("CFLAGS", "")), *flags]
+    subprocess.run([*compiler, *every, *(str(HERE / name) for name in sources), "-o", str(target)], check=True)
+    return str(target)
+
+
 def library(folder: Path, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     """Compile the yardsticks into a folder and load them, with the flags of the other benchmarks in C."""
     target = folder / "yardsticks.so"
     if not target.exists():
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        flags = [*COMMON, *KINDS["bench"], *shlex.split(os.environ.get("CFLAGS", "")), "-fPIC", "-shared"]
-        sources = [str(HERE / name) for name in ("wake_up.c", "yardsticks.c")]
-        subprocess.run([*compiler, *flags, *sources, "-o", str(target)], check=True)
+        compiled(target, "wake_up.c", "yardsticks.c", flags=("-fPIC", "-shared"))
     loaded = loader(str(target), use_errno=True)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)

@@ -10,6 +10,9 @@ import pytest_asyncio
 
 from aioverbs import Device, open_device
 from tests.devices import far_devices
+from tests.sockets import direct, directory_of_sockets
+
+__all__ = ["device", "direct", "directory_of_sockets", "pytest_collection_modifyitems"]
 
 # What a loop has to do with frames that a network loses is not much, and waiting for repetitions takes its time: there
 # each way goes with one loop, and the first one with both.

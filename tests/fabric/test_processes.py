@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,20 +27,6 @@ from tests.pace import fewer, patience
 
 QUICK: dict[str, Any] = {"timeout": 10, "retry_cnt": 2}  # 4 ms, three times
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
-
-
-@pytest.fixture(autouse=True)
-def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "sockets"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(folder))
-
-
-@pytest.fixture(params=["1", "0"], ids=["direct", "socket"])
-def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether large data goes from memory to memory."""
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", request.param)
-    return bool(int(request.param))
 
 
 @every_model

@@ -55,24 +55,13 @@ async def is_taken(here: End, there: Other) -> None:
     assert await there.ask("refusals") == "0 0"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "sockets"
-    path.mkdir(mode=0o700)
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(path))
-    return path
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("direct", ["0", "1"])
-async def test_the_same_secret(monkeypatch: pytest.MonkeyPatch, direct: str) -> None:
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", direct)
+@pytest.mark.usefixtures("direct")
+async def test_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOVERBS_SOFT_SECRET", "open sesame")
     async with other() as there, end() as here:
         await is_taken(here, there)
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("ours", "theirs", "problem"),
     [

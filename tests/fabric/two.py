@@ -104,7 +104,9 @@ class End:
 
 
 @contextlib.asynccontextmanager
-async def end(model: MessageModel = MessageModel.DEFAULT, *, queue_pairs: int = 1) -> AsyncIterator[End]:
+async def end(
+    model: MessageModel = MessageModel.DEFAULT, *, queue_pairs: int = 1, size: int = SIZE
+) -> AsyncIterator[End]:
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_async_context
         device = await opened(open_device("soft0"))

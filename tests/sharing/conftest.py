@@ -1,19 +1,5 @@
-"""Where the devices of these processes find each other."""
+"""Where the devices of these processes find each other, and how data goes."""
 
-from pathlib import Path
+from tests.sockets import direct, directory_of_sockets
 
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "sockets"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(folder))
-
-
-@pytest.fixture(params=["1", "0"], ids=["direct", "socket"])
-def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether large data goes from memory to memory."""
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", request.param)
-    return bool(int(request.param))
+__all__ = ["direct", "directory_of_sockets"]

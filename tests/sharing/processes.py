@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from aioverbs import Device, Endpoint, MemoryRegion, QueuePair, RemoteRegion, ResourceDomain, open_device
+from aioverbs import Endpoint, QueuePair, RemoteRegion
 from tests.conftest import ROOT
 from tests.pace import patience
 from tests.sharing.worker import ACCESS
 
-__all__ = ["KEY", "End", "Refused", "Worker", "end", "pair", "worker"]
+__all__ = ["KEY", "Refused", "Worker", "pair", "worker"]
 
 KEY = 0xFEDCBA9876543210
 START = (
@@ -110,24 +110,3 @@ async def pair(*, imported: bool = True) -> AsyncIterator[tuple[Worker, Worker]]
             await first.give(second)
             await second.instance()
         yield first, second
-
-
-@dataclass
-class End:
-    """What this process has."""
-
-    device: Device
-    domain: ResourceDomain
-    region: MemoryRegion
-    qps: list[QueuePair]
-
-
-@contextlib.asynccontextmanager
-async def end(*, queue_pairs: int = 1, size: int = 2 << 20) -> AsyncIterator[End]:
-    async with contextlib.AsyncExitStack() as stack:
-        opened = stack.enter_async_context
-        device = await opened(open_device("soft0"))
-        domain = await opened(device.resource_domain())
-        region = await opened(domain.register(size, ACCESS))
-        cq = await opened(domain.completion_queue(1024))
-        yield End(device, domain, region, [await opened(domain.queue_pair(cq)) for _ in range(queue_pairs)])

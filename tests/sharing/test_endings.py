@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from aioverbs import BrokenResourceError, RemoteRegion, WcStatus, WorkCompletionError
+from tests.fabric.two import End, end
 from tests.pace import fewer, patience
-from tests.sharing.processes import KEY, End, Refused, end, pair
+from tests.sharing.processes import KEY, Refused, pair
 from tests.sharing.test_serving import reaches
 
 # Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.

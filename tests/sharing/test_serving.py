@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from aioverbs import QueuePair, RemoteRegion, WcStatus, WorkCompletionError
+from tests.fabric.two import End, end
 from tests.pace import fewer
-from tests.sharing.processes import End, Refused, Worker, end, pair
+from tests.sharing.processes import Refused, Worker, pair
 
 SIZES = (1, 8, 4096, 131073, 1 << 20)
 

@@ -24,8 +24,8 @@ __all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Plac
 _STOP_S = 10.0
 # How often a verb is tried again that met another thread inside of its domain.
 _TRIES = 1000
-# How long an await may poll before it sleeps: about as long as sleeping and being woken takes.
-_SPIN_NS = 20_000
+# How long an await may poll before it sleeps: about as long as a peer that slept takes to wake up and answer.
+_SPIN_NS = 100_000
 # One event for so many completions, or so long after the first of them, where bandwidth is what counts.
 _MODERATION = (16, 16)
 
@@ -159,7 +159,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
     :param comp_vector: which of the device's interrupt vectors signals it.
     :param message_model: how awaits of what completes here wait; None: as its domain has it.
     :param spin_ns: how many nanoseconds an await polls before it sleeps, for FORCE_LOW_LATENCY and LOW_LATENCY; the
-        awaits of one turn of the loop share them. None: 20,000.
+        awaits of one turn of the loop share them. None: 100,000.
     """
 
     def __init__(

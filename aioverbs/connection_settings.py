@@ -26,6 +26,8 @@ class ConnectionSettings:
     :param max_grants: regions that the peer may have granted at once.
     :param keep_alive_s: a peer that is gone is noticed within so many seconds; None: only when something is sent.
     :param close_timeout_s: the longest that closing waits for what was sent to be delivered, in seconds.
+    :param spin_ns: how long an await polls, in nanoseconds, where the domain's message model polls; None: see
+        `CompletionQueue`. The longer, the later the loop's other tasks have their turn.
     :param port: the device's port that it goes by.
     :param gid_index: which of the port's GIDs; None: see `QueuePair`.
     """
@@ -38,6 +40,7 @@ class ConnectionSettings:
     max_grants: int = 1024
     keep_alive_s: float | None = 10.0
     close_timeout_s: float = 5.0
+    spin_ns: int | None = None
     port: int = 1
     gid_index: int | None = None
 

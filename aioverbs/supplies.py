@@ -60,16 +60,17 @@ class _Queues:
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
     """A completion queue of the running loop's, with room for one more connection.
 
+    :raises ValueError: its awaits do not poll, or not so long.
     :raises VerbsError: the device has no more.
     """
     needed = settings.completions
-    queues = domain._common.setdefault(("completions of connections", running_loop()), _Queues())
+    queues = domain._common.setdefault(("completions of connections", settings.spin_ns, running_loop()), _Queues())
     assert isinstance(queues, _Queues)
     found = queues.find(needed)
     if found is not None:
         return found
     most = max(needed, domain.handle.context.attributes.max_cqe)
-    made = domain.completion_queue(min(needed * _SHARERS, most))
+    made = domain.completion_queue(min(needed * _SHARERS, most), spin_ns=settings.spin_ns)
     made._life.quiet = True
     queues.add(await made.open())
     return made

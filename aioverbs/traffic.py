@@ -11,6 +11,7 @@ import anyio
 
 from aioverbs._core.work import Inbox, Operation, Received, RegionSlice, RemoteRegion
 from aioverbs.affinity import running_loop
+from aioverbs.assembly import Assembly
 from aioverbs.buffers import LeasedBuffer
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.credits import KEPT, Credits
@@ -25,6 +26,7 @@ from aioverbs.errors import (
 )
 from aioverbs.frames import CREDITS_AT, FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL, WHOLE, FrameKind, header, split
 from aioverbs.queue_pair import QueuePair
+from aioverbs.send_buffers import SendBuffer, SendBuffers
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -33,7 +35,6 @@ __all__ = ["Traffic", "TrafficStatistics"]
 
 _CREDITS = 0x3FF << CREDITS_AT
 _NOWHERE = RemoteRegion(0, 0, 0)
-_PREFIXES = TOTAL.size + IMMEDIATE.size
 
 
 class _Receive(RegionSlice):
@@ -41,14 +42,6 @@ class _Receive(RegionSlice):
 
     __slots__ = ("view",)
     view: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class _Marked:
-    """A message with immediate data."""
-
-    data: bytes
-    immediate: int
 
 
 @dataclass(frozen=True)
@@ -111,9 +104,7 @@ class Traffic:
         self._waiter: asyncio.Future[None] | None = None  # who waits for a credit
         self._controls: deque[tuple[int, bool]] = deque()  # that wait for a credit
         self._kept: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
-        self._parts: list[bytes] | None = None  # of a message that comes in fragments
-        self._total = self._have = 0
-        self._mark: int | None = None
+        self._assembly = Assembly(settings.max_message)
         self._deferred = 0  # credits of fragments that came while the user had messages to read
         self._asking = False
         self._early = _ALL
@@ -133,13 +124,9 @@ class Traffic:
             receive.view = memory[at : at + size]
             self._receives.append(receive)
             at += size
-        self._buffers: list[tuple[memoryview, RegionSlice]] = []
-        for _ in range(self._settings.send_buffers):
-            self._buffers.append((memory[at : at + size], block[at : at + size]))
-            at += size
+        starts = range(at, at + self._settings.send_buffers * size, size)
+        self._buffers = SendBuffers([SendBuffer(memory[at : at + size], block[at : at + size]) for at in starts])
         self._nothing = block[:0]
-        self._under_way: list[Operation[None] | None] = [None] * len(self._buffers)
-        self._next = 0
 
     def post_receives(self) -> None:
         """In INIT: all of them."""
@@ -186,7 +173,7 @@ class Traffic:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        self._parts = None
+        self._assembly.drop()
         self._wake()
         self.when_over()
 
@@ -223,7 +210,7 @@ class Traffic:
         try:
             if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS and not self.ended:
                 item: object = bytes(receive.view[: received.byte_len])
-                self._parts = None
+                self._assembly.drop()
                 self._post(receive)
                 if immediate & _CREDITS:
                     self._credited(immediate >> CREDITS_AT & 0x3FF)
@@ -263,7 +250,7 @@ class Traffic:
             raise ValueError(f"a message of kind {kind} has the flags {flags:#x}")
         if kind == FrameKind.END:
             self.ended = True
-            self._parts = None
+            self._assembly.drop()
             self.inbox.close()
             self._control(FrameKind.END, number, b"")
         elif kind != FrameKind.CREDITS:
@@ -279,30 +266,9 @@ class Traffic:
             raise ValueError("it sends a message after its last one")
         if number:
             raise ValueError(f"a message has the number {number}")
-        at = 0
-        if flags & FIRST:  # what was begun before was cancelled there
-            self._mark = None
-            total = None
-            if not flags & LAST:
-                (total,) = TOTAL.unpack_from(_enough(view, TOTAL.size))
-                at = TOTAL.size
-            if flags & HAS_IMMEDIATE:
-                (self._mark,) = IMMEDIATE.unpack_from(_enough(view, at + IMMEDIATE.size), at)
-                at += IMMEDIATE.size
-            self._total = len(view) - at if total is None else total
-            if self._total > self._settings.max_message:
-                raise ValueError(f"a message of {self._total:,} bytes is longer than was said to be taken")
-            self._parts, self._have = [], 0
-        if self._parts is None:
-            raise ValueError("a fragment has no beginning")
-        self._parts.append(bytes(view[at:]))
-        self._have += len(view) - at
-        if self._have > self._total or (self._have < self._total) == bool(flags & LAST) or not (flags & LAST or view):
-            raise ValueError(f"{self._have:,} bytes came of a message of {self._total:,}")
-        if flags & LAST:
-            whole = b"".join(self._parts)
-            self._parts = None
-            return whole if self._mark is None else _Marked(whole, self._mark)
+        whole = self._assembly.add(view, flags)
+        if whole is not None:
+            return whole
         if len(self.inbox):  # who has something to read is not sent endlessly many fragments
             self._deferred += 1
             return _DEFERRED
@@ -387,12 +353,7 @@ class Traffic:
         # Dropped it would be withdrawn where it waits for a place. This must not look for completions: those that are
         # found here would overtake others that were found before.
         kept = self._kept
-        while kept:
-            with contextlib.suppress(BrokenResourceError, ClosedResourceError, WorkCompletionError):
-                try:
-                    kept[0].result()
-                except asyncio.InvalidStateError:
-                    break
+        while kept and kept[0].ended:
             del kept[0]
         kept.append(operation)
 
@@ -414,10 +375,12 @@ class Traffic:
 
     async def send_early(self, data: bytes) -> None:
         """A message of the handshake."""
-        view, piece = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
-        view[: len(data)] = data
-        await self.qp.send(piece[: len(data)])
+        buffer = self._buffers.take()
+        assert buffer is not None  # there are none of the user's yet
+        buffer.view[: len(data)] = data
+        sent = self.qp.send(buffer.memory[: len(data)])
+        self._buffers.sent(buffer, sent)
+        await sent
 
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """A message of the user's; when this returns it is on its way, and `data` may be changed."""
@@ -434,18 +397,10 @@ class Traffic:
             and not self._lock.locked()
             and not self.end_sent
         ):
-            at = self._next
-            under_way = self._under_way[at]
-            if under_way is None or under_way.done():
-                view, piece = self._buffers[at]
-                view[:length] = data
-                returned = funds.take()
-                try:
-                    self._under_way[at] = self.qp.send(piece[:length], immediate=WHOLE | returned << CREDITS_AT)
-                except BaseException:  # as where another loop owns it: nothing was done
-                    funds.untake(returned)
-                    raise
-                self._next = at + 1 if at + 1 < len(self._buffers) else 0
+            buffer = self._buffers.take()
+            if buffer is not None:
+                buffer.view[:length] = data
+                self._post_buffer(buffer, length, WHOLE)
                 self.sent += 1
                 return
         await self._send_slowly(memoryview(data), immediate)
@@ -493,36 +448,32 @@ class Traffic:
     async def _send_frame(self, immediate: int, prefix: bytes, data: memoryview, kept: int = KEPT) -> None:
         # Whoever calls has the lock.
         await self._wait_for_credit(kept)
-        at = self._next
-        under_way = self._under_way[at]
-        if under_way is not None and not under_way.done():
+        buffer = self._buffers.take()
+        if buffer is None:
             self.waits += 1
-            await self._wait_for_buffer(at, under_way)
+            try:
+                await self._buffers.wait(self.probe)
+            except WorkCompletionError as error:
+                raise self._lost(error) from error
             await self._wait_for_credit(kept)
-        view, piece = self._buffers[at]
+            buffer = self._buffers.take()
+            assert buffer is not None
         end = len(prefix) + len(data)
-        view[: len(prefix)] = prefix
-        view[len(prefix) : end] = data
-        assert self._credits is not None
-        returned = self._credits.take()
-        try:
-            self._under_way[at] = self.qp.send(piece[:end], immediate=immediate | returned << CREDITS_AT)
-        except BaseException:
-            self._credits.untake(returned)
-            raise
-        self._next = (at + 1) % len(self._buffers)
+        buffer.view[: len(prefix)] = prefix
+        buffer.view[len(prefix) : end] = data
+        self._post_buffer(buffer, end, immediate)
 
-    async def _wait_for_buffer(self, at: int, under_way: Operation[None]) -> None:
+    def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
+        funds = self._credits
+        assert funds is not None
+        returned = funds.take()
         try:
-            await under_way
-        except asyncio.CancelledError:
-            # What was awaited cannot be again: who comes next waits for what is done after it.
-            with contextlib.suppress(ClosedResourceError, BrokenResourceError):
-                self._under_way[at] = self.probe()
+            sent = self.qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
+        except BaseException:  # as where another loop owns it: nothing was done
+            funds.untake(returned)
+            self._buffers.give_back(buffer)
             raise
-        except WorkCompletionError as error:
-            raise self._lost(error) from error
-        self._under_way[at] = None
+        self._buffers.sent(buffer, sent)
 
     def _lost(self, error: WorkCompletionError) -> Exception:
         self.fail(str(error), error)
@@ -548,9 +499,3 @@ class Traffic:
 
 _DEFERRED = object()
 _ALL = 1 << 30
-
-
-def _enough(view: memoryview, size: int) -> memoryview:
-    if len(view) < size:
-        raise ValueError(f"{len(view)} bytes are too few for how it begins")
-    return view

@@ -174,7 +174,7 @@ static struct soft_cq *take(struct soft_channel *channel)
 /* Of a channel that leads, and has none: a peer sent something, which may bring one. */
 static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
 {
-    bool something = soft_fabric_progress(device);
+    bool something = soft_fabric_progress(device, true);
     struct soft_cq *cq = take(channel);
 
     if (something && !cq)

@@ -75,9 +75,10 @@ int soft_fabric_listen(struct soft_device *device);
 /* Why the last soft_fabric_listen failed: copied to `text`, "" where it did not. */
 void soft_fabric_error(struct soft_device *device, char *text, size_t size);
 
-/* Handles what there is, if nobody else does so just now: from poll_cq, with no device lock held, outside of grace
- * sections. Never waits. Whether there was something. */
-bool soft_fabric_progress(struct soft_device *device);
+/* Handles what there is, if nobody else does so just now: with no device lock held, outside of grace sections. Never
+ * waits. Whether there was something. Who asks again and again, from poll_cq, need not ask for all: a look is cheaper
+ * then, and finds within a few times what there is. */
+bool soft_fabric_progress(struct soft_device *device, bool all);
 
 /* Who polled goes to sleep (req_notify_cq), on that channel or, if that is NULL, for good: the thread takes over, unless
  * a channel leads. */

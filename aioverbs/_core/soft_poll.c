@@ -46,7 +46,7 @@ int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
     if (error)
         return -error;
     if (is_empty(cq)) /* perhaps a remote peer has answered */
-        soft_fabric_progress(to_soft_context(ibv_cq->context)->device);
+        soft_fabric_progress(to_soft_context(ibv_cq->context)->device, false);
     for (n = 0; n < count && (cqe = peek(cq, &consumer)); n++) {
         wc[n] = (struct ibv_wc){
             .wr_id = cqe->wr_id,
@@ -159,7 +159,7 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
     if (error)
         return error;
     if (is_empty(cq))
-        soft_fabric_progress(to_soft_context(ex->context)->device);
+        soft_fabric_progress(to_soft_context(ex->context)->device, false);
     error = show(cq);
     if (error)
         soft_half_leave(&cq->half);

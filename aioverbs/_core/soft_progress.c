@@ -88,14 +88,14 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
         soft_disturb_release(fabric, soft_now_ns());
 }
 
-bool soft_fabric_look(struct soft_fabric *fabric)
+bool soft_fabric_look(struct soft_fabric *fabric, bool all)
 {
     struct epoll_event events[EVENTS];
     struct soft_stream *hot = fabric->hot;
     int count;
 
     /* A round trip is over one stream: asking it saves asking for who has something. */
-    if (hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && ++fabric->looks % HOT_LOOKS)
+    if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && ++fabric->looks % HOT_LOOKS)
         return soft_stream_receive(hot);
     count = epoll_wait(fabric->epoll, events, EVENTS, 0);
     if (count > 0)
@@ -122,7 +122,7 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 
 /* ---- By who polls -------------------------------------------------------------------------------------------- */
 
-bool soft_fabric_progress(struct soft_device *device)
+bool soft_fabric_progress(struct soft_device *device, bool all)
 {
     struct soft_fabric *fabric = device->fabric;
     bool something = false;
@@ -132,8 +132,10 @@ bool soft_fabric_progress(struct soft_device *device)
     atomic_fetch_add_explicit(&fabric->polls, 1, memory_order_relaxed);
     if (!grace_ready() || pthread_mutex_trylock(&fabric->progress))
         return false;
-    if (atomic_load_explicit(&fabric->active, memory_order_relaxed))
-        something = soft_fabric_look(fabric);
+    if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
+        soft_stream_settle(fabric); /* he has nothing to do any more */
+        something = soft_fabric_look(fabric, all);
+    }
     pthread_mutex_unlock(&fabric->progress);
     return something;
 }
@@ -151,6 +153,17 @@ void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel)
 
 /* ---- By the thread ------------------------------------------------------------------------------------------- */
 
+/* From here on nobody leaves answers to it any more: those that somebody left go out. */
+static void come_back(struct soft_fabric *fabric)
+{
+    atomic_store(&fabric->stood_back, false);
+    if (!atomic_load(&fabric->owing))
+        return;
+    pthread_mutex_lock(&fabric->progress);
+    soft_stream_settle(fabric);
+    pthread_mutex_unlock(&fabric->progress);
+}
+
 static bool somebody_polls(struct soft_fabric *fabric)
 {
     return atomic_load(&fabric->polls) >= POLLING;
@@ -165,7 +178,7 @@ static void stand_back(struct soft_fabric *fabric)
     atomic_store(&fabric->stood_back, true);
     if (somebody_polls(fabric) && !atomic_load(&fabric->stop)) /* he may have gone to rest just now */
         poll(&wake, 1, STAND_BACK_MS);
-    atomic_store(&fabric->stood_back, false);
+    come_back(fabric);
     if (wake.revents || atomic_load(&fabric->polls) == seen)
         atomic_store(&fabric->polls, 0); /* he went away without a word */
 }
@@ -179,7 +192,7 @@ static bool leader_takes_it(struct soft_fabric *fabric)
     atomic_store(&fabric->stood_back, true);
     if (atomic_load(&fabric->leader)) /* he may have resigned just now */
         poll(&wake, 1, STAND_BACK_MS);
-    atomic_store(&fabric->stood_back, false);
+    come_back(fabric);
     if (wake.revents || !atomic_load(&fabric->leader))
         return false;
     return atomic_load(&fabric->polls) != seen || !soft_lead_depose(fabric, NULL);
@@ -202,7 +215,7 @@ static void look_on(struct soft_fabric *fabric)
         bool something;
 
         pthread_mutex_lock(&fabric->progress);
-        something = soft_fabric_look(fabric);
+        something = soft_fabric_look(fabric, false);
         pthread_mutex_unlock(&fabric->progress);
         if (something)
             until = soft_now_ns() + fabric->settings.spin_ns;

@@ -102,9 +102,44 @@ static void send_answers(struct soft_stream *stream)
     pthread_mutex_unlock(&stream->tx);
 }
 
-/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. What was
- * moved for it is added to `*moved`. */
-static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, uint64_t *moved)
+void soft_stream_settle(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream = atomic_load(&fabric->owing);
+
+    if (!stream)
+        return;
+    atomic_store(&fabric->owing, NULL);
+    send_answers(stream);
+}
+
+/* They go out when somebody settles. The thread puts `stood_back` down before it looks for who owes, so that one of the
+ * two sees the other. */
+static void owe(struct soft_stream *stream)
+{
+    struct soft_fabric *fabric = stream->fabric;
+
+    if (atomic_load(&fabric->owing) != stream)
+        soft_stream_settle(fabric);
+    atomic_store(&fabric->owing, stream);
+    if (!atomic_load(&fabric->stood_back))
+        soft_stream_settle(fabric);
+}
+
+/* What was handled of what is at hand. */
+struct handled {
+    bool answers; /* are to go out */
+    bool urgent;  /* somebody may wait for one of them */
+    uint64_t moved;
+};
+
+/* A message is for who polls, and his to answer. What is done in his memory he never hears of. */
+static bool is_message(uint8_t opcode)
+{
+    return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+}
+
+/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. */
+static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, struct handled *handled)
 {
     struct soft_frame frame;
     const char *wrong;
@@ -128,7 +163,9 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
     bytes += SOFT_FRAME_SIZE;
     if (!soft_is_disturbed(stream) || soft_disturb_in(stream, &frame, bytes))
         use(stream, &frame, bytes);
-    *moved += frame.part;
+    handled->moved += frame.part;
+    handled->answers |= !stream->is_link;
+    handled->urgent |= !is_message(frame.opcode);
     return SOFT_FRAME_SIZE + frame.size;
 }
 
@@ -137,8 +174,7 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
 static void handle(struct soft_stream *stream)
 {
     struct grace_reader *grace = grace_enter();
-    bool answers = false;
-    uint64_t moved = 0;
+    struct handled handled = {0};
     uint32_t done;
 
     do {
@@ -146,24 +182,24 @@ static void handle(struct soft_stream *stream)
         uint32_t size = stream->in_end - stream->in_begin;
 
         if (stream->stage == SOFT_OPEN) {
-            done = handle_frame(stream, bytes, size, &moved);
-            answers |= done && !stream->is_link;
-            if (answers && moved >= ANSWER_BYTES && !stream->refusal) {
+            done = handle_frame(stream, bytes, size, &handled);
+            if (handled.answers && handled.moved >= ANSWER_BYTES && !stream->refusal) {
                 stream->fabric->user->batch_ends(stream);
                 send_answers(stream);
-                answers = false;
-                moved = 0;
+                handled = (struct handled){0};
             }
         } else {
             done = soft_handshake_handle(stream, bytes, size);
         }
         stream->in_begin += done;
     } while (done && !stream->refusal);
-    if (answers && !stream->refusal)
+    if (handled.answers && !stream->refusal)
         stream->fabric->user->batch_ends(stream);
     grace_leave(grace);
-    if (answers)
+    if (handled.answers && (handled.urgent || stream->refusal))
         send_answers(stream);
+    else if (handled.answers)
+        owe(stream);
     /* The next frame fits behind what is there already, or what is there moves to the front. */
     if (stream->in_begin == stream->in_end) {
         stream->in_begin = stream->in_end = 0;

@@ -160,6 +160,8 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     fabric->closes++;
     if (fabric->hot == stream)
         fabric->hot = NULL;
+    if (atomic_load(&fabric->owing) == stream)
+        atomic_store(&fabric->owing, NULL);
     fabric->handshakes -= is_unfinished(stream->stage);
     atomic_store(&stream->direct, false);
     pthread_mutex_lock(&stream->tx);

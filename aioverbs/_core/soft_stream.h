@@ -139,7 +139,8 @@ struct soft_fabric {
 
     pthread_mutex_t progress; /* before grace sections */
     struct soft_stream *streams;
-    struct soft_stream *hot; /* the last one that had something */
+    struct soft_stream *hot;           /* the last one that had something */
+    struct soft_stream *_Atomic owing; /* written under progress: its answers wait, see soft_stream_settle */
     uint32_t looks;
     uint32_t stream_count, served_count, handshakes;
     atomic_ullong sweep_at;         /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
@@ -172,8 +173,9 @@ bool soft_lead_depose(struct soft_fabric *fabric, const struct soft_channel *cha
 
 /* ---- soft_progress.c, all under progress --------------------------------------------------------------------- */
 
-/* Handles what there is, for a bounded time: whether there was something. Not in a grace section; grace_ready(). */
-bool soft_fabric_look(struct soft_fabric *fabric);
+/* Handles what there is, for a bounded time: whether there was something. Who does not ask for all may be told of none
+ * of what came over other streams than the last one did, a few times. Not in a grace section; grace_ready(). */
+bool soft_fabric_look(struct soft_fabric *fabric, bool all);
 void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count);
 void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now); /* what is due */
 void *soft_fabric_main(void *fabric);                             /* the thread; it takes progress by itself */
@@ -242,6 +244,11 @@ static inline uint32_t soft_stream_pending(const struct soft_stream *stream)
 
 /* Reads and handles; false where there was nothing. The stream may be closed, and a served one freed, after that. */
 bool soft_stream_receive(struct soft_stream *stream);
+
+/* Sends the answers that wait, if there are some. Answers to messages are not urgent for who polls: his own next message
+ * goes first, and they when he finds nothing more to do, or rests. Only while the thread stands back, which comes by
+ * within STAND_BACK_MS and sees to it. */
+void soft_stream_settle(struct soft_fabric *fabric);
 
 /* A frame that came before: false where it has to wait for room, or since nothing is read. */
 bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);

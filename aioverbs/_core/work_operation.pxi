@@ -97,6 +97,11 @@ cdef class Operation:
         self.queue._look(self, False)
         return self.state == DONE
 
+    @property
+    def ended(self):
+        """Whether it is known to have ended. Unlike `done` this does not look, and any thread may ask."""
+        return self.state == DONE
+
     def result(self):
         """What awaiting it would give, or raise, where it is done; as often as you like.
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = ["echo", "idle", "setup"]
 
 HOST = "127.0.0.1"
 SIZES = (64, 64 * 1024)
+MODELS = (MessageModel.DEFAULT, MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY)
 USUAL = ConnectionSettings()
 LEAN = ConnectionSettings(buffer_size=4096, receive_depth=4, send_buffers=2, send_depth=8)
 
@@ -99,49 +101,91 @@ async def idle(count: int) -> Result:
 
 
 # ---- Echoes
+#
+# Each contender has a process of its own, which sleeps while another one is measured: one that polls for a message
+# would disturb the others.
 
 
-async def _answer(model: str) -> None:
-    """The other process: both echoes; it tells the port, and ends when its input does."""
-    folder = sys.argv[-1]
+async def _answer_connection(model: str) -> None:
+    """The other process: it tells its port, and is asked by a line for so many echoes, until its input ends."""
+    settings, ended = _settings(MessageModel[model]), asyncio.Event()
+    control = await _lines()
 
-    async def unix(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def echo(connection: Connection) -> None:
+        send, receive = connection.send, connection.receive
+        while line := await control.readline():
+            print(flush=True)
+            for _ in range(int(line)):
+                await send(await receive())
+        ended.set()
+
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain(message_model=MessageModel[model]) as domain,
+        serve(echo, HOST, domain=domain, settings=settings, drain_timeout_s=0) as server,
+    ):
+        print(server.port, flush=True)
+        await ended.wait()
+
+
+async def _answer_unix(path: str) -> None:
+    """As that, over a Unix stream; what ends is told by the stream."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readexactly(4)
                 writer.write(head + await reader.readexactly(int.from_bytes(head)))
 
-    async def echo(connection: Connection) -> None:
-        send, receive = connection.send, connection.receive
-        while True:
-            await send(await receive())
+    async with await asyncio.start_unix_server(echo, path, limit=1 << 20):
+        print(flush=True)
+        await (await _lines()).read()
 
-    async with (
-        open_device("soft0") as device,
-        device.resource_domain(message_model=MessageModel[model]) as domain,
-        serve(echo, HOST, domain=domain, settings=USUAL, drain_timeout_s=0) as server,
-        await asyncio.start_unix_server(unix, f"{folder}/unix", limit=1 << 20),
-    ):
-        print(server.port, flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+
+async def _lines() -> asyncio.StreamReader:
+    """What this process is told."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+@dataclass
+class _Other:
+    process: asyncio.subprocess.Process
+    said: str = ""
+
+    async def ask(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        await self.hear()
+
+    async def hear(self) -> None:
+        assert self.process.stdout is not None
+        self.said = (await self.process.stdout.readline()).decode()
 
 
 @contextlib.asynccontextmanager
-async def _other(model: str, folder: str) -> AsyncIterator[int]:
+async def _other(*arguments: str) -> AsyncIterator[_Other]:
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, __file__, "--answer", model, folder]
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    process = await asyncio.create_subprocess_exec(sys.executable, __file__, *arguments, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
-    assert process.stdout is not None
+    other = _Other(process)
     try:
-        yield int(await process.stdout.readline())
+        await other.hear()
+        yield other
     finally:
         process.stdin.close()
         await process.wait()
 
 
-def _over(connection: Connection, message: bytes) -> Contender:
+def _settings(model: MessageModel) -> ConnectionSettings:
+    # Who has chosen to poll polls on until the answer is there.
+    return replace(USUAL, spin_ns=1_000_000) if model is MessageModel.FORCE_LOW_LATENCY else USUAL
+
+
+def _over(connection: Connection, other: _Other, message: bytes) -> Contender:
     async def round_trips(operations: int) -> float:
+        await other.ask(str(operations))
         send, receive = connection.send, connection.receive
         begin = time.perf_counter_ns()
         for _ in range(operations):
@@ -166,33 +210,31 @@ def _through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message
     return round_trips
 
 
-async def echo(rounds: int, model: MessageModel) -> Result:
-    """Messages there and back between two processes, beside a Unix stream of uvloop's that carries the same."""
+async def echo(rounds: int) -> Result:
+    """Messages there and back between two processes, by each message model, beside a Unix stream of uvloop's."""
     figures: dict[str, object] = {}
     limits = {}
-    with tempfile.TemporaryDirectory(prefix="aioverbs-bench-") as folder:
-        async with (
-            _other(model.name, folder) as port,
-            open_device("soft0") as device,
-            device.resource_domain(message_model=model) as domain,
-            connect(HOST, port, domain=domain, settings=USUAL) as connection,
-        ):
-            reader, writer = await asyncio.open_unix_connection(f"{folder}/unix", limit=1 << 20)
-            for size in SIZES:
-                message = bytes(size)
-                contenders: dict[str, Contender] = {
-                    "connection": _over(connection, message),
-                    "unix": _through(reader, writer, message),
-                }
-                seen = await interleaved(contenders, rounds, 0.005)
-                figures |= {
-                    f"connection_{size}_us": seen.ns("connection") / 1e3,
-                    f"unix_{size}_us": seen.ns("unix") / 1e3,
-                    f"speed_up_{size}": seen.ratio("unix", "connection"),
-                }
-                limits[f"speed_up_{size}"] = Limit(at_least=1.5)
-            writer.close()
-    return Result(f"connection_echo_{model.name}", figures, limits)
+    async with contextlib.AsyncExitStack() as stack:
+        opened = stack.enter_async_context
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aioverbs-bench-"))
+        device = await opened(open_device("soft0"))
+        ends = {}
+        for model in MODELS:
+            other = await opened(_other("--connection", model.name))
+            domain = await opened(device.resource_domain(message_model=model))
+            connection = connect(HOST, int(other.said), domain=domain, settings=_settings(model))
+            ends[model.name] = await opened(connection), other
+        await opened(_other("--unix", f"{folder}/unix"))
+        reader, writer = await asyncio.open_unix_connection(f"{folder}/unix", limit=1 << 20)
+        for size in SIZES:
+            message = bytes(size)
+            contenders = {name: _over(*each, message) for name, each in ends.items()}
+            seen = await interleaved(contenders | {"unix": _through(reader, writer, message)}, rounds, 0.005)
+            figures |= {f"{name}_{size}_us": seen.ns(name) / 1e3 for name in seen.times}
+            figures |= {f"{name}_{size}_speed_up": seen.ratio("unix", name) for name in ends}
+            limits[f"FORCE_LOW_LATENCY_{size}_speed_up"] = Limit(at_least=1.5)
+        writer.close()
+    return Result("connection_echo", figures, limits)
 
 
 def main() -> None:
@@ -204,10 +246,7 @@ def main() -> None:
     parts: dict[str, list[Callable[[], Coroutine[Any, Any, Result]]]] = {
         "setup": [lambda: setup(max(20, int(1000 * scale)))],
         "idle": [lambda: idle(max(20, int(1000 * scale)))],
-        "echo": [
-            lambda model=model: echo(max(5, int(201 * scale)), model)  # type: ignore[misc]
-            for model in (MessageModel.DEFAULT, MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY)
-        ],
+        "echo": [lambda: echo(max(5, int(201 * scale)))],
     }
     for part in options.parts:
         for measure in parts[part]:
@@ -216,7 +255,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--answer" in sys.argv:
-        uvloop.run(_answer(sys.argv[2]))
+    answers = {"--connection": _answer_connection, "--unix": _answer_unix}
+    if sys.argv[1:2] and sys.argv[1] in answers:
+        uvloop.run(answers[sys.argv[1]](sys.argv[2]))
     else:
         main()

@@ -371,13 +371,46 @@ static void who_polls_reads(void)
     for (i = 1; i <= 500; i++) {
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
         while (a->responses < i && now_ns() < end)
-            soft_fabric_progress(&a->device);
+            soft_fabric_progress(&a->device, false);
         CHECK_EQ(a->responses, i);
     }
-    EVENTUALLY((soft_fabric_progress(&a->device), atomic_load(&a->device.fabric->stood_back)) || now_ns() > end);
+    EVENTUALLY((soft_fabric_progress(&a->device, false), atomic_load(&a->device.fabric->stood_back)) || now_ns() > end);
     /* Without a word he polls no more: soon the thread is back. */
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     EVENTUALLY(a->responses == i);
+    sender_close(&sender);
+    close_both();
+}
+
+/* Who polls answers messages with his own first; then, or soon without a word of his, they are acknowledged. What is
+ * written to his memory is at once. */
+static void answers_to_messages_wait(void)
+{
+    struct sender sender;
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    unsigned int i, waited = 0;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    for (i = 1; i <= 200; i++) {
+        enum ibv_wr_opcode opcode = i % 4 ? IBV_WR_SEND : IBV_WR_RDMA_WRITE;
+
+        do
+            soft_fabric_progress(&b->device, false);
+        while (!atomic_load(&b->device.fabric->stood_back) && now_ns() < end);
+        sender_want(&sender, opcode, 1, 8);
+        while (b->requests < i && now_ns() < end)
+            soft_fabric_progress(&b->device, false);
+        REQUIRE_EQ(b->requests, i);
+        if (opcode == IBV_WR_SEND)
+            waited += atomic_load(&b->device.fabric->owing) != NULL;
+        else
+            CHECK(!atomic_load(&b->device.fabric->owing));
+        if (i % 4 == 1)
+            soft_fabric_progress(&b->device, false);
+        EVENTUALLY(a->responses == i);
+    }
+    CHECK(waited > 0);
     sender_close(&sender);
     close_both();
 }
@@ -391,10 +424,10 @@ static void who_goes_to_sleep_says_so(void)
     sender_open(&sender, a, &b->device.gids[0], 5);
     for (i = 1; i <= 200; i++) {
         for (n = 0; n < 40; n++)
-            soft_fabric_progress(&a->device);
+            soft_fabric_progress(&a->device, false);
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
         soft_fabric_rest(&a->device, NULL);
-        soft_fabric_progress(&a->device); /* once more, as who arms does */
+        soft_fabric_progress(&a->device, false); /* once more, as who arms does */
         EVENTUALLY(a->responses == i);
     }
     sender_close(&sender);
@@ -411,7 +444,7 @@ static void poll_on(void *argument)
     unsigned int n = 0;
 
     while (!atomic_load(poller->stop)) {
-        soft_fabric_progress(&a->device);
+        soft_fabric_progress(&a->device, false);
         if (++n % 64 == 0)
             soft_fabric_rest(&a->device, NULL);
         if (n % 1024 == 0)
@@ -541,5 +574,6 @@ CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may
                 CASE(a_peer_that_does_not_read_is_waited_for), CASE(a_peer_that_does_not_take_answers_is_not_served),
                 CASE(a_peer_that_goes_while_it_is_waited_for), CASE(large_messages_take_turns),
                 CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(threads_send_over_one_link),
-                CASE(who_polls_reads), CASE(who_goes_to_sleep_says_so), CASE(many_read_at_once),
-                CASE(unused_links_are_closed), CASE(connections_are_cut), CASE(a_peer_falls_silent))
+                CASE(who_polls_reads), CASE(answers_to_messages_wait), CASE(who_goes_to_sleep_says_so),
+                CASE(many_read_at_once), CASE(unused_links_are_closed), CASE(connections_are_cut),
+                CASE(a_peer_falls_silent))

@@ -22,8 +22,10 @@ COMPILED = [f"aioverbs._core.{name}" for name in EXTENSIONS]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 # Those that are run on RDMA devices: of what any device can do, and of what only these have around them.
 SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
+SHARED_TESTS += [f"tests/connections/test_{name}.py" for name in ("messages", "grants", "closing", "serving")]
+SHARED_TESTS += [f"tests/connections/test_processes.py::test_{name}" for name in ("killed", "one_that_is_stopped")]
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
-RDMA_LIMIT_S = 1500
+RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
@@ -81,7 +83,7 @@ def build_native(session: nox.Session, kind: str) -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
-    install_project(session, *group("test"), *group("arrays"))
+    install_project(session, *group("test"), *group("arrays"), *group("services"))
     session.run("pytest", *session.posargs)
 
 
@@ -316,7 +318,8 @@ def rdma(session: nox.Session) -> None:
     here = "AIOVERBS_DEVICE" in os.environ or (devices.is_dir() and any(devices.iterdir()))
 
     bench = "--bench" in session.posargs
-    install_project(session, *(group("rdma-bench") if bench else (*group("test"), *group("arrays"))))
+    needed = ("rdma-bench",) if bench else ("test", "arrays", "services")
+    install_project(session, *(each for name in needed for each in group(name)))
     if not here:  # also installs what the tests need of the distribution, pyverbs among it
         session.run(*vm, "--prepare")
     session.run("python", "tests/rdma/pyverbs_path.py")

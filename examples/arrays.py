@@ -1,9 +1,11 @@
 """Arrays that go from one process to another, each byte once: from where numpy has it to where numpy wants it.
 
-    python examples/arrays.py
+    python examples/arrays.py [HOST]
 
 One process makes arrays in registered memory and grants them; what they are it says in messages. The other one has
 arrays of the same shapes in registered memory of its own, reads into them, and reckons with them where they lie.
+
+HOST is 127.0.0.1, or this host's address on an RDMA device, where rdma_cm connects the two.
 """
 
 import asyncio
@@ -54,34 +56,35 @@ async def take(connection: Connection, domain: ResourceDomain) -> None:
         await connection.send(b"thanks")
 
 
-async def owner() -> None:
+async def owner(host: str) -> None:
     async with aioverbs.open_device() as device, device.resource_domain() as domain:
 
         async def handle(connection: Connection) -> None:
             await offer(connection, domain)
 
-        async with aioverbs.serve(handle, "127.0.0.1", domain=domain) as server:
+        async with aioverbs.serve(handle, host, domain=domain) as server:
             print(server.port, flush=True)
             await asyncio.to_thread(sys.stdin.read)
 
 
-async def taker(port: int) -> None:
+async def taker(host: str, port: int) -> None:
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
-        aioverbs.connect("127.0.0.1", port, domain=domain) as connection,
+        aioverbs.connect(host, port, domain=domain) as connection,
     ):
         await take(connection, domain)
 
 
 def main() -> None:
-    if sys.argv[1:] == ["owner"]:
-        asyncio.run(owner())
+    if sys.argv[1:2] == ["owner"]:
+        asyncio.run(owner(sys.argv[2]))
         return
-    command = [sys.executable, __file__, "owner"]
+    host = sys.argv[1] if sys.argv[1:] else "127.0.0.1"
+    command = [sys.executable, __file__, "owner", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        asyncio.run(taker(int(other.stdout.readline())))
+        asyncio.run(taker(host, int(other.stdout.readline())))
         other.communicate()
 
 

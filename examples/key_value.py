@@ -1,12 +1,14 @@
 """A cache of keys and values: who asks reads the server's memory, and its program does nothing for that.
 
-    python examples/key_value.py                           a server, and a process that uses it
-    python examples/key_value.py serve [PORT]
+    python examples/key_value.py [HOST]                    a server, and a process that uses it
+    python examples/key_value.py serve HOST [PORT]
     python examples/key_value.py get HOST PORT KEY
     python examples/key_value.py put HOST PORT KEY VALUE
 
 Values are put by messages, and got by one-sided reads of the table. A reader may see a slot that is being written just
 then: the checksum tells, and it reads again.
+
+HOST is the server's address: 127.0.0.1, or that of an RDMA device, where rdma_cm connects the two.
 """
 
 import asyncio
@@ -187,12 +189,12 @@ async def cache(domain: ResourceDomain, host: str, port: int) -> AsyncIterator[C
 # ---- The command
 
 
-async def serve(port: int = 0) -> None:
+async def serve(host: str, port: int = 0) -> None:
     """Until the input ends."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
-        serving(domain, port=port) as chosen,
+        serving(domain, host, port) as chosen,
     ):
         print(chosen, flush=True)
         await asyncio.to_thread(sys.stdin.read)
@@ -211,12 +213,12 @@ async def use(host: str, port: int, what: str, key: str, value: str = "") -> Non
             print("nothing" if found is None else found.decode())
 
 
-async def try_out(port: int) -> None:
+async def try_out(host: str, port: int) -> None:
     """What one does with a server."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
-        cache(domain, "127.0.0.1", port) as values,
+        cache(domain, host, port) as values,
     ):
         await asyncio.gather(*(values.put(f"key {at}".encode(), f"value {at}".encode()) for at in range(100)))
         got = await asyncio.gather(*(values.get(f"key {at}".encode()) for at in range(100)))
@@ -225,11 +227,11 @@ async def try_out(port: int) -> None:
         print(f"after it was deleted: {await values.get(b'key 7')!r}")
 
 
-def both() -> None:
-    command = [sys.executable, __file__, "serve"]
+def both(host: str = "127.0.0.1") -> None:
+    command = [sys.executable, __file__, "serve", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        asyncio.run(try_out(int(server.stdout.readline())))
+        asyncio.run(try_out(host, int(server.stdout.readline())))
         server.communicate()
 
 
@@ -237,12 +239,14 @@ def main() -> None:
     match sys.argv[1:]:
         case []:
             both()
-        case ["serve", *port]:
-            asyncio.run(serve(*map(int, port)))
+        case ["serve", host, *port]:
+            asyncio.run(serve(host, *map(int, port)))
         case ["get", host, port, key]:
             asyncio.run(use(host, int(port), "get", key))
         case ["put", host, port, key, value]:
             asyncio.run(use(host, int(port), "put", key, value))
+        case [host]:
+            both(host)
         case _:
             sys.exit(__doc__)
 

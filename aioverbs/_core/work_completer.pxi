@@ -37,6 +37,8 @@ cdef class Completer:
     cdef bint turn_comes                # `_turn` will be called
     cdef uint64_t turn_number           # in which that was arranged
     cdef bint armed
+    cdef bint telling                   # what was taken is told of: taken meanwhile, newer would overtake it
+    cdef bint missed                    # somebody looked meanwhile
     cdef uint32_t unacknowledged
     cdef readonly Py_ssize_t under_way
     cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
@@ -210,6 +212,9 @@ cdef class Completer:
         cdef int found
         if operation.state != POSTED and operation.state != WAITING:
             return _check_owner(self.handle)    # which may be destroyed: what was told stays told
+        if self.telling:
+            self.missed = True
+            return _check_owner(self.handle)
         self.handle._use("ibv_poll_cq")
         found = self._take(wcs)
         self.handle._unuse()
@@ -224,17 +229,26 @@ cdef class Completer:
         # Whoever calls has passed the check. No more than what is under way is asked for: that the queue is empty then
         # need not be asked.
         cdef int found, wanted = TAKE
+        cdef bint telling
         if self.under_way < TAKE:
             wanted = self.under_way if self.under_way > 0 else 1
         if self.handle._resizing:
             # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
+            telling, self.telling = self.telling, True
             with nogil:
                 found = poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
+            self.telling = telling
             return found
         return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
 
     cdef int _drain(self, int most) except -1:
         # Until there is nothing, or so many were taken.
+        if self.telling:
+            self.missed = True
+            return 0
+        return self._drain_now(most)
+
+    cdef int _drain_now(self, int most) except -1:
         cdef v.ibv_wc wcs[TAKE]
         cdef int total = 0, found
         while total < most:
@@ -266,8 +280,10 @@ cdef class Completer:
             if now - began < MOMENT_NS or shared:
                 found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, now)
             else:
+                self.telling = True
                 with nogil:
                     found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, end)
+                self.telling = False
             self.handle._unuse()
             if found < 0:
                 return self._poll_failed(found)
@@ -292,10 +308,21 @@ cdef class Completer:
         return 0
 
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
+        cdef bint telling = self.telling
+        if found == 0:
+            return 0
+        self.telling = True
+        try:
+            return self._dispatch(wcs) if found == 1 else self._dispatch_many(wcs, found)
+        finally:
+            self.telling = telling
+            if self.missed and not telling:
+                self.missed = self.armed = False    # home is to come, whether there will be an event or not
+                self._need_turn()
+
+    cdef int _dispatch_many(self, v.ibv_wc *wcs, int found) except -1:
         # They were taken and come no more: what is raised meanwhile, as by a signal's handler, keeps none of them back.
         cdef int i = 0
-        if found == 1:
-            return self._dispatch(wcs)
         raised = None
         while i < found:
             try:
@@ -327,8 +354,8 @@ cdef class Completer:
     # ---- Its end
 
     def drain(self):
-        """Take all that has completed."""
-        while self._drain(TURN) == TURN:
+        """Take all that has completed, even where that overtakes what is being told of: the queue ends."""
+        while self._drain_now(TURN) == TURN:
             pass
 
     def broke(self, error):

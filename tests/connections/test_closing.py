@@ -329,7 +329,7 @@ async def test_open_and_close_again_and_again(device: Device) -> None:
     settings = ConnectionSettings(buffer_size=4096)
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=settings) as listener:
         seen = set()
-        for number in range(fewer(30)):
+        for number in range(fewer(30, least=6)):
             async with (
                 connect(HOST, listener.port, domain=domain, settings=settings) as near,
                 await listener.accept() as far,

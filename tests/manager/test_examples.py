@@ -14,12 +14,13 @@ from tests.listening import free_port, listens
 
 SAYS = {
     "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is as told", "int32 (64, 1024)"],
+    "asgi": ["put 20 objects, got 20 of them as they were put", "from the workers"],
     "buffer_pool": [
         "received: b'message 7'",
         "16 messages, 4 buffers, none leased",
         "registered 1 time, found 2 times",
     ],
-    "custom_allocator": ["one of our own:", "bytes at 0x", "asked: True", "recorded:"],
+    "custom_allocator": ["one of our own:", "bytes at 0x", "asked", "recorded:"],
     "domains_by_hand": ["wrote 512 bytes, thread domain native", "arrived: True"],
     "first_transfer": ["everything was given back: 0 handles open"],
     "first_write": [
@@ -51,7 +52,7 @@ def run(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them
-NEEDS = {"arrays": "numpy"}
+NEEDS = {"arrays": "numpy", "asgi": "uvicorn"}
 
 
 def test_every_example_is_here() -> None:

@@ -1,0 +1,83 @@
+"""Completions are told of in the order in which they came, whoever looks for newer ones meanwhile.
+
+Python code of others runs while they are told of: signals' handlers, finalizers, threads. A function for profiles
+stands for these here, since it is called where it is wanted.
+"""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from aioverbs import Device, QpCapabilities, ThreadModel
+from tests.data_path.ends import ends
+from tests.data_path.test_messages import Postbox
+from tests.pace import patience
+
+MESSAGES = 40  # more than are taken at once
+
+
+@contextlib.contextmanager
+def at_each_message(what: Callable[[], object]) -> Iterator[None]:
+    """Do that when each message that is received is told of."""
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_message":
+            what()
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+async def test_who_asks_while_messages_are_told_of(device: Device) -> None:
+    asked = []
+    async with (
+        ends(device, capabilities=QpCapabilities(max_send_wr=MESSAGES)) as pair,
+        Postbox(pair, MESSAGES) as box,
+    ):
+        pair.source.buffer[:MESSAGES] = bytes(range(MESSAGES))
+        *_, sent = [pair.near.send(pair.source[number : number + 1]) for number in range(MESSAGES)]
+        time.sleep(patience(0.05))  # noqa: ASYNC251  # all are done, and nobody has looked
+        seen = []
+        with at_each_message(lambda: asked.append(sent.done())):
+            async with asyncio.timeout(patience(10)):
+                for _ in range(MESSAGES):
+                    with await anext(box.qp.messages()) as message:
+                        seen.append(message.data[0])
+                await sent
+    assert seen == list(range(MESSAGES))
+    assert len(asked) == MESSAGES
+    assert not asked[0]
+
+
+async def test_who_waits_while_another_thread_tells(device: Device) -> None:
+    """The loop looks, and goes to sleep; what was done by then it hears of when that thread is through."""
+    telling, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        telling.set()
+        go_on.wait(patience(10))
+
+    def ask() -> None:
+        with at_each_message(hold):
+            sent.done()
+
+    async with ends(device, thread_model=ThreadModel.SAFE) as pair, Postbox(pair) as box:
+        sent = pair.near.send(pair.source[:1])
+        time.sleep(patience(0.05))  # noqa: ASYNC251  # it arrived, and nobody has looked
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert telling.wait(patience(10))
+        written = pair.near.write(pair.source[:8], pair.target.remote()[:8])
+        asyncio.get_running_loop().call_later(patience(0.05), go_on.set)
+        async with asyncio.timeout(patience(5)):
+            await written
+            with await anext(box.qp.messages()) as message:
+                assert message.byte_len == 1
+        thread.join()

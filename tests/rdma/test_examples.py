@@ -1,0 +1,64 @@
+"""The examples on an RDMA device, as who has one runs them; those that connect do it by rdma_cm."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.capabilities import Capability, capabilities
+from tests.conftest import ROOT
+from tests.manager.test_examples import ARGUMENTS, NEEDS, SAYS
+from tests.rdma.cm import address_of, nothing_left
+from tests.rdma.seam import rdma_devices
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(620)]
+
+NOT_NATIVE = "not native from here on"  # what is said of devices without domains
+CONNECTS = {"arrays", "asgi", "key_value"}  # with `aioverbs.connect`, at an address that they are told
+REFUSED = {
+    "custom_allocator": (Capability.PARENT_DOMAINS, "{} does not ask where its memory is to come from"),
+    "shared_pd": (Capability.SHARED_DOMAINS, "ibv_import_device failed: EOPNOTSUPP .* provider of {} does not have it"),
+    "xrc_domain": (Capability.XRC_DOMAINS, "ibv_open_xrcd failed: EOPNOTSUPP"),
+}
+
+
+def lines(name: str, device: str) -> list[str]:
+    """What it says where that is not what it says on soft0."""
+    native = Capability.THREAD_DOMAINS in capabilities(device)
+    match name:
+        case "first_write":
+            return [f"{device}: {'no locks' if native else 'with the locks of the provider'}", *SAYS[name][1:]]
+        case "domains_by_hand":
+            return [f"thread domain {'native' if native else 'not native'}", "arrived: True"]
+        case "two_processes":
+            return SAYS[name][:-1]  # the rest is about fabrics of software devices
+    return SAYS[name]
+
+
+def connected() -> int:
+    """How often the kernel's connection managers said, as the end that asked, that a connection is established."""
+    return sum(int(each.read_text()) for each in Path("/sys/class/infiniband").glob("*/ports/*/cm_tx_msgs/rtu"))
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    device = rdma_devices()[0]
+    arguments = [address_of(device)] if name in CONNECTS else ARGUMENTS.get(name, [])
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
+    before = connected()
+    with nothing_left():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    complaints = "".join(line for line in done.stderr.splitlines(keepends=True) if NOT_NATIVE not in line)
+    needed, refusal = REFUSED.get(name, (None, ""))
+    if needed is not None and needed not in capabilities(device):
+        assert done.returncode == 1
+        assert re.fullmatch(f"{refusal.format(device)}.*; AIOVERBS_DEVICE=soft0 .*\n", complaints)
+    else:
+        assert (done.returncode, complaints) == (0, "")
+        for text in lines(name, device):
+            assert text in done.stdout
+    assert (connected() > before) == (name in CONNECTS)

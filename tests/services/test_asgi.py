@@ -1,0 +1,247 @@
+"""examples/asgi.py behind real servers: workers that are spawned, and workers that are forked after its import."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.listening import free_port
+from tests.pace import patience
+from tests.sockets import directory_of_sockets
+
+pytest.importorskip("uvicorn")
+import httpx
+
+__all__ = ["directory_of_sockets"]
+pytestmark = pytest.mark.timeout(120)
+
+START_S = 40
+HERE, APP = str(Path(__file__).parent), "watched:app"
+SERVERS = {
+    "uvicorn": ["-m", "uvicorn", "--loop", "asyncio", "--workers", "2", "--port", "{port}", "--app-dir", HERE, APP],
+    "gunicorn": [
+        *("-m", "gunicorn", "--preload", "--workers", "2", "--bind", "127.0.0.1:{port}", "--no-control-socket"),
+        *("--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", HERE, APP),
+    ],
+}
+
+
+def until(condition: Callable[[], object], seconds: float = START_S) -> None:
+    end = time.monotonic() + patience(seconds)
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+class Store:
+    """The process that has the objects."""
+
+    def __init__(self, port: int) -> None:
+        command = [sys.executable, "-W", "error", str(ROOT / "examples" / "asgi.py"), "store", "127.0.0.1", str(port)]
+        pipe = subprocess.PIPE
+        env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert self.process.stdout is not None
+        self.place = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        """As it is meant to: with nothing left open, which it would be warned of."""
+        _, complaints = self.process.communicate(timeout=patience(START_S))
+        assert (self.process.returncode, complaints) == (0, "")
+
+
+@dataclass
+class Service:
+    """A store, and a server before it."""
+
+    url: str
+    store: Store
+    client: "httpx.Client"
+    workers: set[int] = field(default_factory=set)  # that answered
+
+    def ask(self, name: str, data: bytes | None = None) -> "httpx.Response":
+        """By a TCP connection of its own, as whichever worker takes it."""
+        method = "GET" if data is None else "PUT"
+        answer = httpx.request(
+            method, f"{self.url}/objects/{name}", content=data, timeout=patience(20), trust_env=False
+        )
+        if "x-worker" in answer.headers:
+            self.workers.add(int(answer.headers["x-worker"]))
+        return answer
+
+    def get(self, name: str) -> bytes:
+        answer = self.ask(name)
+        assert answer.status_code == 200, answer.text
+        content: bytes = answer.content
+        return content
+
+    def put(self, name: str, data: bytes) -> None:
+        answer = self.ask(name, data)
+        assert answer.status_code == 204, answer.text
+
+    def until_workers(self, count: int) -> None:
+        """Until so many have answered."""
+
+        def ask_many() -> bool:
+            list(threads.map(self.ask, ["nothing", "object"] * 8))
+            return len(self.workers) >= count
+
+        self.put("object", b"1")
+        with ThreadPoolExecutor(8) as threads:
+            until(ask_many)
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process runs no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@contextlib.contextmanager
+def serving(server: str, tmp_path: Path, killed: set[int]) -> Iterator[Service]:
+    store, port = Store(free_port()), free_port()
+    env = {**os.environ, "AIOVERBS_DEVICE": "soft0", "STORE": store.place}
+    said = tmp_path / "said"
+    command = [sys.executable, "-P", *(part.format(port=port) for part in SERVERS[server])]
+    client = httpx.Client(timeout=patience(20), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+    service = Service(f"http://127.0.0.1:{port}", store, client)
+
+    def answers() -> bool:
+        assert process.poll() is None, said.read_text()
+        try:
+            return service.ask("nothing").status_code == 404
+        except httpx.ConnectError:
+            return False
+
+    with (
+        client,
+        said.open("wb") as output,
+        subprocess.Popen(command, env=env, stdout=output, stderr=output) as process,
+    ):
+        try:
+            until(answers)
+            yield service
+        finally:
+            process.terminate()
+            try:
+                process.wait(patience(START_S))
+            finally:
+                process.kill()
+                service.store.end()
+    output_of_all = said.read_text()
+    for pid in service.workers - killed:
+        assert f"{pid} left []" in output_of_all
+    assert "Traceback" not in output_of_all
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_objects(server: str, tmp_path: Path) -> None:
+    """What one worker was given the others give, the last one that was put."""
+    sizes = (0, 1, 1000, 256 * 1024 - 12)
+    with serving(server, tmp_path, set()) as service:
+        service.until_workers(2)
+        with ThreadPoolExecutor(8) as threads:
+            for turn in range(3):
+                objects = {f"{size}": os.urandom(size) for size in sizes}
+                list(threads.map(service.put, objects, objects.values()))
+                for name, got in zip([*objects] * 8, threads.map(service.get, [*objects] * 8), strict=True):
+                    assert got == objects[name], (turn, name)
+        assert service.ask("nothing").status_code == 404
+        assert service.ask("large", bytes(256 * 1024 - 11)).status_code == 413
+        assert service.ask("x" * 256).status_code == 414
+
+
+def test_objects_that_are_put_while_they_are_got(tmp_path: Path) -> None:
+    """One or the other, and always a whole one."""
+    whole = {bytes([each]) * 200_000 for each in range(4)}
+    with serving("gunicorn", tmp_path, set()) as service, ThreadPoolExecutor(4) as threads:
+        service.put("object", min(whole))
+        puts = [threads.submit(service.put, "object", each) for each in [*whole] * 10]
+        seen = set()
+        while not all(each.done() for each in puts):
+            seen.add(service.get("object"))
+        for each in puts:
+            each.result()
+        assert seen <= whole
+
+
+def test_no_room(tmp_path: Path) -> None:
+    with serving("uvicorn", tmp_path, set()) as service, ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(service.ask, map(str, range(130)), [b"x"] * 130))
+        assert sorted(each.status_code for each in answers) == [204] * 128 + [507] * 2
+        assert service.ask("7", b"y").status_code == 507, "there is no room for both"
+
+
+def test_a_worker_that_is_killed(server: str, tmp_path: Path) -> None:
+    """With it go the requests that it had; whoever asks later is answered by the other one, and by one that comes."""
+    killed: set[int] = set()
+    over, begun = threading.Event(), threading.Barrier(5)
+    failed: list[float] = []  # when those began
+    with serving(server, tmp_path, killed) as service, ThreadPoolExecutor(4) as threads:
+
+        def load(name: str) -> None:
+            possible = [b"first" * 10_000]
+            service.put(name, possible[0])
+            begun.wait(patience(20))
+            for number in range(10**6):
+                if over.is_set():
+                    break
+                began = time.monotonic()
+                try:
+                    if number % 2:
+                        assert service.get(name) in possible, number
+                    else:
+                        possible.append(bytes([number % 256]) * 50_000)
+                        service.put(name, possible[-1])
+                        possible[:-1] = []
+                except httpx.TransportError:
+                    failed.append(began)
+            assert service.get(name) in possible
+
+        service.until_workers(2)
+        loads = [threads.submit(load, f"object-{number}") for number in range(4)]
+        try:
+            begun.wait(patience(20))
+            time.sleep(0.3)
+            before = set(service.workers)
+            victim = min(before)
+            killed.add(victim)
+            os.kill(victim, signal.SIGKILL)
+            until(lambda: stopped(victim))
+            dead = time.monotonic()
+            until(lambda: service.workers - before or any(each.done() for each in loads))
+        finally:
+            over.set()
+        for each in loads:
+            each.result()
+        assert len(failed) <= len(loads)
+        assert all(began <= dead for began in failed)
+        assert service.workers - before
+
+
+def test_a_store_that_goes_and_comes_back(tmp_path: Path) -> None:
+    with serving("gunicorn", tmp_path, set()) as service:
+        service.until_workers(2)
+        service.store.end()
+        until(lambda: [service.ask("object").status_code for _ in range(8)] == [503] * 8)
+        service.store = Store(int(service.store.place.rpartition(":")[2]))
+        until(lambda: [service.ask("object").status_code for _ in range(8)] == [404] * 8)
+        service.put("object", b"2")
+        assert service.get("object") == b"2"

@@ -1,0 +1,19 @@
+"""examples/asgi.py, which says what it leaves when its lifespan is over: for servers to import."""
+
+import os
+import sys
+from pathlib import Path
+
+from starlette.types import Receive, Scope, Send
+
+from aioverbs._core import engine
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from asgi import app as served
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    await served(scope, receive, send)
+    if scope["type"] == "lifespan":
+        print(f"{os.getpid()} left {engine.open_handles()}", flush=True)

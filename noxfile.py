@@ -139,14 +139,17 @@ def tsan(session: nox.Session) -> None:
     # Its shadow memory wants addresses that are not randomised; where setarch may not do that, it is tried without.
     fixed = ["setarch", platform.machine(), "-R"]
     able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
-    env = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
+    options = "halt_on_error=1:second_deadlock_stack=1"
+    env = {"TSAN_OPTIONS": options}
     for program in build_native(session, "tsan"):
         session.run(*(fixed if able else ()), *LIMITED, program, *session.posargs, env=env, external=True)
     # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
-    env |= {"LD_PRELOAD": runtime_of(session, "libtsan.so")}
+    env = {"LD_PRELOAD": runtime_of(session, "libtsan.so")}
+    env["TSAN_OPTIONS"] = f"{options}:suppressions={ROOT / 'tests' / 'thread_sanitizer.txt'}"
     tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
     tests += ["tests/manager/test_many_loops.py", "tests/manager/test_waking.py", "tests/manager/test_sharing.py"]
+    tests += ["tests/pool/test_calls.py", "tests/pool/test_ends.py"]
     pytest = ("python", "-P", "-m", "pytest", "-m", UNDER_SANITIZER, "-o", "timeout=300")
     session.run(*(fixed if able else ()), *pytest, *tests, env=env, external=True)
     # Of the fabric: without those that look at memory which a peer may write just then, as RDMA has it.

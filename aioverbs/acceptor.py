@@ -2,62 +2,31 @@
 
 import asyncio
 import contextlib
+import enum
 import errno
-import functools
 import logging
 import socket
-import ssl as tls
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from aioverbs.affinity import running_loop
+from aioverbs.answering import Terms
 from aioverbs.cm_line import CmLine, SharedChannel
-from aioverbs.connection import Connection, Line, Transport, answer, by_manager
-from aioverbs.connection_settings import ConnectionSettings
+from aioverbs.connection import Line, Transport, by_manager
 from aioverbs.domain import Domain
-from aioverbs.errors import BrokenResourceError, HandshakeError, LibraryNotFoundError, WorkCompletionError
+from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
 from aioverbs.handshake import Reason, Refusal
 from aioverbs.identifier import Address, written
 from aioverbs.lifeline import adopt
 from aioverbs.rdma_cm import Listener as CmListener
 
-__all__ = ["Acceptor", "AcceptorStatistics", "Arrival", "Terms"]
+__all__ = ["Acceptor", "AcceptorStatistics", "Arrival"]
 
 logger = logging.getLogger("aioverbs")
 
 _WHILE_S = 0.1  # after which accepting is tried again
-
-
-@dataclass(frozen=True)
-class Terms:
-    """On which terms peers are taken in.
-
-    :param ssl: for TLS on the TCP connections, with a certificate.
-    :param secret: what peers are to know.
-    :param settings: of the connections.
-    :param handshake_timeout_s: the longest that a peer may take to get through.
-    :param max_handshakes: peers that may be on their way at once; who comes then is refused.
-    :param max_connections: open connections, at most; likewise.
-    """
-
-    ssl: tls.SSLContext | None
-    secret: bytes | None
-    settings: ConnectionSettings
-    handshake_timeout_s: float
-    max_handshakes: int
-    max_connections: int | None
-
-    def __post_init__(self) -> None:
-        if self.secret is not None and not self.secret:
-            raise ValueError("a secret has one byte at least; None is for no secret")
-        if not self.handshake_timeout_s > 0:
-            raise ValueError(f"handshake_timeout_s is above 0, not {self.handshake_timeout_s}")
-        for name in ("max_handshakes", "max_connections"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is 1 or more, not {value}")
 
 
 @dataclass(frozen=True)
@@ -68,105 +37,92 @@ class AcceptorStatistics:
     :param connections: those that are open, or wait to be taken.
     :param accepted: those that ever got through.
     :param refused: those that did not, by what stopped them, as ``"SECRET"``, ``"TimeoutError"``.
+    :param workers: the connections that are open on each worker, by its number, where a pool has them.
     """
 
     handshakes: int
     connections: int
     accepted: int
     refused: tuple[tuple[str, int], ...]
+    workers: tuple[int, ...] = ()
+
+
+class Stage(enum.Enum):
+    """How far a peer has come."""
+
+    KNOCKED = enum.auto()
+    OPEN = enum.auto()
+    CLOSED = enum.auto()
 
 
 class Arrival:
-    """A peer that was accepted, and is nobody's connection yet.
+    """A peer that was accepted, as the acceptor counts it, on its loop.
 
-    Called with a domain, on the loop of that domain, it becomes one there; so one that came by TCP can be carried to
-    another loop before. It is called once, or `drop` is.
-
-    :param peer: who it is, for people.
-    :param line: makes the line to the peer, once.
-    :param give_up: called instead, where nobody wants it.
-    :param through: called when the handshake is over, with the connection, or None, by the loop that it went to.
+    :param way: how it came: by rdma_cm, or by a socket, which may be taken out of its object and to another loop.
+    :param address: where from.
+    :param moved: called when it has come to another stage, with that it had before, and what stopped it.
     """
 
     def __init__(
-        self,
-        peer: str,
-        terms: Terms,
-        line: Callable[[], Coroutine[Any, Any, Line]],
-        give_up: Callable[[], object],
-        through: Callable[["Connection | None", str | None], object],
+        self, way: CmLine | socket.socket, address: Address | None, moved: Callable[["Arrival", Stage, str], object]
     ) -> None:
-        self.taken = False
-        self._peer = peer
-        self._terms = terms
-        self._line = line
-        self._give_up = give_up
-        self._through = through
+        self.way: CmLine | socket.socket | None = way
+        self.address = address
+        self.stage = Stage.KNOCKED
+        self.worker: int | None = None
+        """That it was given to, of a pool's."""
+        self.until: asyncio.Timeout | None = None  # it has to be through
+        self._loop = running_loop()
+        self._moved = moved
 
-    async def __call__(self, domain: Domain) -> Connection | None:
-        """The connection; None where it did not come about, which was logged."""
-        self.taken = True
-        terms = self._terms
-        why: str | None = None
-        connection: Connection | None = None
-        peer = self._peer
-        try:
-            async with asyncio.timeout(terms.handshake_timeout_s):
-                connection = await answer(await self._line(), domain, terms.secret, terms.settings)
-        except HandshakeError as error:
-            why = _reason(error)
-            logger.info("%s did not become a connection: %s", peer, error)
-        except (OSError, BrokenResourceError, MemoryError, WorkCompletionError) as error:
-            # Of OSError are TimeoutError, SSLError and VerbsError.
-            why = type(error).__name__
-            logger.info("%s did not become a connection: %s", peer, str(error) or why)
-        finally:
-            self._through(connection, why if why is not None or connection is not None else "cancelled")
-        return connection
+    @property
+    def peer(self) -> str:
+        """Who it is, for people."""
+        return written(self.address)
 
-    def drop(self) -> None:
-        """Nobody takes it."""
-        self.taken = True
-        self._give_up()
-        self._through(None, "dropped")
+    async def line(self, terms: Terms) -> Line:
+        """What is said to it goes by this, on the loop that accepted it. For once."""
+        way, self.way = self.way, None
+        assert way is not None
+        return way if isinstance(way, CmLine) else await adopt(way, terms.context, terms.handshake_timeout_s)
 
+    def tell(self, is_open: bool) -> None:
+        """It has become a connection, or that is closed. From any loop; the first time of each counts."""
+        if asyncio._get_running_loop() is self._loop:
+            self._reach(is_open)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody counts
+                self._loop.call_soon_threadsafe(self._reach, is_open)
 
-def _reason(error: HandshakeError) -> str:
-    try:
-        return Reason(error.reason).name
-    except ValueError:
-        return str(error.reason)
+    def _reach(self, is_open: bool) -> None:
+        if self.stage is (Stage.KNOCKED if is_open else Stage.OPEN):
+            if is_open and self.until is not None and not self.until.expired():
+                self.until.reschedule(None)
+            self._move(Stage.OPEN if is_open else Stage.CLOSED, "")
 
+    def refuse(self, why: str) -> None:
+        """It does not become a connection, where it has not."""
+        if self.stage is Stage.KNOCKED:
+            self._move(Stage.CLOSED, why)
 
-def _by_identifier(line: CmLine) -> tuple[Callable[[], Coroutine[Any, Any, Line]], Callable[[], object]]:
-    async def take() -> Line:
-        return line
-
-    def give_up() -> None:
-        closing.append(running_loop().create_task(line.aclose()))
-
-    closing: list[asyncio.Task[None]] = []  # a loop keeps weak references only
-    return take, give_up
-
-
-def _peer(sock: socket.socket) -> str:
-    try:
-        return written(sock.getpeername())
-    except OSError:
-        return "a peer that is gone"
+    def _move(self, stage: Stage, why: str) -> None:
+        before, self.stage = self.stage, stage
+        self._moved(self, before, why)
 
 
 class Acceptor:
     """Accepts peers at TCP ports, and hands each to `arrived` unless there are too many.
 
-    :param arrived: called with each, on the loop that this is opened by; what it returns is awaited in a task.
+    :param arrived: called with each, on the loop that this is opened by, and awaited in a task, which is cancelled
+        where the peer does not get through in time; returns what stopped it, if anything did.
     """
 
-    def __init__(self, terms: Terms, arrived: Callable[[Arrival], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, terms: Terms, arrived: Callable[[Arrival], Coroutine[Any, Any, str]]) -> None:
         self._terms = terms
         self._arrived = arrived
         self._sockets: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Arrival] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._acceptors: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._manager: tuple[SharedChannel, CmListener] | None = None
@@ -185,7 +141,7 @@ class Acceptor:
         try:
             if transport != "rdmacm":
                 await self._open_tcp(host, port, backlog)
-            if domain is not None and by_manager(transport, domain, self._terms.ssl):
+            if domain is not None and by_manager(transport, domain, self._terms.context):
                 await self._open_manager(host, self.addresses[0][1] if self._sockets else port, backlog, transport)
         except BaseException:
             await self.stop()
@@ -243,23 +199,28 @@ class Acceptor:
             found.append(self._manager[1].address)
         return found
 
-    def statistics(self) -> AcceptorStatistics:
-        """Whom it has seen."""
+    def statistics(self, workers: int = 0) -> AcceptorStatistics:
+        """Whom it has seen.
+
+        :param workers: how many there are that they are given to.
+        """
         refused = tuple(sorted(self._refused.items()))
-        return AcceptorStatistics(self._handshakes, self._connections, self._accepted, refused)
+        where = Counter(arrival.worker for arrival in self._tasks.values() if arrival.stage is Stage.OPEN)
+        each = tuple(where[worker] for worker in range(workers))
+        return AcceptorStatistics(self._handshakes, self._connections, self._accepted, refused, each)
 
     async def _accept(self, listening: socket.socket) -> None:
         assert self._loop is not None
         while True:
             try:
-                sock, _ = await self._loop.sock_accept(listening)
+                sock, address = await self._loop.sock_accept(listening)
             except OSError as error:
                 if error.errno != errno.ECONNABORTED:  # one that gave up before it was accepted
                     # As while this process, or the machine, has no more descriptors.
                     logger.warning("no peers are accepted for now: %s", error)
                     await asyncio.sleep(_WHILE_S)
                 continue
-            self._knocked(sock)
+            self._knocked(sock, address)
 
     async def _accept_by_manager(self, channel: SharedChannel, listener: CmListener) -> None:
         try:
@@ -268,17 +229,16 @@ class Acceptor:
                     await identifier.aclose()
                     continue
                 channel.use()
-                self._take(written(identifier.peer_address), *_by_identifier(CmLine(identifier, channel)))
+                self._take(CmLine(identifier, channel), identifier.peer_address)
         except BrokenResourceError as error:
             logger.warning("peers are not heard by rdma_cm any more: %s", error)
 
-    def _knocked(self, sock: socket.socket) -> None:
+    def _knocked(self, sock: socket.socket, address: Address) -> None:
         sock.setblocking(False)
         if self._busy():
             self._refuse(sock)
-            return
-        limit_s = self._terms.handshake_timeout_s
-        self._take(_peer(sock), functools.partial(adopt, sock, self._terms.ssl, limit_s), sock.close)
+        else:
+            self._take(sock, address)
 
     def _busy(self) -> bool:
         most = self._terms.max_connections
@@ -289,18 +249,33 @@ class Acceptor:
         self._refused["BUSY"] += 1
         return True
 
-    def _take(self, peer: str, line: Callable[[], Coroutine[Any, Any, Line]], give_up: Callable[[], object]) -> None:
+    def _take(self, way: CmLine | socket.socket, address: Address | None) -> None:
         assert self._loop is not None
         self._handshakes += 1
-        arrival = Arrival(peer, self._terms, line, give_up, self._through)
-        task = self._loop.create_task(self._arrived(arrival))
-        self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._done, arrival))
+        arrival = Arrival(way, address, self._moved)
+        task = self._loop.create_task(self._attend(arrival))
+        self._tasks[task] = arrival
+        task.add_done_callback(self._done)
 
-    def _done(self, arrival: Arrival, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not arrival.taken:  # it was cancelled before it began, or nobody wanted it
-            arrival.drop()
+    async def _attend(self, arrival: Arrival) -> None:
+        why = "cancelled"
+        try:
+            async with asyncio.timeout(self._terms.handshake_timeout_s) as arrival.until:
+                why = await self._arrived(arrival)
+        except TimeoutError:
+            why = "TimeoutError"
+        finally:
+            arrival.refuse(why)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        arrival = self._tasks.pop(task)
+        arrival.refuse("cancelled")  # before it began
+
+    def turn_away(self, arrival: Arrival) -> None:
+        """Tell a peer that there is no room for it after all."""
+        if isinstance(arrival.way, socket.socket):
+            self._refuse(arrival.way)
+        arrival.refuse("BUSY")
 
     def _refuse(self, sock: socket.socket) -> None:
         # Of those that would get TLS, or do not take it at once, nothing is waited for.
@@ -312,32 +287,23 @@ class Acceptor:
 
     # ---- What became of those that arrived
 
-    def _through(self, connection: Connection | None, why: str | None) -> None:
-        # On whatever loop it went to.
-        assert self._loop is not None
-        if asyncio._get_running_loop() is self._loop:
-            self._count(connection, why)
-        else:
-            self._loop.call_soon_threadsafe(self._count, connection, why)
-
-    def _count(self, connection: Connection | None, why: str | None) -> None:
-        self._handshakes -= 1
-        if connection is None or connection._end is None:
-            self._refused[why or "?"] += 1
+    def _moved(self, arrival: Arrival, before: Stage, why: str) -> None:
+        if before is Stage.OPEN:
+            self._connections -= 1
             return
-        self._accepted += 1
-        self._connections += 1
-        connection._end.when_closed = self._gone
-        if connection.closed:  # meanwhile, on another loop
-            self._count_gone()
-
-    def _gone(self) -> None:
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody counts
-            self._loop.call_soon_threadsafe(self._count_gone)
-
-    def _count_gone(self) -> None:
-        self._connections -= 1
+        self._handshakes -= 1
+        if arrival.stage is Stage.OPEN:
+            self._accepted += 1
+            self._connections += 1
+            return
+        self._refused[why] += 1
+        if isinstance(arrival.way, CmLine):  # nobody has taken it
+            assert self._loop is not None
+            task = self._loop.create_task(arrival.way.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        elif arrival.way is not None:
+            arrival.way.close()
 
     # ---- Its end
 
@@ -358,13 +324,12 @@ class Acceptor:
 
     async def wait(self, timeout_s: float | None) -> bool:
         """Until all tasks are done, but no longer than that; whether they are."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-        return not self._tasks
+        if waiting := {*self._tasks, *self._closing}:
+            await asyncio.wait(waiting, timeout=timeout_s)
+        return not self._tasks and not self._closing
 
-    async def cancel(self) -> None:
-        """End the tasks."""
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
+    async def cancel(self, timeout_s: float | None = None) -> bool:
+        """End the tasks; whether they have ended, within that time."""
+        for task in self._tasks:
+            task.cancel()
+        return await self.wait(timeout_s)

@@ -247,6 +247,10 @@ class Crew:
         if self.broken is not None:
             raise BrokenResourceError(f"{self.name} is broken: {self.broken}") from self.broken
 
+    def takes_calls(self) -> bool:
+        """Whether anybody may call."""
+        return self.stage is Stage.OPEN and self.broken is None
+
     def is_here(self) -> bool:
         """Whether this is called by one of them."""
         here = worker_here()

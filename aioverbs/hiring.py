@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import functools
 import secrets
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +12,16 @@ from aioverbs.affinity import Affinity, running_loop
 from aioverbs.crew import Counts, Crew, Hand
 from aioverbs.device import Device
 from aioverbs.errors import VerbsError
-from aioverbs.process_worker import ProcessWorker, pickled_call
+from aioverbs.process_worker import ProcessWorker, Visit, pickled_call
 from aioverbs.protection_domain import ProtectionDomain, SharedProtectionDomain
 from aioverbs.thread_worker import ThreadWorker
 from aioverbs.worker import WorkerSettings
 from aioverbs.worker_process import ProcessSettings
 
-__all__ = ["Processes", "Threads"]
+__all__ = ["Errand", "Processes", "Threads"]
+
+Errand = Callable[[socket.socket, Callable[[bool], object]], object]
+"""Makes a call, as workers take it, of a socket, and of what is told on the way: see `Visit`."""
 
 
 class Threads:
@@ -42,6 +47,10 @@ class Threads:
     def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return function, args
+
+    def errand(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Errand:
+        """What makes calls of a function that get a socket first."""
+        return lambda sock, tell: (function, (sock, tell, *args))
 
 
 class Processes(Threads):
@@ -81,3 +90,7 @@ class Processes(Threads):
     def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return pickled_call(function, args)
+
+    def errand(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Errand:
+        """What makes calls of a function that get a socket first."""
+        return functools.partial(Visit, pickled_call(function, args))

@@ -17,7 +17,7 @@ from aioverbs.crew import Crew, Job, WorkerStatistics
 from aioverbs.device import Device
 from aioverbs.errands import Awaited, Outcome
 from aioverbs.errors import BusyResourceError
-from aioverbs.hiring import Processes, Threads
+from aioverbs.hiring import Errand, Processes, Threads
 from aioverbs.life import State
 from aioverbs.placement import Key, PlacementPolicy, RoundRobin
 from aioverbs.protection_domain import ProtectionDomain
@@ -111,6 +111,7 @@ class WorkerPool(Resource):
         self._life.label = str(next(_serials))
         settings = WorkerSettings(ThreadModel(thread_model), MessageModel(message_model), allocator, loop, setup)
         self._drain_s = drain_s
+        self._grace_s = grace_s
         policy = placement if placement is not None else RoundRobin()
         name = f"{type(self).__name__} {self._life.label}"
         self._kind = (Processes if processes else Threads)(device, self._pd, settings)
@@ -344,7 +345,43 @@ class WorkerPool(Resource):
             raise errors[0]
         return list(results.values())
 
+    # ---- Sockets, which servers give to workers
+
+    def _errand(self, function: Callable[..., Any], *args: object) -> Errand:
+        """Makes calls of a function with a socket, with what it is to tell on its way, and with arguments.
+
+        :raises PicklingError: it cannot go to processes; or another error.
+        """
+        return self._kind.errand(function, args)
+
+    def _post(self, payload: object, outcome: Outcome[Any], key: Key | None) -> Job:
+        """Send such a call. It raises what `run` does."""
+        self._check_open()
+        return self._crew.send(payload, outcome, None, key)
+
+    async def _until_over(self) -> None:
+        """Until it takes no more calls."""
+        await self._crew.bell.wait_while(self._crew.takes_calls)
+
+    def _check_unbroken(self) -> None:
+        self._crew.check()
+
     # ---- Looking
+
+    @property
+    def size(self) -> int:
+        """How many workers it has."""
+        return self._crew.size
+
+    @property
+    def grace_s(self) -> float:
+        """For how many seconds closing waits for what it cancelled."""
+        return self._grace_s
+
+    @property
+    def processes(self) -> bool:
+        """Whether the workers are processes."""
+        return isinstance(self._kind, Processes)
 
     def statistics(self) -> PoolStatistics:
         """Its counts as they are now."""

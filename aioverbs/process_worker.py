@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import multiprocessing.spawn
 import os
@@ -10,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -19,19 +22,21 @@ from aioverbs.crew import Counts, Crew, Hand, Job
 from aioverbs.errands import Outcome
 from aioverbs.errors import BrokenResourceError
 from aioverbs.protection_domain import SharedProtectionDomain
-from aioverbs.worker_link import Kind, Link
+from aioverbs.remote_errors import unpickled_error
+from aioverbs.worker_link import Kind, Link, send_socket
 from aioverbs.worker_process import ProcessSettings, Ready
 
-__all__ = ["ProcessWorker", "pickled_call"]
+__all__ = ["ProcessWorker", "Visit", "pickled_call"]
 
 # For how long a new process may be busy with what its main module imports, and one that closed its socket with its end.
 _START_S = 60.0
 _EXIT_S = 10.0
 _POLL_S = 0.005
+_AGAIN_S = 0.01  # after which sockets are sent again that a process had no room for
 
 _numbers = itertools.count(1)  # of calls
 
-_COMMAND = "import sys; sys.path[:] = {path!r}; from aioverbs.worker_process import main; main({link}, {share})"
+_COMMAND = "import sys; sys.path[:] = {path!r}; from aioverbs.worker_process import main; main({link}, {share}, {door})"
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -46,13 +51,31 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise
 
 
+@dataclass(frozen=True)
+class Visit:
+    """A call that gets a socket first.
+
+    Servers send what they have accepted. If each worker listened for itself, at one port of all (SO_REUSEPORT), the
+    kernel would choose the worker, not the pool; limits would be each one's own; and a dead one's queue would be lost.
+
+    :param payload: as `pickled_call` made it.
+    :param sock: is closed when it has gone to the worker's process.
+    :param tell: called at home with what the call tells before it is over.
+    """
+
+    payload: bytes
+    sock: socket.socket
+    tell: Callable[[bool], object]
+
+
 class _ProcessJob:
     """A call of a worker's."""
 
-    def __init__(self, hand: "ProcessWorker", payload: bytes, outcome: Outcome[Any]) -> None:
+    def __init__(self, hand: "ProcessWorker", payload: bytes, outcome: Outcome[Any], visit: Visit | None) -> None:
         self.outcome: Outcome[Any] | None = outcome
         self.number = next(_numbers)
         self.payload = payload
+        self.visit = visit
         self.is_withdrawn = False
         self.is_stopped = False
         self.hand = hand
@@ -94,6 +117,8 @@ class ProcessWorker(Hand):
         self._shared = shared
         self.shares_pd = shared is not None
         self._sent: dict[int, _ProcessJob] = {}
+        self._visits: deque[_ProcessJob] = deque()  # whose sockets are to be sent
+        self._door: socket.socket | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._cause: BaseException | None = None
@@ -125,13 +150,15 @@ class ProcessWorker(Hand):
     async def _serve(self) -> str:
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
-        with share_ours, contextlib.ExitStack() as until_connected:
+        door_ours, door_theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        door_ours.setblocking(False)
+        with share_ours, door_ours as self._door, contextlib.ExitStack() as until_connected:
             until_connected.enter_context(ours)
-            with theirs, share_theirs:
+            with theirs, share_theirs, door_theirs:
                 preparation = multiprocessing.spawn.get_preparation_data(f"{self.crew.name}, worker {self.number}")
                 preparation["authkey"] = bytes(preparation["authkey"])  # its type refuses pickle; nobody else reads
                 setup = pickle.dumps((preparation, pickle.dumps((self.number, self._settings))))
-                self._process = process = self._spawn(theirs, share_theirs)
+                self._process = process = self._spawn(theirs, share_theirs, door_theirs)
                 self.process_id = process.pid
             link = self._link = Link(self._received)
             ours.setblocking(False)
@@ -171,12 +198,13 @@ class ProcessWorker(Hand):
                 if not sharing.cancelled() and (error := sharing.exception()) is not None and self._cause is None:
                     self._cause = error
 
-    def _spawn(self, link: socket.socket, share: socket.socket) -> "subprocess.Popen[bytes]":
-        code = _COMMAND.format(path=sys.path, link=link.fileno(), share=share.fileno())
+    def _spawn(self, *sockets: socket.socket) -> "subprocess.Popen[bytes]":
+        link, share, door = descriptors = [sock.fileno() for sock in sockets]
+        code = _COMMAND.format(path=sys.path, link=link, share=share, door=door)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
         return subprocess.Popen(
             [sys.executable, *flags, "-c", code],
-            pass_fds=[link.fileno(), share.fileno()],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             env={name: value for name, value in os.environ.items() if name != "AIOVERBS_SOFT_ADDRESS"},  # this one's
         )
@@ -207,22 +235,51 @@ class ProcessWorker(Hand):
     # ---- What is said
 
     def job(self, payload: object, outcome: Outcome[Any]) -> Job:
-        """A call as `pickled_call` made it."""
-        assert isinstance(payload, bytes)
-        return _ProcessJob(self, payload, outcome)
+        """A call as `pickled_call` made it, or a visit."""
+        visit = payload if isinstance(payload, Visit) else None
+        data = visit.payload if visit is not None else payload
+        assert isinstance(data, bytes)
+        return _ProcessJob(self, data, outcome, visit)
 
     def send(self, job: _ProcessJob) -> None:
         """Say a call. At home; maybe under the crew's lock."""
-        payload, job.payload = job.payload, b""
         if job.is_withdrawn:
             self._home.call_soon(self.over, job, None, job.cancellation())
-        elif self._link is not None:
+        elif job.visit is None:
+            self._say(Kind.CALL, job)
+        else:
+            self._visits.append(job)
+            if len(self._visits) == 1:
+                self._send_sockets()
+
+    def _say(self, kind: Kind, job: _ProcessJob) -> None:
+        payload, job.payload = job.payload, b""
+        if self._link is not None:
             self._sent[job.number] = job
-            self._link.send(Kind.CALL, job.number, payload)
+            self._link.send(kind, job.number, payload)
+
+    def _send_sockets(self) -> None:
+        while self._visits:
+            job = self._visits[0]
+            assert job.visit is not None
+            assert self._door is not None
+            try:
+                send_socket(self._door, job.visit.sock)
+            except OSError as error:
+                # Else it is gone, and that will be told of.
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):  # mostly EAGAIN: it has many
+                    self._home.call_later(_AGAIN_S, self._send_sockets)
+                return
+            self._visits.popleft()
+            job.visit.sock.close()
+            self._say(Kind.VISIT, job)
 
     def withdraw(self, job: _ProcessJob) -> None:
         """Say that a call is to be cancelled, if it was said. At home."""
-        if job.number in self._sent and self._link is not None:
+        if job in self._visits:
+            self._visits.remove(job)
+            self.over(job, None, job.cancellation())
+        elif job.number in self._sent and self._link is not None:
             self._link.send(Kind.CANCEL, job.number)
 
     def _received(self, kind: Kind, number: int, payload: bytes) -> None:
@@ -232,13 +289,18 @@ class ProcessWorker(Hand):
             self.came_up()
             return
         if kind is Kind.FAILED:
-            self._cause = _raised(payload)
+            self._cause = unpickled_error(payload)
+            return
+        if kind is Kind.NEWS:
+            call = self._sent.get(number)  # a connection may outlive it by a moment
+            if call is not None and call.visit is not None:
+                call.visit.tell(bool(payload))
             return
         job = self._sent.pop(number)
         if kind is Kind.CANCELLED:
             self.over(job, None, job.cancellation())
         elif kind is Kind.ERROR:
-            self.over(job, None, _raised(payload))
+            self.over(job, None, unpickled_error(payload))
         else:
             self._arrived(job, payload)
 
@@ -250,16 +312,6 @@ class ProcessWorker(Hand):
             self.over(job, None, error)
         else:
             self.over(job, result, None)
-
-
-def _raised(payload: bytes) -> BaseException:
-    data, text = pickle.loads(payload)
-    try:
-        error: BaseException = pickle.loads(data)
-    except Exception as why:
-        error = RuntimeError(f"a worker process raised what cannot be made here: {why}")
-    error.add_note(f"in the worker process:\n{text.rstrip()}")
-    return error
 
 
 def _how(status: int) -> str:

@@ -1,34 +1,32 @@
 """Listening for connections, and serving them."""
 
 import asyncio
-import contextlib
+import functools
 import logging
+import socket
 import ssl as tls
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Self
 
-import anyio
 import anyio.abc
 
-from aioverbs.acceptor import Acceptor, AcceptorStatistics, Arrival, Terms
+from aioverbs.acceptor import Acceptor, AcceptorStatistics, Arrival
 from aioverbs.affinity import running_loop, to_the_end
+from aioverbs.answering import Terms, TlsContext, answered
 from aioverbs.connection import Connection, Transport, check_transport
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
-from aioverbs.errors import BrokenResourceError, ClosedResourceError
+from aioverbs.errands import Awaited
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
+from aioverbs.handling import Handled, Handler, Service, handle, handle_on_worker
 from aioverbs.identifier import Address
+from aioverbs.placement import Key
+from aioverbs.pool import WorkerPool
 
-__all__ = ["ConnectionListener", "Handler", "Place", "Server", "listen", "serve"]
+__all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
 
 logger = logging.getLogger("aioverbs")
-
-Handler = Callable[[Connection], Awaitable[object]]
-"""What a server calls with each connection."""
-
-Place = Callable[[Callable[[Domain], Awaitable[None]]], Awaitable[object]]
-"""What has a connection made and handled somewhere: it is given a function, which it calls and awaits once, with a
-domain of the loop that it calls it on."""
 
 
 class _Accepting(anyio.abc.AsyncResource):
@@ -76,6 +74,7 @@ class ConnectionListener(_Accepting):
     ) -> None:
         super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived))
         self._domain = domain
+        self._terms = terms
         self._ready: deque[Connection] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._open = False
@@ -89,13 +88,17 @@ class ConnectionListener(_Accepting):
         self._open = True
         return self
 
-    async def _arrived(self, arrival: Arrival) -> None:
-        connection = await arrival(self._domain)
+    async def _arrived(self, arrival: Arrival) -> str:
+        connection, why = await answered(arrival.line(self._terms), arrival.peer, self._domain, self._terms)
         if connection is None:
-            return
+            return why
+        assert connection._end is not None
+        connection._end.when_closed = functools.partial(arrival.tell, False)
+        arrival.tell(True)
         connection._life.quiet = True  # nobody's fault that it is open, before somebody took it
         self._ready.append(connection)
         self._wake()
+        return why
 
     def _wake(self) -> None:
         while self._waiters:
@@ -154,7 +157,7 @@ def listen(
     *,
     domain: Domain,
     transport: Transport = "auto",
-    ssl: tls.SSLContext | None = None,
+    ssl: TlsContext | None = None,
     secret: bytes | None = None,
     settings: ConnectionSettings | None = None,
     handshake_timeout_s: float = 5.0,
@@ -168,7 +171,7 @@ def listen(
     :param port: 0 for one that is free.
     :param domain: what the queue pairs are made on; the connections belong to the running loop.
     :param transport: by what peers find it: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both where the device has them.
-    :param ssl: for TLS on the TCP connections: see `connect`.
+    :param ssl: for TLS on the TCP connections: see `connect`; or a function that makes it.
     :param secret: what peers are to know.
     :param settings: sizes and times; None: those of `ConnectionSettings()`.
     :param handshake_timeout_s: the longest that a peer may take to get through, in seconds.
@@ -176,13 +179,13 @@ def listen(
     :param max_connections: connections that may be open at once; likewise. None: any number.
     :param backlog: peers that the kernel keeps until they are accepted.
     """
-    check_transport(transport, ssl)
-    terms = _terms(ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
+    terms = _terms(transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
     return ConnectionListener(host, port, domain, transport, terms, backlog)
 
 
 def _terms(
-    ssl: tls.SSLContext | None,
+    transport: Transport,
+    ssl: TlsContext | None,
     secret: bytes | None,
     settings: ConnectionSettings | None,
     handshake_timeout_s: float,
@@ -190,7 +193,9 @@ def _terms(
     max_connections: int | None,
 ) -> Terms:
     chosen = settings if settings is not None else ConnectionSettings()
-    return Terms(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
+    terms = Terms(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
+    check_transport(transport, terms.context)
+    return terms
 
 
 class Server(_Accepting):
@@ -198,65 +203,101 @@ class Server(_Accepting):
 
     The handler runs in a task of its own. When it returns its connection is closed, with everything delivered; when it
     raises the connection is aborted and the error logged, but for those by which a peer's end is told.
+
+    Where the connections are those of a pool, each is a call that the pool has, from the handshake to its end: it is
+    counted and placed as others are. A worker that dies takes its connections with it, and their peers find them
+    broken. When the pool is closed, or fails, the server is stopped.
     """
 
     def __init__(
         self,
-        handler: Handler,
+        service: Service,
         host: str | None,
         port: int,
         domain: Domain | None,
-        place: Place | None,
+        pool: WorkerPool | None,
+        key: Callable[[Address], Key] | None,
         transport: Transport,
-        terms: Terms,
         backlog: int,
         drain_timeout_s: float,
     ) -> None:
-        if (domain is None) == (place is None):
-            raise ValueError("a server has its connections on a domain, or where `place` puts them: give one of these")
-        if place is not None and transport == "rdmacm":
-            raise ValueError("what rdma_cm accepts stays with its loop: give a domain, or have it by TCP")
-        super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived))
-        self._handler = handler
+        if (domain is None) == (pool is None):
+            raise ValueError("a server has its connections on a domain, or on a pool's workers: give one of these")
+        if pool is None and key is not None:
+            raise ValueError("a key chooses one of a pool's workers, and there is no pool")
+        if pool is not None and transport == "rdmacm":
+            raise ValueError("what rdma_cm accepts stays with its loop: give a domain, or have a pool's by TCP")
+        if pool is not None and pool.processes and isinstance(service.terms.ssl, tls.SSLContext):
+            raise ValueError("a TLS context cannot go to other processes: give a function of a module that makes it")
+        super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived))
+        self._service = service
         self._domain = domain
-        self._place = place
+        self._pool = pool
+        self._errand = pool._errand(handle_on_worker, service) if pool is not None else None
+        self._key = key
         self._drain_timeout_s = drain_timeout_s
         self._closed = asyncio.Event()
         self._stopping: asyncio.Future[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
-    async def _arrived(self, arrival: Arrival) -> None:
-        async def here(domain: Domain) -> None:
-            connection = await arrival(domain)
-            if connection is not None:
-                await self._handle(connection)
+    async def open(self) -> Self:
+        """Begin to listen.
 
+        :raises ClosedResourceError: the pool is not open.
+        :raises OSError: the address is in use, or not this machine's.
+        """
+        if self._pool is not None:
+            self._pool._check_open()
+        await super().open()
+        if self._pool is not None:
+            self._following = running_loop().create_task(self._follow(self._pool))
+        return self
+
+    async def _follow(self, pool: WorkerPool) -> None:
+        await pool._until_over()
+        await self.stop()
+
+    def statistics(self) -> AcceptorStatistics:
+        """Whom it has seen."""
+        return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
+
+    async def _arrived(self, arrival: Arrival) -> str:
         try:
-            if self._place is not None:
-                await self._place(here)
-            else:
-                assert self._domain is not None
-                await here(self._domain)
-        except Exception:
-            logger.exception("a connection could not be placed")
+            handled = await self._handled(arrival)
+        except (BrokenResourceError, ClosedResourceError, WorkerDiedError) as error:
+            logger.warning("the connection with %s is lost: %s", arrival.peer, error)
+            return type(error).__name__
+        except Exception as error:
+            logger.exception("the connection with %s could not be handled", arrival.peer)
+            return type(error).__name__
+        finally:
+            arrival.tell(False)
+        if handled.failure is not None:
+            logger.error("the handler of the connection with %s failed", arrival.peer, exc_info=handled.failure)
+        return handled.why
 
-    async def _handle(self, connection: Connection) -> None:
+    async def _handled(self, arrival: Arrival) -> Handled:
+        if self._pool is None or self._errand is None:
+            assert self._domain is not None
+            line = arrival.line(self._service.terms)
+            return await handle(line, arrival.peer, arrival.tell, self._domain, self._service)
+        assert isinstance(arrival.way, socket.socket)
+        assert arrival.address is not None
+        key = self._key(arrival.address) if self._key is not None else None
+        awaited: Awaited[Handled] = Awaited(running_loop())
         try:
-            await self._handler(connection)
-        except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
-            logger.debug("%r ended: %s", connection, error)
-        except Exception:
-            logger.exception("the handler of %r failed", connection)
-        except BaseException:
-            await to_the_end(connection.abort())
+            job = self._pool._post(self._errand(arrival.way, arrival.tell), awaited, key)
+        except (BrokenResourceError, ClosedResourceError):
+            self._acceptor.turn_away(arrival)
             raise
-        else:
-            with contextlib.suppress(BrokenResourceError):
-                await connection.aclose()
-            return
-        await connection.abort()
+        arrival.worker = job.hand.number
+        return await awaited.wait(job.withdraw)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
         """Accept nobody any more, let the handlers end, then cancel those that have not.
+
+        Those on a pool's workers that do not end even so within the pool's `grace_s` are left to the pool, which kills
+        processes when it is closed, and tells of threads.
 
         :param drain_timeout_s: how long the handlers have, in seconds; None: as `serve` was told.
         """
@@ -269,13 +310,26 @@ class Server(_Accepting):
         try:
             await self._acceptor.stop()
             if not await self._acceptor.wait(wait_s):
-                await self._acceptor.cancel()
+                await self._cancel()
         finally:
+            if self._following is not None:
+                self._following.cancel()
             self._closed.set()
 
+    async def _cancel(self) -> None:
+        if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
+            return
+        # A worker that is inside of something would keep this waiting. The pool knows what to do with it.
+        logger.error("handlers that do not end are left to %r", self._pool)
+
     async def wait_closed(self) -> None:
-        """Until it is stopped and all handlers have ended."""
+        """Until it is stopped and all handlers have ended.
+
+        :raises BrokenResourceError: the pool had failed.
+        """
         await self._closed.wait()
+        if self._pool is not None:
+            self._pool._check_unbroken()
 
     async def aclose(self) -> None:
         """`stop`; where this is cancelled, the handlers are cancelled at once."""
@@ -287,7 +341,7 @@ class Server(_Accepting):
 
     async def _cut_short(self) -> None:
         await self._acceptor.stop()
-        await self._acceptor.cancel()
+        await self._cancel()
         await self.stop()
 
 
@@ -297,9 +351,10 @@ def serve(
     port: int = 0,
     *,
     domain: Domain | None = None,
-    place: Place | None = None,
+    pool: WorkerPool | None = None,
+    key: Callable[[Address], Key] | None = None,
     transport: Transport = "auto",
-    ssl: tls.SSLContext | None = None,
+    ssl: TlsContext | None = None,
     secret: bytes | None = None,
     settings: ConnectionSettings | None = None,
     handshake_timeout_s: float = 5.0,
@@ -313,9 +368,15 @@ def serve(
     What `listen` takes, and:
 
     :param handler: called with each connection, in a task of its own.
-    :param place: where the connections are made and handled, instead of on `domain`: see `Place`.
+    :param domain: what the queue pairs are made on; the connections and their handlers are on the running loop.
+    :param pool: instead of a domain: each connection is made on one of its workers, with that one's domain, belongs to
+        it, and is handled there. The limits are those of all of them together. Its peers come by TCP. Where the workers
+        are processes the handler goes there by pickle, as a function of a module does, and `ssl` is a function that
+        makes the context.
+    :param key: of a peer's address: peers with the same key are handled by the same worker, as
+        ``key=lambda address: address[0]`` has all of one host. None: the pool's `placement` chooses.
     :param drain_timeout_s: how long handlers have to end when the server is stopped, in seconds.
     """
-    check_transport(transport, ssl)
-    terms = _terms(ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
-    return Server(handler, host, port, domain, place, transport, terms, backlog, drain_timeout_s)
+    terms = _terms(transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
+    service = Service(handler, terms)
+    return Server(service, host, port, domain, pool, key, transport, backlog, drain_timeout_s)

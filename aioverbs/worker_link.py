@@ -2,13 +2,15 @@
 
 import asyncio
 import enum
+import errno
 import socket
 import struct
 from collections.abc import Callable
 from typing import cast
 
-__all__ = ["Kind", "Link", "frame", "receive_frame"]
+__all__ = ["Kind", "Link", "frame", "receive_frame", "receive_socket", "send_socket"]
 
+_INT = struct.Struct("=i")
 _HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
 
 
@@ -33,6 +35,10 @@ class Kind(enum.IntEnum):
     """From the worker: a call ended by a cancellation."""
     STOP = 9
     """To the worker: it is to end."""
+    VISIT = 10
+    """To the worker: a function that gets a socket, which was sent over another socket before, and its arguments."""
+    NEWS = 11
+    """From the worker: a truth value that such a call tells before it is over."""
 
 
 def frame(kind: Kind, number: int, payload: bytes = b"") -> bytes:
@@ -57,6 +63,26 @@ def _receive(sock: socket.socket, size: int) -> bytes:
             raise EOFError("the pool is gone")
         data += piece
     return bytes(data)
+
+
+def send_socket(door: socket.socket, sent: socket.socket) -> None:
+    """Send a socket over a non-blocking one that keeps messages apart: it is there before what is said after this.
+
+    :raises OSError: not now, or never.
+    """
+    socket.send_fds(door, [b"\0"], [sent.fileno()])
+
+
+def receive_socket(door: socket.socket) -> socket.socket:
+    """The next one that was sent.
+
+    :raises OSError: it was lost, as this process has no more descriptors.
+    """
+    room = socket.CMSG_LEN(_INT.size)
+    _, ancillary, _, _ = door.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    for _, _, data in ancillary:
+        return socket.socket(fileno=_INT.unpack(data)[0])
+    raise OSError(errno.EMFILE, "a socket was sent and could not be received: no more descriptors")
 
 
 class Link(asyncio.Protocol):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import functools
 import multiprocessing
 import multiprocessing.process
 import multiprocessing.spawn
@@ -10,7 +11,6 @@ import os
 import pickle
 import signal
 import socket
-import traceback
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,11 @@ from aioverbs.device import Device, open_device
 from aioverbs.errands import Call
 from aioverbs.imported_device import import_device
 from aioverbs.protection_domain import ProtectionDomain
+from aioverbs.remote_errors import pickled_error
 from aioverbs.worker import Worker, WorkerSettings, loop_factory, working
-from aioverbs.worker_link import Kind, Link, frame, receive_frame
+from aioverbs.worker_link import Kind, Link, frame, receive_frame, receive_socket
 
-__all__ = ["ProcessSettings", "Ready", "main", "pickled_error"]
+__all__ = ["ProcessSettings", "Ready", "main"]
 
 
 @dataclass(frozen=True)
@@ -55,26 +56,16 @@ class Ready:
     native: bool
 
 
-def pickled_error(error: BaseException) -> bytes:
-    """An error and where it came from, so that it can be raised in another process."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)  # some go in and never come out
-    except Exception as why:
-        stand_in = RuntimeError(f"{type(error).__name__}: {error} (which cannot be sent: {why})")
-        data = pickle.dumps(stand_in)
-    return pickle.dumps((data, text))
-
-
-def main(link: int, share: int) -> None:
+def main(link: int, share: int, door: int) -> None:
     """Be a worker, until the pool says otherwise or is gone.
 
     :param link: the descriptor of a socket to the pool.
-    :param share: that of another one, over which the pool shares its protection domain; -1 where it does not.
+    :param share: that of another one, over which the pool shares its protection domain, where it does.
+    :param door: that of another one, over which sockets come.
     """
-    sock = socket.socket(fileno=link)
-    os.register_at_fork(after_in_child=sock.close)  # or children of this process would keep it from ending
+    sock, sockets = socket.socket(fileno=link), socket.socket(fileno=door)
+    for each in (sock, sockets):
+        os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
     try:
         _, payload = receive_frame(sock)
@@ -87,7 +78,7 @@ def main(link: int, share: int) -> None:
         sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))
         return
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_Child(number, settings, sock, share).serve())
+        runner.run(_Child(number, settings, sock, share, sockets).serve())
 
 
 def _prepare(preparation: dict[str, Any]) -> None:
@@ -143,16 +134,48 @@ class _ChildCall(Call[Any]):
         """The process ends, which the pool is told of."""
 
 
+class _ChildVisit(_ChildCall):
+    """One whose function gets a socket, which it takes out of its object."""
+
+    __slots__ = ("_visitor",)
+
+    def __init__(self, child: "_Child", number: int, payload: bytes, visitor: socket.socket) -> None:
+        super().__init__(child, number, payload)
+        self._visitor = visitor
+        self._function = self._visit
+
+    def _visit(self, payload: bytes) -> Any:
+        function, args = _unpickled(payload)
+        return function(self._visitor, self._tell, *args)
+
+    def _tell(self, what: bool) -> None:
+        if self._child.link is not None:
+            self._child.link.send(Kind.NEWS, self._number, b"1" if what else b"")
+
+    def settle(self, result: object, error: BaseException | None) -> None:
+        self._visitor.close()  # where it was not called
+        super().settle(result, error)
+
+
+@functools.lru_cache(maxsize=16)
+def _unpickled(payload: bytes) -> Any:
+    """What all visits to one server have in common: it is made once."""
+    return pickle.loads(payload)
+
+
 class _Child:
     """A worker in its process."""
 
     worker: Worker
 
-    def __init__(self, number: int, settings: ProcessSettings, sock: socket.socket, share: int) -> None:
+    def __init__(
+        self, number: int, settings: ProcessSettings, sock: socket.socket, share: int, door: socket.socket
+    ) -> None:
         self._number = number
         self._settings = settings
         self._sock = sock
         self._share = share
+        self._door = door
         self._stop = asyncio.Event()
         self._main_task: asyncio.Task[None] | None = None
         self.link: Link | None = None
@@ -209,13 +232,24 @@ class _Child:
 
     def _received(self, kind: Kind, number: int, payload: bytes) -> None:
         if kind is Kind.CALL:
-            call = self.calls[number] = _ChildCall(self, number, payload)
-            self.worker.loop.call_soon(call.start, context=contextvars.Context())
+            self._begin(number, _ChildCall(self, number, payload))
+        elif kind is Kind.VISIT:
+            assert self.link is not None
+            try:
+                visitor = receive_socket(self._door)
+            except OSError as error:
+                self.link.send(Kind.ERROR, number, pickled_error(error))
+            else:
+                self._begin(number, _ChildVisit(self, number, payload, visitor))
         elif kind is Kind.CANCEL:
             if (waiting := self.calls.get(number)) is not None:
                 waiting.withdraw()
         elif kind is Kind.STOP:
             self._stop.set()
+
+    def _begin(self, number: int, call: _ChildCall) -> None:
+        self.calls[number] = call
+        self.worker.loop.call_soon(call.start, context=contextvars.Context())
 
     def is_ending(self) -> bool:
         """Whether its loop cancels everything because something ended it."""

@@ -153,7 +153,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "code", "subject", "unusable", "says", "command"), CHANGES, ids=str)
+@pytest.mark.parametrize(
+    ("change", "code", "subject", "unusable", "says", "command"), CHANGES, ids=[each[1] for each in CHANGES]
+)
 def test_change(
     tree: Tree,
     change: Callable[[Tree], None],

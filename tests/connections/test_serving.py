@@ -16,11 +16,11 @@ from aioverbs import (
     Device,
     HandshakeError,
     ResourceDomain,
+    WorkerPool,
     connect,
     reconnecting,
     serve,
 )
-from aioverbs.domain import Domain
 from aioverbs.handshake import Reason
 from aioverbs.server import Server
 from tests.connections.ends import HOST, SMALL, until
@@ -180,61 +180,14 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
         await near[0].aclose()
 
 
-async def test_placed_somewhere_else(device: Device) -> None:
-    """On another loop, with a domain of its own: the seam for pools of workers."""
-    ready: asyncio.Future[tuple[asyncio.AbstractEventLoop, ResourceDomain]] = asyncio.get_running_loop().create_future()
-    home = asyncio.get_running_loop()
-    where: list[asyncio.AbstractEventLoop] = []
-
-    async def worker() -> None:
-        async with device.resource_domain() as domain:
-            end = asyncio.Event()
-            home.call_soon_threadsafe(ready.set_result, (asyncio.get_running_loop(), domain, end))  # type: ignore[arg-type]
-            await end.wait()
-
-    async def handler(connection: Connection) -> None:
-        where.append(asyncio.get_running_loop())
-        await echo(connection)
-
-    async def place(answer: Callable[[Domain], Awaitable[None]]) -> None:
-        await there.run(answer, there)
-
-    working = asyncio.create_task(asyncio.to_thread(asyncio.run, worker()))
-    loop, there, end = await ready  # type: ignore[misc]
-    try:
-        async with (
-            device.resource_domain() as domain,
-            serve(handler, HOST, place=place, settings=SMALL) as server,
-        ):
-            async with connect(HOST, server.port, domain=domain, settings=SMALL) as near:
-                await near.send(b"over there")
-                assert await near.receive() == b"over there"
-            await until(lambda: server.statistics().accepted == 1 and not server.statistics().connections)
-        assert where == [loop]
-    finally:
-        loop.call_soon_threadsafe(end.set)
-        await working
-
-
-@pytest.mark.parametrize("failure", ["raises", "does nothing"])
-async def test_a_place_that_takes_nobody(device: Device, failure: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def place(answer: Callable[[Domain], Awaitable[None]]) -> None:
-        if failure == "raises":
-            raise RuntimeError("no worker")
-
-    async with device.resource_domain() as domain, serve(echo, HOST, place=place) as server:
-        with pytest.raises((BrokenResourceError, OSError)):
-            await connect(HOST, server.port, domain=domain)
-        await until(lambda: server.statistics().refused == (("dropped", 1),))
-    assert ("could not be placed" in caplog.text) == (failure == "raises")
-
-
-async def test_neither_or_both_places(device: Device) -> None:
+async def test_a_domain_or_a_pool(device: Device) -> None:
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match="one of these"):
             serve(echo, HOST)
         with pytest.raises(ValueError, match="one of these"):
-            serve(echo, HOST, domain=domain, place=lambda answer: answer(domain))
+            serve(echo, HOST, domain=domain, pool=WorkerPool(device, 1))
+        with pytest.raises(ValueError, match="there is no pool"):
+            serve(echo, HOST, domain=domain, key=lambda address: address[0])
 
 
 # ---- Again and again

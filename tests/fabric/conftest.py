@@ -10,9 +10,9 @@ import pytest_asyncio
 
 from aioverbs import Device, open_device
 from tests.devices import far_devices
-from tests.sockets import direct, directory_of_sockets
+from tests.sockets import direct, directory_of_sockets, short_path
 
-__all__ = ["device", "direct", "directory_of_sockets", "pytest_collection_modifyitems"]
+__all__ = ["device", "direct", "directory_of_sockets", "pytest_collection_modifyitems", "short_path"]
 
 # What a loop has to do with frames that a network loses is not much, and waiting for repetitions takes its time: there
 # each way goes with one loop, and the first one with both.
@@ -41,16 +41,16 @@ def _name(which: str) -> str:
 # How bytes come over: moved by the peer, through a Unix socket, through TCP; and who executes.
 @pytest_asyncio.fixture(params=["direct-inline", "socket-engine", "tcp-inline"])
 async def device(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> AsyncIterator[Device]:
     """The near one; the far one is its `far_device`."""
     way, _, execution = request.param.partition("-")
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "1" if way == "direct" else "0")
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(tmp_path, "near")))
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "near")))
     # Over TCP both need an address: without one only processes of this host find a device.
     async with open_device(_name("near") if way == "tcp" else "soft0", engine_mode=execution == "engine") as near:
         if way == "tcp":  # then no Unix socket is found
-            monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(tmp_path, "far")))
+            monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "far")))
         async with open_device(_name("far"), engine_mode=execution == "engine") as far:
             far_devices[near] = far
             try:

@@ -458,13 +458,13 @@ def test_anything_at_once(
     loop: str,
     direct: str,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
+    short_path: Any,
     rules: list[Rule],
     chances: dict[str, int],
     seed: int,
 ) -> None:
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", direct)
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(tmp_path))
-    tmp_path.chmod(0o700)
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(short_path))
+    short_path.chmod(0o700)
     with asyncio.Runner(loop_factory=LOOP_FACTORIES[loop]) as runner:
         runner.run(meet(rules, chances, seed))

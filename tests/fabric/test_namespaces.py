@@ -41,10 +41,10 @@ class Way:
 
 @contextlib.asynccontextmanager
 async def way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str, **attributes: Any
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str, **attributes: Any
 ) -> AsyncIterator[Way]:
     """Each with a directory of its own, so that nobody finds anybody but by the address."""
-    ours, theirs = tmp_path / "here", tmp_path / "there"
+    ours, theirs = short_path / "here", short_path / "there"
     for folder in (ours, theirs):
         folder.mkdir(mode=0o700)
     near, far = (f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}" for host in HOSTS[family])
@@ -65,23 +65,23 @@ every_family = pytest.mark.parametrize("family", HOSTS)
 
 
 @every_family
-async def test_over_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
-    async with way(monkeypatch, tmp_path, cable, family) as between:
+async def test_over_a_network(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
+    async with way(monkeypatch, short_path, cable, family) as between:
         for seed in range(3):
             await between.exchange(seed=seed)
 
 
 @every_family
-async def test_small_packets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
+async def test_small_packets(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
     cable.packet_size(1280 if family == "ipv6" else 100)
-    async with way(monkeypatch, tmp_path, cable, family) as between:
+    async with way(monkeypatch, short_path, cable, family) as between:
         await between.exchange(most=20_000)
 
 
 @every_family
-async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
+async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
     cable.lose(5)
-    async with way(monkeypatch, tmp_path, cable, family, **PATIENT) as between:
+    async with way(monkeypatch, short_path, cable, family, **PATIENT) as between:
         for seed in range(3):
             await between.exchange(seed=seed)
 
@@ -89,18 +89,18 @@ async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 @every_family
 @pytest.mark.parametrize("what", ["delay 5ms 3ms", "loss 5% delay 1ms", "delay 2ms reorder 25% 50%", "duplicate 20%"])
 async def test_as_netem_has_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str, what: str
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str, what: str
 ) -> None:
     cable.emulate(*what.split())
-    async with way(monkeypatch, tmp_path, cable, family, **PATIENT) as between:
+    async with way(monkeypatch, short_path, cable, family, **PATIENT) as between:
         await between.exchange()
 
 
 @every_family
 async def test_the_cable_is_out_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str
 ) -> None:
-    async with way(monkeypatch, tmp_path, cable, family, **PATIENT) as between:
+    async with way(monkeypatch, short_path, cable, family, **PATIENT) as between:
         await between.exchange()
         cable.cable(up=False)
         asked = asyncio.ensure_future(between.exchange(seed=1))
@@ -111,8 +111,8 @@ async def test_the_cable_is_out_for_a_while(
 
 
 @every_family
-async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cable: Network, family: str) -> None:
-    async with way(monkeypatch, tmp_path, cable, family, **QUICK) as between:
+async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
+    async with way(monkeypatch, short_path, cable, family, **QUICK) as between:
         await between.exchange(most=4096)
         cable.cable(up=False)
         begun = time.monotonic()

@@ -40,10 +40,10 @@ class Way:
 
 @contextlib.asynccontextmanager
 async def way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str, how: Proxy, **attributes: Any
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, how: Proxy, **attributes: Any
 ) -> AsyncIterator[Way]:
     """Near connects to the proxy by a Unix socket, which connects to far by one, or by TCP."""
-    ours, theirs = tmp_path / "here", tmp_path / "there"
+    ours, theirs = short_path / "here", short_path / "there"
     for folder in (ours, theirs):
         folder.mkdir(mode=0o700)
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "0")
@@ -70,18 +70,18 @@ every_carrier = pytest.mark.parametrize("carrier", ["unix", "tcp4", "tcp6"])
 
 
 @every_carrier
-async def test_in_single_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str) -> None:
+async def test_in_single_bytes(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
     how = Proxy(piece=1)
-    async with way(monkeypatch, tmp_path, carrier, how, **PATIENT) as between:
+    async with way(monkeypatch, short_path, carrier, how, **PATIENT) as between:
         await between.exchange(most=2000)
         assert how.connections == 2
         assert how.passed > 6000
 
 
 @every_carrier
-async def test_slowly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str) -> None:
+async def test_slowly(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
     how = Proxy(piece=3000, pause_s=0.001)
-    async with way(monkeypatch, tmp_path, carrier, how, **PATIENT) as between:
+    async with way(monkeypatch, short_path, carrier, how, **PATIENT) as between:
         for seed in range(2):
             await between.exchange(seed=seed, most=50_000)
 
@@ -91,10 +91,10 @@ CUTS = [1, 150, 260, 400, 4500, 200_000]
 
 
 @every_carrier
-async def test_cut_again_and_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str) -> None:
+async def test_cut_again_and_again(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
     """Each connection lasts a little longer than the one before it."""
     how = Proxy(cut_after=list(CUTS))
-    async with way(monkeypatch, tmp_path, carrier, how, **PATIENT) as between:
+    async with way(monkeypatch, short_path, carrier, how, **PATIENT) as between:
         for seed in range(3):
             await between.exchange(seed=seed)
         assert not how.cut_after
@@ -108,10 +108,10 @@ async def exchange_for_ever(between: Way) -> None:
 
 @every_carrier
 @pytest.mark.parametrize("after", [0, 300, 700, 20_000])
-async def test_it_stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, carrier: str, after: int) -> None:
+async def test_it_stops(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, after: int) -> None:
     """Nothing passes any more: that is told in time, and when it goes on there is nothing wrong."""
     how = Proxy(stall_after=after)
-    async with way(monkeypatch, tmp_path, carrier, how, **QUICK) as between:
+    async with way(monkeypatch, short_path, carrier, how, **QUICK) as between:
         begun = time.monotonic()
         with pytest.raises(WorkCompletionError) as caught:
             await exchange_for_ever(between)

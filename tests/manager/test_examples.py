@@ -31,6 +31,7 @@ SAYS = {
     ],
     "key_value": ["put 100 values, got 100 of them", "after it was deleted: None"],
     "pool": ["hello by worker 0 and world by worker 1", "b'hello' b'world'"],
+    "pool_server": ["worker 0 has b'stored' AND MESSAGES", "worker 1 has b'stored' AND MESSAGES"],
     "rc_pingpong": ["answered 50 messages", "50 iters in"],
     "two_processes": ["received b'hello'", "counted [0, 1, 2] and read b'hello' and 3 back", "from memory to memory"],
     "shared_pd": ["registered by the other: b'hello'", "with another key: ibv_share_pd failed: EACCES"],

@@ -1,0 +1,44 @@
+"""A server on a pool: each connection is on one of its workers, and memory that is registered once serves them all."""
+
+import asyncio
+import functools
+
+import aioverbs
+from aioverbs import AccessFlags, Connection, Device, MemoryRegion, current_worker
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND
+
+
+async def share(region: MemoryRegion, connection: Connection) -> None:
+    """Called for each connection, on the worker that has it."""
+    async with await connection.grant(region, AccessFlags.REMOTE_READ):
+        await connection.send(f"worker {current_worker().number}".encode())
+        async for question in connection:
+            await connection.send(question.upper())
+
+
+async def visit(device: Device, port: int) -> str:
+    async with (
+        device.resource_domain() as domain,
+        aioverbs.connect("127.0.0.1", port, domain=domain) as connection,
+        domain.register(64) as local,
+    ):
+        name = await connection.receive()
+        await connection.read(local[:6], (await connection.receive_grant())[:6])
+        await connection.send(b"and messages")
+        return f"{name.decode()} has {bytes(local.buffer[:6])!r} {(await connection.receive()).decode()}"
+
+
+async def main() -> None:
+    async with (
+        aioverbs.open_device() as device,
+        aioverbs.WorkerPool(device, size=2) as pool,
+        pool.pd.register(4096, ACCESS) as region,
+        aioverbs.serve(functools.partial(share, region), "127.0.0.1", pool=pool) as server,
+    ):
+        region.buffer[:6] = b"stored"
+        print(*[await visit(device, server.port) for _ in range(2)], sep="\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

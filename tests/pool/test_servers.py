@@ -1,0 +1,516 @@
+"""Servers on pools: each connection is made, handled and closed on a worker, a thread or a process."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import pytest_asyncio
+
+from aioverbs import (
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    Connection,
+    Device,
+    HandshakeError,
+    ResourceDomain,
+    WorkerPool,
+    connect,
+    open_device,
+    serve,
+)
+from aioverbs.handshake import Reason
+from aioverbs.placement import LeastLoaded
+from aioverbs.server import Server
+from tests.connections.certificates import contexts
+from tests.connections.ends import HOST, SMALL, until
+from tests.pace import fewer, patience
+from tests.pool import handlers, work
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS: dict[str, dict[str, Any]] = {"threads": {"loop": "asyncio"}, "processes": {"processes": True, "loop": "uvloop"}}
+
+
+@pytest_asyncio.fixture
+async def device() -> AsyncIterator[Device]:
+    async with open_device("soft0") as device:
+        yield device
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a pool's workers are."""
+    name: str = request.param
+    return KINDS[name]
+
+
+def served(pool: WorkerPool, handler: Callable[[Connection], Awaitable[object]], **options: Any) -> Server:
+    return serve(handler, HOST, pool=pool, settings=SMALL, **options)
+
+
+async def asked(server: Server, domain: ResourceDomain, **options: Any) -> Connection:
+    return await connect(HOST, server.port, domain=domain, settings=SMALL, **options)
+
+
+@contextlib.asynccontextmanager
+async def asking(server: Server, domain: ResourceDomain, **options: Any) -> AsyncIterator[Connection]:
+    async with connect(HOST, server.port, domain=domain, settings=SMALL, **options) as near:
+        yield near
+
+
+async def told(connection: Connection, what: str) -> str:
+    await connection.send(what.encode())
+    return (await connection.receive()).decode()
+
+
+async def nobody(server: Server) -> None:
+    await until(lambda: not server.statistics().connections and not server.statistics().handshakes)
+
+
+def marks(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*/*"))
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+async def test_echo_on_each_worker(device: Device, loop: str, processes: bool) -> None:
+    async with (
+        WorkerPool(device, 2, loop=loop, processes=processes) as pool,
+        served(pool, handlers.echo) as server,
+        device.resource_domain() as domain,
+    ):
+        for _ in range(2):
+            async with contextlib.AsyncExitStack() as stack:
+                nears = [await stack.enter_async_context(asking(server, domain)) for _ in range(4)]
+                places = [(await near.receive()).decode().split() for near in nears]
+                assert [number for number, _ in places] == ["0", "1"] * 2
+                ids = [worker.process_id for worker in pool.statistics().workers]
+                assert not processes or [int(each) for _, each in places] == ids * 2
+                for size in (0, 5, 5000, 300_000):
+                    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+                    sending = [asyncio.create_task(near.send(data)) for near in nears]
+                    assert [await near.receive() for near in nears] == [data] * 4
+                    await asyncio.gather(*sending)
+                assert server.statistics().workers == (2, 2)
+                assert [worker.calls for worker in pool.statistics().workers] == [2, 2]
+            await nobody(server)
+        assert (server.statistics().accepted, server.statistics().refused) == (8, ())
+        assert server.statistics().workers == (0, 0)
+    assert sum(worker.completed for worker in pool.statistics().workers) == 8
+
+
+async def test_the_least_loaded_gets_the_next(device: Device) -> None:
+    async with (
+        WorkerPool(device, 2, placement=LeastLoaded()) as pool,
+        served(pool, handlers.obey) as server,
+        device.resource_domain() as domain,
+    ):
+        first, second = [await asked(server, domain) for _ in range(2)]
+        places = [(await told(each, "where")).split()[0] for each in (first, second)]
+        assert sorted(places) == ["0", "1"]
+        for _ in range(3):
+            await second.aclose()
+            await until(lambda: server.statistics().connections == 1)
+            second = await asked(server, domain)
+            assert (await told(second, "where")).split()[0] == places[1]
+        await first.aclose()
+        await second.aclose()
+
+
+async def test_one_worker_for_each_key(device: Device) -> None:
+    async with (
+        WorkerPool(device, 4) as pool,
+        served(pool, handlers.obey, key=lambda address: address[0]) as server,
+        device.resource_domain() as domain,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        nears = [await stack.enter_async_context(asking(server, domain)) for _ in range(5)]
+        assert len({await told(near, "where") for near in nears}) == 1
+
+
+async def test_tls_and_a_secret(device: Device, kind: dict[str, Any], tmp_path: Path) -> None:
+    server_side, client_side = contexts(tmp_path)
+    known = {"secret": b"correct horse", "ssl": client_side}
+    async with WorkerPool(device, 2, **kind) as pool:
+        if pool.processes:
+            with pytest.raises(ValueError, match="a function of a module"):
+                served(pool, handlers.echo, ssl=server_side)
+        async with (
+            served(pool, handlers.echo, secret=b"correct horse", ssl=handlers.tls_in(tmp_path)) as server,
+            device.resource_domain() as domain,
+        ):
+            for number in "01":
+                async with asking(server, domain, **known) as near:
+                    assert (await near.receive()).decode()[0] == number
+                    assert await told(near, "hello") == "hello"
+            with pytest.raises(HandshakeError) as caught:
+                await asked(server, domain, ssl=client_side, secret=b"another")
+            assert caught.value.reason == Reason.SECRET
+            with pytest.raises((HandshakeError, BrokenResourceError, OSError)):
+                await asked(server, domain, secret=b"correct horse", timeout_s=2)
+            await until(lambda: sum(dict(server.statistics().refused).values()) == 2)
+            assert dict(server.statistics().refused)["SECRET"] == 1
+            assert server.statistics().accepted == 2
+            async with asking(server, domain, **known) as near:
+                assert await near.receive()
+
+
+async def test_a_certificate_that_is_not_there(device: Device, tmp_path: Path) -> None:
+    async with WorkerPool(device, 1) as pool:
+        with pytest.raises(FileNotFoundError):
+            served(pool, handlers.echo, ssl=handlers.tls_in(tmp_path))
+
+
+async def test_a_handler_that_fails(device: Device, kind: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        WorkerPool(device, 1, **kind) as pool,
+        served(pool, handlers.obey) as server,
+        device.resource_domain() as domain,
+    ):
+        async with asking(server, domain) as near:
+            with pytest.raises(BrokenResourceError):
+                await told(near, "fail")
+        async with asking(server, domain) as near:
+            assert await told(near, "finish") == "goodbye"
+            with pytest.raises(anyio.EndOfStream):
+                await near.receive()
+        await nobody(server)
+    (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert "the handler of the connection with 127.0.0.1:" in record.message
+    assert record.exc_info is not None
+    error = record.exc_info[1]
+    assert isinstance(error, RuntimeError)
+    assert "what went wrong" in str(error)
+    text = "".join(getattr(error, "__notes__", [])) or str(error.__traceback__)
+    assert not pool.processes or "in obey" in text
+
+
+@pytest.mark.parametrize(("name", "how"), [("threads", "leave"), ("processes", "leave"), ("processes", "die")])
+async def test_a_worker_dies_under_load(device: Device, name: str, how: str) -> None:
+    """Its connections are gone, and their peers are told; the others do not notice, and the next one is as good."""
+    async with (
+        WorkerPool(device, 2, **KINDS[name]) as pool,
+        served(pool, handlers.obey) as server,
+        device.resource_domain() as domain,
+    ):
+        nears = [await asked(server, domain) for _ in range(6)]
+        counts = [0] * 6
+        places = {at: (await told(near, "where")).split()[0] for at, near in enumerate(nears)}
+
+        async def load(at: int) -> None:
+            while True:
+                await told(nears[at], "where")
+                counts[at] += 1
+
+        loads = [asyncio.create_task(load(at)) for at in range(1, 6)]
+        await asyncio.sleep(0.05)
+        await nears[0].send(how.encode())
+        lost = [at for at in range(1, 6) if places[at] == places[0]]
+        for at in (0, *lost):
+            with pytest.raises(BrokenResourceError):
+                async with asyncio.timeout(patience(10)):
+                    await (loads[at - 1] if at else nears[0].receive())
+        kept = [at for at in range(1, 6) if at not in lost]
+        before = list(counts)
+        await until(lambda: all(counts[at] > before[at] + 5 for at in kept))
+        await until(lambda: server.statistics().connections == 3 and pool.statistics().deaths == 1)
+        assert sorted(server.statistics().workers) == [0, 3]
+        for _ in range(2):
+            async with asking(server, domain) as near:
+                assert await told(near, "where")
+        for at in kept:
+            loads[at - 1].cancel()
+        await asyncio.wait(loads)
+        for near in nears:
+            await near.abort()
+        await nobody(server)
+
+
+async def test_drained(device: Device, kind: dict[str, Any]) -> None:
+    async with (
+        WorkerPool(device, 2, **kind) as pool,
+        served(pool, handlers.obey) as server,
+        device.resource_domain() as domain,
+    ):
+        port = server.port
+        nears = [await asked(server, domain) for _ in range(4)]
+        stopping = asyncio.create_task(server.stop(60))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ConnectionRefusedError):
+            await connect(HOST, port, domain=domain)
+        assert not stopping.done()
+        for near in nears:
+            assert await told(near, "finish") == "goodbye"
+        await stopping
+        await server.wait_closed()
+        for near in nears:
+            await near.aclose()
+
+
+@pytest.mark.parametrize("by", ["server", "pool", "cancellation"])
+async def test_a_deadline_under_load(device: Device, kind: dict[str, Any], by: str, tmp_path: Path) -> None:
+    """Handlers that do not end are cancelled on their workers, and end there before it is over."""
+    async with device.resource_domain() as domain:
+        pool = await WorkerPool(device, 2, **kind).open()
+        server = await served(pool, handlers.obey, drain_timeout_s=60 if by == "cancellation" else 0.2).open()
+        nears = [await asked(server, domain) for _ in range(6)]
+        counts = [0] * 6
+
+        async def load(at: int) -> None:
+            with contextlib.suppress(BrokenResourceError, anyio.EndOfStream):
+                while True:
+                    await told(nears[at], "where")
+                    counts[at] += 1
+
+        loads = [asyncio.create_task(load(at)) for at in range(2, 6)]
+        for at in range(2):
+            (tmp_path / str(at)).mkdir()
+            await nears[at].send(f"stay {tmp_path / str(at)}".encode())
+        await until(lambda: marks(tmp_path) == ["begun"] * 2)
+        began = asyncio.get_running_loop().time()
+        if by == "server":
+            await server.aclose()
+        elif by == "pool":
+            await pool.stop()
+            await server.wait_closed()
+        else:
+            with anyio.move_on_after(0.2):
+                await server.aclose()
+        took = asyncio.get_running_loop().time() - began
+        assert 0.2 <= took < patience(5)
+        assert marks(tmp_path) == ["begun"] * 2 + ["ended"] * 2
+        assert (server.statistics().connections, server.statistics().workers) == (0, (0, 0))
+        await asyncio.gather(*loads)
+        assert all(counts[2:])
+        for near in nears[:2]:
+            with pytest.raises((BrokenResourceError, anyio.EndOfStream)):
+                await near.receive()
+        for near in nears:
+            await near.aclose()
+        await server.aclose()
+        await pool.aclose()
+
+
+async def test_a_handler_that_does_not_end(
+    device: Device, kind: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """It is inside of something: the server does not wait for ever, and its pool does what it does with such ones."""
+    async with device.resource_domain() as domain:
+        pool = await WorkerPool(device, 1, grace_s=0.1, **kind).open()
+        server = await served(pool, handlers.obey, drain_timeout_s=0).open()
+        near = await asked(server, domain)
+        await near.send(f"block {tmp_path}".encode())
+        await until((tmp_path / "blocking").exists)
+        await server.aclose()
+        assert f"handlers that do not end are left to {pool!r}" in caplog.text
+        if pool.processes:
+            await pool.stop(0)
+        else:
+            with pytest.raises(BusyResourceError, match="these do not end"):
+                await pool.stop(0)
+            work.mark(str(tmp_path), "go on")
+            await until(lambda: not pool._crew.is_there())
+            await pool.aclose()
+        with pytest.raises(BrokenResourceError):
+            await near.receive()
+        await near.aclose()
+
+
+async def test_a_pool_that_fails(device: Device, kind: dict[str, Any]) -> None:
+    """The server stops: there is nowhere for a connection to be."""
+    async with device.resource_domain() as domain:
+        pool = await WorkerPool(device, 2, on_worker_death="fail", **kind).open()
+        server = await served(pool, handlers.obey, drain_timeout_s=0.1).open()
+        port = server.port
+        near = await asked(server, domain)
+        await near.send(b"leave")
+        with pytest.raises(BrokenResourceError, match="broken: worker 0"):
+            await server.wait_closed()
+        with pytest.raises(ConnectionRefusedError):
+            await connect(HOST, port, domain=domain)
+        await near.aclose()
+        await server.aclose()
+        await pool.aclose()
+
+
+async def test_a_pool_that_is_closed(device: Device) -> None:
+    pool = WorkerPool(device, 1)
+    with pytest.raises(ClosedResourceError):
+        await served(pool, handlers.echo).open()
+
+
+# ---- Peers
+
+
+async def test_who_stalls_is_dropped_in_time(device: Device, kind: dict[str, Any]) -> None:
+    async with (
+        WorkerPool(device, 2, **kind) as pool,
+        served(pool, handlers.obey, handshake_timeout_s=0.5) as server,
+        device.resource_domain() as domain,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
+        for _, writer in silent:
+            stack.callback(writer.close)
+        silent[0][1].write(b"aiov\1")
+        for reader, _ in silent:
+            async with asyncio.timeout(patience(5)):
+                with contextlib.suppress(ConnectionResetError):  # where what it said was not even read
+                    assert await reader.read() == b""
+        await until(lambda: server.statistics().refused == (("TimeoutError", 4),))
+        async with asking(server, domain) as near:
+            assert await told(near, "where")
+        assert [worker.failed for worker in pool.statistics().workers] == [0, 0]
+
+
+async def test_a_flood(device: Device, kind: dict[str, Any]) -> None:
+    """No more than so many are let in, on all workers together; who lies or vanishes is forgotten."""
+    async with (
+        WorkerPool(device, 2, **kind) as pool,
+        served(pool, handlers.obey, max_handshakes=4) as server,
+        device.resource_domain() as domain,
+    ):
+        silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
+        await until(lambda: server.statistics().handshakes == 4)
+        for _ in range(fewer(20)):
+            with pytest.raises(HandshakeError) as caught:
+                await asked(server, domain)
+            assert caught.value.reason == Reason.BUSY
+        silent[0][1].write(bytes(600))
+        for _, writer in silent[1:]:
+            writer.transport.abort()
+        await until(lambda: server.statistics().handshakes == 0)
+        silent[0][1].close()
+        async with asking(server, domain) as near:
+            assert await told(near, "where")
+
+
+async def test_so_many_connections_and_no_more(device: Device) -> None:
+    async with (
+        WorkerPool(device, 2) as pool,
+        served(pool, handlers.obey, max_connections=3) as server,
+        device.resource_domain() as domain,
+    ):
+        nears = [await asked(server, domain) for _ in range(3)]
+        with pytest.raises(HandshakeError, match="as many connections as it may"):
+            await asked(server, domain)
+        await nears.pop().aclose()
+        await until(lambda: (server.statistics().handshakes, server.statistics().connections) == (0, 2))
+        nears.append(await asked(server, domain))
+        assert await told(nears[-1], "where")
+        for near in nears:
+            await near.aclose()
+
+
+async def test_many_come_and_go(device: Device, kind: dict[str, Any]) -> None:
+    """Nothing of them is left here, nor in the workers' processes."""
+    async with (
+        WorkerPool(device, 2, **kind) as pool,
+        served(pool, handlers.echo, max_handshakes=1000) as server,
+        device.resource_domain() as domain,
+    ):
+
+        async def come_and_go() -> None:
+            async with asking(server, domain) as near:
+                assert await near.receive()
+
+        async def some(count: int) -> list[int]:
+            await asyncio.gather(*(come_and_go() for _ in range(count)))
+            await nobody(server)
+            gc.collect()
+            return [await pool.run(handlers.descriptors, worker=worker) for worker in range(2)]
+
+        before = await some(20), handlers.descriptors()
+        for _ in range(3):
+            assert (await some(20), handlers.descriptors()) == before
+        assert server.statistics().accepted == 80
+
+
+async def test_who_waits_for_a_busy_worker(device: Device, kind: dict[str, Any], tmp_path: Path) -> None:
+    """Is dropped when its time is over, and costs nobody else anything."""
+    async with (
+        WorkerPool(device, 2, **kind) as pool,
+        served(pool, handlers.obey, handshake_timeout_s=patience(1)) as server,
+        device.resource_domain() as domain,
+    ):
+        blocked = await asked(server, domain)
+        assert (await told(blocked, "where")).split()[0] == "0"
+        await blocked.send(f"block {tmp_path}".encode())
+        await until((tmp_path / "blocking").exists)
+        async with asking(server, domain) as near:
+            assert (await told(near, "where")).split()[0] == "1"
+        waiting = asyncio.create_task(asked(server, domain))
+        await asyncio.sleep(patience(1.2))
+        work.mark(str(tmp_path), "go on")
+        with pytest.raises((HandshakeError, BrokenResourceError, OSError)):
+            await waiting
+        assert (await told(blocked, "where")).split()[0] == "0"
+        await until(lambda: server.statistics().refused == (("TimeoutError", 1),))
+        await blocked.aclose()
+
+
+async def test_more_sockets_than_a_process_takes_at_once(device: Device, tmp_path: Path) -> None:
+    """They wait here until there is room."""
+    count = 400
+    async with (
+        WorkerPool(device, 1, processes=True) as pool,
+        served(pool, handlers.obey, max_handshakes=1000, handshake_timeout_s=30) as server,
+        device.resource_domain() as domain,
+    ):
+        blocked = await asked(server, domain)
+        await blocked.send(f"block {tmp_path}".encode())
+        socks = []
+        for _ in range(count):
+            sock = socket.create_connection((HOST, server.port))
+            socks.append(sock)
+            await asyncio.sleep(0)
+        await until(lambda: server.statistics().handshakes == count)
+        work.mark(str(tmp_path), "go on")
+        assert await told(blocked, "where")
+        for sock in socks:
+            sock.close()
+        await until(lambda: not server.statistics().handshakes)
+        assert server.statistics().refused == (("BrokenResourceError", count),)
+        await blocked.aclose()
+
+
+async def test_what_cannot_be_pickled(device: Device) -> None:
+    pool = WorkerPool(device, 1, processes=True)
+    with pytest.raises(Exception, match="pickle") as caught:
+        served(pool, lambda connection: connection.aclose())
+    assert "a module's function" in "".join(caught.value.__notes__)
+
+
+async def test_rdma_cm_is_not_for_pools(device: Device) -> None:
+    with pytest.raises(ValueError, match="stays with its loop"):
+        serve(handlers.echo, HOST, pool=WorkerPool(device, 1), transport="rdmacm")
+
+
+async def test_the_threads_handlers_are_those_of_the_workers(device: Device) -> None:
+    """Any callable does, with what it holds; and nothing is asked of this thread."""
+    seen: list[int] = []
+
+    async def handler(connection: Connection) -> None:
+        seen.append(threading.get_ident())
+        await connection.send(b"x")
+
+    async with (
+        WorkerPool(device, 2, loop="uvloop") as pool,
+        served(pool, handler) as server,
+        device.resource_domain() as domain,
+    ):
+        for _ in range(4):
+            async with asking(server, domain) as near:
+                await near.receive()
+        await nobody(server)
+    assert len(set(seen)) == 2
+    assert threading.get_ident() not in seen

@@ -30,6 +30,8 @@ SOAK_LIMIT_S = 7200
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 LIMITED = ["timeout", "900"]  # for what has no time limit of its own
+# Tests sleep and wait for other processes a good part of their time. No more than a few at once: they have time limits.
+AT_ONCE = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
 
 
@@ -84,7 +86,7 @@ def build_native(session: nox.Session, kind: str) -> list[str]:
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
     install_project(session, *group("test"), *group("arrays"), *group("services"))
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *AT_ONCE, *session.posargs)
 
 
 @nox.session
@@ -130,7 +132,7 @@ def sanitize(session: nox.Session) -> None:
 
     runtime = runtime_of(session, "libasan.so")
     env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
-    session.run("pytest", "-m", UNDER_SANITIZER, "-o", "timeout=300", *session.posargs, env=env)
+    session.run("pytest", *AT_ONCE, "-m", UNDER_SANITIZER, "-o", "timeout=300", *session.posargs, env=env)
 
 
 @nox.session

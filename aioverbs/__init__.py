@@ -73,10 +73,11 @@ if TYPE_CHECKING:
     from .backoff import Backoff
     from .buffers import BufferPool, BufferPoolStatistics, LeasedBuffer, Leasing
     from .completion import CompletionQueue, CompletionQueueStatistics, MessageModel
-    from .connection import Connection, connect
+    from .connection import Connection
     from .connection_settings import ConnectionSettings
     from .device import Device, DeviceInfo, DeviceStatistics, PortInfo, devices, open_device
     from .endpoint import Endpoint
+    from .establishing import connect
     from .events import DeviceEvent
     from .grants import Grant, Granted
     from .imported_device import import_device
@@ -317,7 +318,7 @@ _LAZY = {
     "WorkerPool": "pool",
     "WorkerStatistics": "pool",
     "XrcDomain": "xrc_domain",
-    "connect": "connection",
+    "connect": "establishing",
     "current_worker": "pool",
     "devices": "device",
     "import_device": "imported_device",

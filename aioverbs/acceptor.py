@@ -14,9 +14,10 @@ from typing import Any
 from aioverbs.affinity import running_loop
 from aioverbs.answering import Terms
 from aioverbs.cm_line import CmLine, SharedChannel
-from aioverbs.connection import Line, Transport, by_manager
+from aioverbs.connection import Line
 from aioverbs.domain import Domain
 from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
+from aioverbs.establishing import Transport, by_manager
 from aioverbs.handshake import Reason, Refusal
 from aioverbs.identifier import Address, written
 from aioverbs.lifeline import adopt

@@ -8,10 +8,11 @@ import ssl as tls
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from aioverbs.connection import Connection, Line, answer
+from aioverbs.connection import Connection, Line
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
 from aioverbs.errors import BrokenResourceError, HandshakeError, WorkCompletionError
+from aioverbs.establishing import answer
 from aioverbs.handshake import Reason
 from aioverbs.identifier import written
 

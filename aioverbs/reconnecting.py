@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator
 
 from aioverbs.affinity import running_loop
 from aioverbs.backoff import Backoff
-from aioverbs.connection import Connection, Transport, connect
+from aioverbs.connection import Connection
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
 from aioverbs.errors import BrokenResourceError, HandshakeError
+from aioverbs.establishing import Transport, connect
 from aioverbs.handshake import Reason
 
 __all__ = ["reconnecting"]

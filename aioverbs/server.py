@@ -14,11 +14,12 @@ import anyio.abc
 from aioverbs.acceptor import Acceptor, AcceptorStatistics, Arrival
 from aioverbs.affinity import running_loop, to_the_end
 from aioverbs.answering import Terms, TlsContext, answered
-from aioverbs.connection import Connection, Transport, check_transport
+from aioverbs.connection import Connection
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
 from aioverbs.errands import Awaited
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
+from aioverbs.establishing import Transport, check_transport
 from aioverbs.handling import Handled, Handler, Service, handle, handle_on_worker
 from aioverbs.identifier import Address
 from aioverbs.placement import Key

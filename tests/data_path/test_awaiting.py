@@ -44,6 +44,19 @@ async def test_asyncio_takes_it(device: Device, model: MessageModel) -> None:
         assert pair.nothing_is_left()
 
 
+async def test_ended_does_not_look(device: Device) -> None:
+    async with ends(device) as pair:
+        asked = add(pair)
+        assert not asked.ended  # whatever the device has done
+        seen = pair.cq.statistics().completions
+        assert not asked.ended
+        assert pair.cq.statistics().completions == seen
+        wait_until(asked.done)
+        assert asked.ended
+        assert asked.result() == 0
+        assert pair.nothing_is_left()
+
+
 @every_model
 async def test_anyio_takes_it(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair:

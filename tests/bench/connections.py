@@ -1,21 +1,18 @@
 """Benchmarks of connections: how many can be made, what an idle one costs, echoes between two processes.
 
-python tests/bench/connections.py [--scale 0.1] [setup idle echo]
+Run as a script this is the other process of the echoes.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -237,26 +234,6 @@ async def echo(rounds: int) -> Result:
     return Result("connection_echo", figures, limits)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", default=["setup", "idle", "echo"])
-    parser.add_argument("--scale", type=float, default=1.0, help="0.1 for a tenth of everything")
-    options = parser.parse_args()
-    scale = options.scale
-    parts: dict[str, list[Callable[[], Coroutine[Any, Any, Result]]]] = {
-        "setup": [lambda: setup(max(20, int(1000 * scale)))],
-        "idle": [lambda: idle(max(20, int(1000 * scale)))],
-        "echo": [lambda: echo(max(5, int(201 * scale)))],
-    }
-    for part in options.parts:
-        for measure in parts[part]:
-            result = uvloop.run(measure())
-            print(json.dumps(result.as_json()), flush=True)
-
-
 if __name__ == "__main__":
     answers = {"--connection": _answer_connection, "--unix": _answer_unix}
-    if sys.argv[1:2] and sys.argv[1] in answers:
-        uvloop.run(answers[sys.argv[1]](sys.argv[2]))
-    else:
-        main()
+    uvloop.run(answers[sys.argv[1]](sys.argv[2]))

@@ -21,7 +21,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
-from tests.bench import basics, data_path, fabric, fabric_many, growth, many, neighbours, pools
+from tests.bench import basics, connections, data_path, fabric, fabric_many, growth, many, neighbours, pools
 from tests.bench.measuring import Result, check_build
 from tests.bench.table import add, empty_table
 
@@ -90,6 +90,9 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
             *(partial(fabric.direct_writes, turns, places) for places in (fabric.MANY, fabric.FEW)),
         ),
         "fabric_many": on(partial(fabric_many.many_clients, 10)),
+        "connection_setup": partial(alone, partial(connections.setup, 1000), seconds),
+        "connection_idle": partial(alone, partial(connections.idle, 1000), seconds),
+        "connection_echo": on(partial(connections.echo, max(5, rounds // 5))),
         "pool_run": on(partial(pools.calls, max(1, rounds // 5)), loops=LOOPS),
         "pool_of_two": on(*(partial(pools.scaling, 2 * short, processes=processes) for processes in (True, False))),
         "growth": partial(alone, partial(growth.growth, options.operations, seconds / 2), seconds),

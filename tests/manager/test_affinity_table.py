@@ -172,7 +172,7 @@ FREE = {
 }  # fmt: skip
 # Of an operation: what it ended by is anybody's to read; a coroutine that nobody needs may be closed by the garbage
 # collector, in whatever thread that runs.
-FREE_OF_OPERATION = {"close", "result", "throw"}
+FREE_OF_OPERATION = {"close", "ended", "result", "throw"}
 
 
 async def awaiting(operation: Operation[None]) -> None:

@@ -17,12 +17,12 @@ import pytest
 from tests.conftest import ROOT
 from tests.listening import free_port
 from tests.pace import patience
-from tests.sockets import directory_of_sockets
+from tests.sockets import directory_of_sockets, short_path
 
 pytest.importorskip("uvicorn")
 import httpx
 
-__all__ = ["directory_of_sockets"]
+__all__ = ["directory_of_sockets", "short_path"]
 pytestmark = pytest.mark.timeout(120)
 
 START_S = 40

@@ -1,0 +1,191 @@
+"""How two ends become a connection: the handshake, over TCP or rdma_cm, and `connect`."""
+
+import asyncio
+import contextlib
+import os
+import ssl as tls
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import Any, Literal
+
+from aioverbs.cm_line import NO_WAY, CmLine, resolve
+from aioverbs.connection import Connection, Line
+from aioverbs.connection_settings import ConnectionSettings
+from aioverbs.domain import Domain
+from aioverbs.errors import (
+    BrokenResourceError,
+    HandshakeError,
+    StateError,
+    WorkCompletionError,
+)
+from aioverbs.handshake import Handshake, refusal_of
+from aioverbs.lifeline import dial
+from aioverbs.ports import gid_index
+
+__all__ = ["Connecting", "Transport", "answer", "by_manager", "check_transport", "connect"]
+
+_TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
+
+Transport = Literal["tcp", "rdmacm", "auto"]
+
+
+async def _shake_hands(
+    line: Line,
+    secret: bytes | None,
+    connection: Connection,
+    *,
+    initiator: bool,
+) -> Connection:
+    """Both parts of `Handshake`: what it needs of the line, and the making of the connection, which is aborted where
+    it fails."""
+    handshake = Handshake(initiator, os.urandom(16), secret)
+    try:
+        if isinstance(line, CmLine):
+            await _by_manager(line, connection, initiator)
+        if initiator:
+            await line.send(handshake.hello())
+            handshake.hear_hello(await line.receive())
+            await line.send(handshake.offer(await connection._prepare()))
+            connection._agree(handshake.hear_offer(await line.receive()), line, 0)
+            await line.send(handshake.ready())
+        else:
+            handshake.hear_hello(await line.receive())
+            await line.send(handshake.hello())
+            peer = handshake.hear_offer(await line.receive())
+            ours = await connection._prepare()
+            connection._agree(peer, line, 1)
+            await line.send(handshake.offer(ours))
+            handshake.hear_ready(await line.receive())
+        connection._begin(line)
+    except BaseException as error:
+        if isinstance(error, HandshakeError) and not error.by_peer:
+            with contextlib.suppress(OSError, BrokenResourceError, StateError, WorkCompletionError):
+                await line.send(refusal_of(error))
+        try:
+            await connection.abort()
+        finally:
+            if isinstance(error, Exception) or isinstance(line, CmLine):
+                await line.aclose()
+            else:
+                line.abort()
+        raise
+    return connection
+
+
+async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> None:
+    # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
+    await connection._prepare()
+    assert connection._traffic is not None
+    attributes = {"timeout": connection.settings.timeout}
+    if initiator:
+        await line.connect(connection._traffic, **attributes)
+    else:
+        await line.accept(connection._traffic, **attributes)
+
+
+async def answer(line: Line, domain: Domain, secret: bytes | None, settings: ConnectionSettings) -> Connection:
+    """Be the end that was asked for a connection; the line is its own.
+
+    :raises HandshakeError: one end refuses the other.
+    :raises BrokenResourceError: the peer is gone.
+    """
+    return await _shake_hands(line, secret, Connection(domain, settings), initiator=False)
+
+
+class Connecting:
+    """What `connect` returns: awaited it gives a `Connection`, ``async with`` closes that at the end."""
+
+    __slots__ = ("_connection", "_make")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._connection: Connection | None = None
+
+    def __await__(self) -> Generator[Any, Any, Connection]:
+        made: Generator[Any, Any, Connection] = self._make().__await__()
+        return made
+
+    async def __aenter__(self) -> Connection:
+        self._connection = await self
+        return self._connection
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._connection is not None
+        await self._connection.__aexit__(kind, error, traceback)
+
+
+def connect(
+    host: str,
+    port: int,
+    *,
+    domain: Domain,
+    transport: Transport = "auto",
+    ssl: tls.SSLContext | None = None,
+    server_hostname: str | None = None,
+    secret: bytes | None = None,
+    settings: ConnectionSettings | None = None,
+    timeout_s: float = 10.0,
+) -> Connecting:
+    """Connect to a peer that listens: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
+
+    :param host: where the peer listens: an address, or a name.
+    :param domain: what the queue pair is made on; the connection belongs to the running loop.
+    :param transport: by what the two ends find each other: ``"tcp"``; ``"rdmacm"``, on RDMA devices; ``"auto"``: by
+        rdma_cm where the device has it and the peer is found so, without TLS; else by TCP.
+    :param ssl: for TLS on the TCP connection, which carries the handshake and no data of the user's; the data goes from
+        device to device as it is.
+    :param server_hostname: the name in the peer's certificate; None: `host`.
+    :param secret: what both ends know, and prove to each other without telling it.
+    :param settings: sizes and times; None: those of `ConnectionSettings()`.
+    :param timeout_s: the longest that all of it may take, in seconds.
+    :raises HandshakeError: one end refuses the other.
+    :raises OSError: nobody listens there; of these, `ssl.SSLError`: TLS does not come about.
+    :raises TimeoutError: it took too long.
+    :raises BrokenResourceError: the peer went meanwhile.
+    """
+    chosen = settings if settings is not None else ConnectionSettings()
+    if secret is not None and not secret:
+        raise ValueError("a secret has one byte at least; None is for no secret")
+    check_transport(transport, ssl)
+    sure = transport == "rdmacm"
+
+    async def make() -> Connection:
+        async with asyncio.timeout(timeout_s):
+            if by_manager(transport, domain, ssl):
+                try:
+                    return await _by_rdma_cm(host, port, domain, secret, chosen, None if sure else _TRY_S)
+                except (*NO_WAY, TimeoutError):
+                    if sure:
+                        raise
+            line = await dial(host, port, ssl, server_hostname)
+            return await _shake_hands(line, secret, Connection(domain, chosen), initiator=True)
+
+    return Connecting(make)
+
+
+async def _by_rdma_cm(
+    host: str, port: int, domain: Domain, secret: bytes | None, settings: ConnectionSettings, timeout_s: float | None
+) -> Connection:
+    context = domain.handle.context
+    index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
+    async with asyncio.timeout(timeout_s):  # where nobody answers it is asked again and again
+        line = await resolve(host, port, context, context.query_gid(settings.port, index))
+    return await _shake_hands(line, secret, Connection(domain, settings), initiator=True)
+
+
+def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
+    """See that there is such a transport, and that it has TLS where that is wanted."""
+    if transport not in ("tcp", "rdmacm", "auto"):
+        raise ValueError(f'transport is "tcp", "rdmacm" or "auto", not {transport!r}')
+    if transport == "rdmacm" and ssl is not None:
+        raise ValueError('TLS is for TCP: leave out ssl, or say transport="tcp"')
+
+
+def by_manager(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
+    """Whether rdma_cm is to be asked."""
+    context = domain.handle.context
+    if transport == "rdmacm" and context.software:
+        raise ValueError(f'{context.name} is a software device, which rdma_cm does not know: say transport="tcp"')
+    return transport == "rdmacm" or (transport == "auto" and ssl is None and not context.software)

@@ -4,7 +4,7 @@
     python examples/asgi.py store HOST [PORT]      the store only; it prints where it is, and ends with its input
 
     STORE=HOST:PORT uvicorn --app-dir examples --workers 2 asgi:app
-    STORE=HOST:PORT gunicorn --chdir examples --preload --workers 2 --worker-class uvicorn_worker.UvicornWorker asgi:app
+    cd examples; STORE=HOST:PORT gunicorn --preload --workers 2 --worker-class uvicorn_worker.UvicornWorker asgi:app
 
     curl -T FILE http://127.0.0.1:8000/objects/NAME      and       curl http://127.0.0.1:8000/objects/NAME
 
@@ -316,7 +316,7 @@ def everything(host: str = "127.0.0.1") -> None:
         assert storing.stdout is not None
         env = {**os.environ, "STORE": storing.stdout.readline().strip()}
         command = ["--app-dir", str(Path(__file__).parent), "--workers", "2", "--port", str(port), "asgi:app"]
-        server = subprocess.Popen([sys.executable, "-m", "uvicorn", "--log-level", "warning", *command], env=env)
+        server = subprocess.Popen([sys.executable, "-P", "-m", "uvicorn", "--log-level", "warning", *command], env=env)
         try:
             wait_for(port, server)
             use(f"http://127.0.0.1:{port}")

@@ -429,9 +429,11 @@ async def test_many_come_and_go(device: Device, kind: dict[str, Any]) -> None:
             gc.collect()
             return [await pool.run(handlers.descriptors, worker=worker) for worker in range(2)]
 
-        before = await some(20), handlers.descriptors()
+        before = *await some(20), handlers.descriptors()
         for _ in range(3):
-            assert (await some(20), handlers.descriptors()) == before
+            now = *await some(20), handlers.descriptors()
+            # Fewer where a device has closed a connection with another one, which nobody used any more.
+            assert all(each <= earlier for each, earlier in zip(now, before, strict=True)), (now, before)
         assert server.statistics().accepted == 80
 
 

@@ -31,7 +31,7 @@ SERVERS = {
     "uvicorn": ["-m", "uvicorn", "--loop", "asyncio", "--workers", "2", "--port", "{port}", "--app-dir", HERE, APP],
     "gunicorn": [
         *("-m", "gunicorn", "--preload", "--workers", "2", "--bind", "127.0.0.1:{port}", "--no-control-socket"),
-        *("--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", HERE, APP),
+        *("--worker-class", "uvicorn_worker.UvicornWorker", APP),
     ],
 }
 
@@ -128,7 +128,7 @@ def serving(server: str, tmp_path: Path, killed: set[int]) -> Iterator[Service]:
     with (
         client,
         said.open("wb") as output,
-        subprocess.Popen(command, env=env, stdout=output, stderr=output) as process,
+        subprocess.Popen(command, env=env, cwd=HERE, stdout=output, stderr=output) as process,
     ):
         try:
             until(answers)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.listening import free_port, listens
+from tests.pace import patience
 
 SAYS = {
     "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is as told", "int32 (64, 1024)"],
@@ -42,14 +44,15 @@ ARGUMENTS = {"rc_pingpong": ["--both", "-p", "0", "-n", "50"]}
 
 
 def run(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py", *arguments],
-        env={**os.environ, "AIOVERBS_DEVICE": "soft0"},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
+    env, pipe = {**os.environ, "AIOVERBS_DEVICE": "soft0"}, subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, process_group=0) as process:
+        try:
+            output, complaints = process.communicate(timeout=patience(50))
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # with those that it started
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, complaints)
 
 
 ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them

@@ -37,7 +37,7 @@ cdef class Completer:
     cdef bint turn_comes                # `_turn` will be called
     cdef uint64_t turn_number           # in which that was arranged
     cdef bint armed
-    cdef bint telling                   # what was taken is told of: taken meanwhile, newer would overtake it
+    cdef int telling                    # threads that tell of what they took: taken meanwhile, newer would overtake it
     cdef bint missed                    # somebody looked meanwhile
     cdef uint32_t unacknowledged
     cdef readonly Py_ssize_t under_way
@@ -229,15 +229,14 @@ cdef class Completer:
         # Whoever calls has passed the check. No more than what is under way is asked for: that the queue is empty then
         # need not be asked.
         cdef int found, wanted = TAKE
-        cdef bint telling
         if self.under_way < TAKE:
             wanted = self.under_way if self.under_way > 0 else 1
         if self.handle._resizing:
             # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
-            telling, self.telling = self.telling, True
+            self.telling += 1
             with nogil:
                 found = poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
-            self.telling = telling
+            self.telling -= 1
             return found
         return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
 
@@ -269,21 +268,29 @@ cdef class Completer:
         cdef v.ibv_wc wcs[TAKE]
         cdef uint64_t began = turn_clock(), now = began, until, end
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
+        cdef bint unlocked
         cdef int found
         if turn_now.spun >= self.spin_ns:
             return 0
         until = began + self.spin_ns - turn_now.spun
         self.spins += 1
         while operation.state == POSTED and now < until:
+            if self.telling:            # another thread: what is waited for may be among that
+                self.missed = True
+                with nogil:
+                    pass
+                now = turn_clock()
+                continue
             end = min(until, now + (SLICE_NS if now - began >= MOMENT_NS else MOMENT_NS))
             self.handle._use("ibv_poll_cq")
-            if now - began < MOMENT_NS or shared:
-                found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, now)
-            else:
-                self.telling = True
+            unlocked = now - began >= MOMENT_NS and not shared
+            if unlocked:
+                self.telling += 1
                 with nogil:
                     found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, end)
-                self.telling = False
+                self.telling -= 1
+            else:
+                found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, now)
             self.handle._unuse()
             if found < 0:
                 return self._poll_failed(found)
@@ -308,17 +315,28 @@ cdef class Completer:
         return 0
 
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
-        cdef bint telling = self.telling
-        if found == 0:
-            return 0
-        self.telling = True
-        try:
-            return self._dispatch(wcs) if found == 1 else self._dispatch_many(wcs, found)
-        finally:
-            self.telling = telling
-            if self.missed and not telling:
-                self.missed = self.armed = False    # home is to come, whether there will be an event or not
-                self._need_turn()
+        # Threads may overlap here, in any order: only when the last of them is through may somebody look again. Whoever
+        # looked in vain meanwhile, home among them, is made up for then; also where nothing was found, for what came
+        # after that look, and before home armed the queue, is no event.
+        if found > 0:
+            self.telling += 1
+            try:
+                if found == 1:
+                    self._dispatch(wcs)
+                else:
+                    self._dispatch_many(wcs, found)
+            finally:
+                self.telling -= 1
+                self._make_up()
+        else:
+            self._make_up()
+        return 0
+
+    cdef inline int _make_up(self) except -1:
+        if self.missed and self.telling == 0:
+            self.missed = self.armed = False    # home is to come, whether there will be an event or not
+            self._need_turn()
+        return 0
 
     cdef int _dispatch_many(self, v.ibv_wc *wcs, int found) except -1:
         # They were taken and come no more: what is raised meanwhile, as by a signal's handler, keeps none of them back.

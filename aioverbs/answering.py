@@ -12,7 +12,7 @@ from aioverbs.connection import Connection, Line
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
 from aioverbs.errors import BrokenResourceError, HandshakeError, WorkCompletionError
-from aioverbs.establishing import answer
+from aioverbs.establishing import answer, check_secret
 from aioverbs.handshake import Reason
 from aioverbs.identifier import written
 
@@ -44,8 +44,7 @@ class Terms:
     max_connections: int | None
 
     def __post_init__(self) -> None:
-        if self.secret is not None and not self.secret:
-            raise ValueError("a secret has one byte at least; None is for no secret")
+        check_secret(self.secret)
         if not self.handshake_timeout_s > 0:
             raise ValueError(f"handshake_timeout_s is above 0, not {self.handshake_timeout_s}")
         for name in ("max_handshakes", "max_connections"):

@@ -22,7 +22,7 @@ from aioverbs.handshake import Handshake, refusal_of
 from aioverbs.lifeline import dial
 from aioverbs.ports import gid_index
 
-__all__ = ["Connecting", "Transport", "answer", "by_manager", "check_transport", "connect"]
+__all__ = ["Connecting", "Transport", "answer", "by_manager", "check_secret", "check_transport", "connect"]
 
 _TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
 
@@ -146,8 +146,7 @@ def connect(
     :raises BrokenResourceError: the peer went meanwhile.
     """
     chosen = settings if settings is not None else ConnectionSettings()
-    if secret is not None and not secret:
-        raise ValueError("a secret has one byte at least; None is for no secret")
+    check_secret(secret)
     check_transport(transport, ssl)
     sure = transport == "rdmacm"
 
@@ -173,6 +172,12 @@ async def _by_rdma_cm(
     async with asyncio.timeout(timeout_s):  # where nobody answers it is asked again and again
         line = await resolve(host, port, context, context.query_gid(settings.port, index))
     return await _shake_hands(line, secret, Connection(domain, settings), initiator=True)
+
+
+def check_secret(secret: bytes | None) -> None:
+    """See that it is one, or that none is wanted."""
+    if secret is not None and not secret:
+        raise ValueError("a secret has one byte at least; None is for no secret")
 
 
 def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:

@@ -11,6 +11,7 @@
 #include "soft_device.h"
 #include "soft_fabric.h"
 #include "soft_fault.h"
+#include "soft_licence.h"
 #include "soft_sync.h"
 #include "soft_table.h"
 #include "verbs_abi.h"
@@ -710,6 +711,8 @@ struct soft_outbound {
     uint64_t give_up;                    /* of a datagram: when it is dropped at last; 0: it does not wait */
     uint32_t moving_first, moving_count; /* free-running */
     struct soft_moving moving[SOFT_MOVING];
+    struct soft_licence asked;                   /* of a read that is under way; `page` is 0: of none */
+    struct soft_licence licences[SOFT_LICENCES]; /* by key */
 };
 
 struct soft_qp {

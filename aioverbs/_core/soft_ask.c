@@ -90,6 +90,7 @@ static void go_back(struct soft_qp *qp)
     stop_moving(qp, out->moving_count);
     out->sent = qp->sq.taken;
     out->offset = out->answered = out->reads = 0;
+    out->asked.page = 0;
     out->psn = qp->next_psn;
     out->deadline = UINT64_MAX;
 }
@@ -102,6 +103,123 @@ void soft_ask_no_more(struct soft_qp *qp)
     qp->out.pause = qp->out.give_up = 0;
     qp->waiting = false;
     soft_link_forget(qp->link, qp);
+}
+
+static uint32_t length_of(const struct soft_wqe *wqe)
+{
+    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+    uint32_t length = 0;
+    unsigned int i;
+
+    if (wqe->flags & IBV_SEND_INLINE)
+        return wqe->inline_length;
+    for (i = 0; i < wqe->num_sge; i++)
+        length += sge[i].length;
+    return length;
+}
+
+/* ---- What need not be asked ------------------------------------------------------------------------------- */
+
+static struct soft_licence *licence_of(struct soft_qp *qp, uint32_t key)
+{
+    return &qp->out.licences[(key >> 8) % SOFT_LICENCES];
+}
+
+/* The answer to this read may have a licence with it. One is asked for at a time. */
+static void ask_for_licence(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t psn)
+{
+    struct soft_licence *asked = &qp->out.asked;
+
+    if (wqe->opcode == IBV_WR_RDMA_READ && qp->qp.qp_type == IBV_QPT_RC && !asked->page &&
+        soft_licence_note(qp->link, wqe->rkey, qp->attr.dest_qp_num, asked))
+        asked->psn = psn;
+}
+
+static void take_licence(struct soft_qp *qp, const struct soft_frame *frame)
+{
+    struct soft_licence *asked = &qp->out.asked;
+
+    if (!asked->page || asked->psn != frame->psn)
+        return;
+    if (frame->flags & SOFT_FRAME_LICENCE) {
+        asked->address = frame->address;
+        asked->length = frame->compare_add;
+        *licence_of(qp, asked->key) = *asked;
+    }
+    asked->page = 0;
+}
+
+/* Whether the peer need not be asked for this. */
+static bool is_licensed(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+{
+    const struct soft_licence *licence = licence_of(qp, wqe->rkey);
+    uint64_t offset = wqe->remote_addr - licence->address;
+
+    return wqe->opcode == IBV_WR_RDMA_READ && licence->page && licence->key == wqe->rkey &&
+           length - 1 < SOFT_LICENSED_BYTES && offset <= licence->length && length <= licence->length - offset &&
+           soft_is_up(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
+           !soft_link_is_disturbed(qp->link);
+}
+
+/* Reads that are done together. */
+struct run {
+    struct soft_licensed_read reads[SOFT_LICENSED_READS];
+    struct iovec pieces[SOFT_LICENSED_PIECES];
+    unsigned int count, piece_count;
+    uint32_t bytes;
+};
+
+static void add(struct soft_qp *qp, struct run *run, const struct soft_wqe *wqe, const struct soft_request *request)
+{
+    unsigned int i;
+
+    for (i = 0; i < request->local_count; i++)
+        run->pieces[run->piece_count++] = (struct iovec){request->local[i].address, request->local[i].length};
+    run->reads[run->count++] =
+        (struct soft_licensed_read){licence_of(qp, wqe->rkey), wqe->remote_addr, request->length};
+    run->bytes += request->length;
+}
+
+/* Those that are posted behind the first one, as far as they are of its kind. */
+static void add_others(struct soft_qp *qp, struct run *run)
+{
+    uint32_t posted = atomic_load_explicit(qp->sq.posted, memory_order_acquire), at;
+
+    for (at = qp->out.sent + 1; at != posted && run->count < SOFT_LICENSED_READS; at++) {
+        const struct soft_wqe *wqe = entry(qp, at);
+        struct soft_segment segments[SOFT_MAX_SGE];
+        struct soft_request request = {.from = qp, .wqe = wqe};
+
+        if (!is_licensed(qp, wqe, length_of(wqe)) || (wqe->due_ns && wqe->due_ns > soft_now_ns()) ||
+            run->piece_count + wqe->num_sge > SOFT_LICENSED_PIECES ||
+            soft_resolve(qp, wqe, segments, &request) != IBV_WC_SUCCESS ||
+            run->bytes + request.length > SOFT_LICENSED_RUN)
+            return;
+        add(qp, run, wqe, &request);
+    }
+}
+
+/* Reads without asking, where all before is done, so that what was written before is seen. The peer hears nothing of
+ * it: no sequence number is used. False: the peer is to be asked, for the first of them. */
+static bool read_alone(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request,
+                       int64_t *left)
+{
+    struct run run;
+    unsigned int i;
+
+    run.count = run.piece_count = run.bytes = 0;
+    add(qp, &run, wqe, request);
+    add_others(qp, &run);
+    if (!soft_licence_read(qp->link, qp->attr.dest_qp_num, run.reads, run.count, run.pieces, run.piece_count)) {
+        licence_of(qp, wqe->rkey)->page = 0;
+        return false;
+    }
+    for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
+        soft_complete_request(qp, entry(qp, qp->sq.taken), IBV_WC_SUCCESS, 0, run.reads[i].length);
+        qp->out.sent = qp->sq.taken;
+        *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;
+    }
+    return true;
 }
 
 /* ---- One part ---------------------------------------------------------------------------------------------- */
@@ -259,6 +377,7 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
     mark_ends(&part.frame);
     part.frame.packets = soft_packets(qp, part.frame.part);
     last_psn = (out->psn + part.frame.packets - 1) & SOFT_PSN_MASK;
+    ask_for_licence(qp, wqe, last_psn);
     error = post(qp, &part);
     if (error) {
         if (part.frame.flags & SOFT_FRAME_DIRECT)
@@ -281,19 +400,6 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
         out->sent++;
     }
     return 0;
-}
-
-static uint32_t length_of(const struct soft_wqe *wqe)
-{
-    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
-    uint32_t length = 0;
-    unsigned int i;
-
-    if (wqe->flags & IBV_SEND_INLINE)
-        return wqe->inline_length;
-    for (i = 0; i < wqe->num_sge; i++)
-        length += sge[i].length;
-    return length;
 }
 
 /* ---- A queue ----------------------------------------------------------------------------------------------- */
@@ -399,6 +505,13 @@ static bool send(struct soft_qp *qp, uint64_t *again)
         if (ends_here(qp, wqe, status, vendor_err)) {
             left -= SOFT_REQUEST_COST;
             continue;
+        }
+        /* Not where it was sent before: the peer counts it as one of the sequence. */
+        if (!out->offset && !is_before(out->psn, out->fresh) && is_licensed(qp, wqe, request.length)) {
+            if (out->sent - qp->sq.taken == out->reads && out->reads)
+                return true; /* it comes sooner when those before it, which are like it, are answered */
+            if (!under_way(qp) && read_alone(qp, wqe, &request, &left))
+                continue;
         }
         error = send_part(qp, wqe, &request);
         if (error == EHOSTUNREACH && !soft_is_reliable(qp)) {
@@ -528,6 +641,7 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
         return true;
     if (frame->part > length - qp->out.answered)
         return false;
+    take_licence(qp, frame);
     if (!(frame->flags & SOFT_FRAME_DIRECT))
         status = take(qp, wqe, qp->out.answered, payload, frame->part);
     if (status == IBV_WC_SUCCESS) {

@@ -272,6 +272,7 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
                 soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
     pthread_mutex_unlock(&device->lock);
     grace_wait(); /* what was under way when it went down has arrived */
+    soft_licence_recall_all(device);
     return 0;
 }
 
@@ -284,6 +285,7 @@ int soft_lose(struct ibv_context *ibv_context)
     if (!(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST))
         soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
     grace_wait(); /* what was being executed is */
+    soft_licence_recall_all(context->device);
     return 0;
 }
 

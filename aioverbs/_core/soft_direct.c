@@ -41,7 +41,7 @@ bool soft_process_gone(int pidfd)
 /* ---- Finding out what works ---------------------------------------------------------------------------------- */
 
 /* Yama lets only a process's ancestors in, unless it says otherwise. */
-static void invite(void)
+void soft_direct_invite(void)
 {
     char scope = '0';
     int fd = open("/proc/sys/kernel/yama/ptrace_scope", O_RDONLY | O_CLOEXEC);
@@ -82,7 +82,7 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
         no(stream, "no memory for leases", error);
         return;
     }
-    invite();
+    soft_direct_invite();
     memcpy(link->probe, hello->nonce, sizeof(link->probe));
     hello->flags |= SOFT_HELLO_DIRECT;
     hello->pid = (uint32_t)getpid();

@@ -40,8 +40,11 @@ unsigned int soft_fabric_cut(struct soft_device *device, const union ibv_gid *pe
         pthread_mutex_lock(&stream->tx);
         soft_stream_break(stream);
         pthread_mutex_unlock(&stream->tx);
+        if (stream->is_link)
+            soft_licence_suspend(container_of(stream, struct soft_link, stream), true);
         count++;
     }
+    soft_licence_recall_all(device);
     pthread_mutex_unlock(&fabric->progress);
     return count;
 }
@@ -60,8 +63,12 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
         stream->stalled = stall;
         soft_stream_watch(stream);
         pthread_mutex_unlock(&stream->tx);
+        if (stream->is_link)
+            soft_licence_suspend(container_of(stream, struct soft_link, stream), stall);
         count++;
     }
+    if (stall) /* those who are not answered any more */
+        soft_licence_recall_all(device);
     pthread_mutex_unlock(&fabric->progress);
     return count;
 }

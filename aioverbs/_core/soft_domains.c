@@ -121,6 +121,7 @@ static void end_instance(struct soft_pd *pd, struct soft_shared *file)
     bool last;
 
     grace_wait(); /* nobody is in its memory */
+    soft_licence_recall_all(to_soft_context(pd->pd.context)->device);
     if (file)
         soft_shared_wait(file); /* nor in another process */
     pthread_mutex_lock(&pd->lock);

@@ -29,10 +29,13 @@ static void fail_sender(struct soft_qp *qp)
 {
     unsigned int from = IBV_QPS_RTS;
 
-    if (soft_is_reliable(qp))
+    if (soft_is_reliable(qp)) {
         atomic_store(&qp->state, IBV_QPS_ERR);
-    else /* what flushes finds it in SQE; a peer may have broken it meanwhile */
-        atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE);
+        soft_licence_recall_qp(qp);
+        return;
+    }
+    /* What flushes finds it in SQE; a peer may have broken it meanwhile. */
+    atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE);
 }
 
 /* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
@@ -64,6 +67,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
     /* What is flushed in ERR tells its user nothing new. */
     if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
         soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+    soft_licence_recall_qp(qp);
 }
 
 void soft_flush_receives(struct soft_qp *qp)

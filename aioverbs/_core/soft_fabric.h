@@ -111,6 +111,9 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp);
 /* Whether data may be moved directly on the connection that there is now. */
 bool soft_link_direct(const struct soft_link *link);
 
+/* Whether the fault plan has something to say of its device's frames. */
+bool soft_link_is_disturbed(const struct soft_link *link);
+
 /* Whether it leads to this GID: answers are only from there. */
 bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid);
 
@@ -138,6 +141,9 @@ bool soft_stream_is_from(const struct soft_stream *stream, const union ibv_gid *
 const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned int index);
 
 struct soft_device *soft_stream_device(const struct soft_stream *stream);
+
+/* Whether who is there was shown what it takes to read without asking (soft_licence.h). */
+bool soft_stream_licenses(const struct soft_stream *stream);
 
 /* Moves `frame->part` bytes between the requester's segments and `local` memory, as the lease allows: `pull` brings
  * them here, else they go there. From inside of `request`, the local memory checked. 0; ESTALE: the request

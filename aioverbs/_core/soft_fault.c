@@ -68,10 +68,12 @@ void soft_fault_leave(struct soft_context *context)
     bool active = plan->rules || plan->verbs_per_million || plan->loss_per_million || plan->jitter_ns ||
                   plan->counting || plan->hold_all || plan->holds || plan->held;
 
-    if (active && !plan->active)
+    if (active && !plan->active) {
         atomic_fetch_or(&context->special, SOFT_SPECIAL_FAULTS);
-    else if (!active && plan->active)
+        soft_licence_recall_all(context->device);
+    } else if (!active && plan->active) {
         atomic_fetch_and(&context->special, ~(unsigned int)SOFT_SPECIAL_FAULTS);
+    }
     plan->active = active;
     pthread_mutex_unlock(&plan->lock);
 }

@@ -22,10 +22,12 @@ static void settle(struct soft_context *context)
     struct soft_faults *plan = context->faults;
     bool disturbs = plan->frame_rules || has_chances(plan);
 
-    if (disturbs && !plan->disturbs)
+    if (disturbs && !plan->disturbs) {
         atomic_fetch_add(&context->device->fabric->disturbed, 1);
-    else if (!disturbs && plan->disturbs)
+        soft_licence_recall_all(context->device);
+    } else if (!disturbs && plan->disturbs) {
         atomic_fetch_sub(&context->device->fabric->disturbed, 1);
+    }
     plan->disturbs = disturbs;
 }
 

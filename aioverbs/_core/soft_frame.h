@@ -31,7 +31,8 @@ enum {
     SOFT_FRAME_SOLICITED = 1,
     SOFT_FRAME_FIRST = 2, /* of the parts of a message; where there is one part, it is first and last */
     SOFT_FRAME_LAST = 4,
-    SOFT_FRAME_DIRECT = 8, /* the payload is a list of the requester's segments; in a response: the data was moved */
+    SOFT_FRAME_DIRECT = 8,   /* the payload is a list of the requester's segments; in a response: the data was moved */
+    SOFT_FRAME_LICENCE = 16, /* response to a read: what lies there may be read without asking, see soft_licence.h */
 };
 
 struct soft_frame {
@@ -54,13 +55,13 @@ struct soft_frame {
     uint32_t total, offset; /* request: bytes of the message; where this part begins */
     uint32_t part;          /* bytes of this part; response: of data */
     uint32_t key;           /* one-sided: the rkey; datagram: the Q_Key */
-    uint64_t address;       /* one-sided: remote, of this part; RNR: nanoseconds */
+    uint64_t address;       /* one-sided: remote, of this part; RNR: nanoseconds; licence: where it begins */
     uint32_t imm;           /* request with immediate data, or the key to invalidate */
     uint32_t srqn;          /* XRC */
     uint32_t reads;         /* read or atomic: how many are in flight with it */
     union {
         struct {
-            uint64_t compare_add, swap; /* atomic */
+            uint64_t compare_add, swap; /* atomic; the first one of a licence: how many bytes it is for */
         };
         uint8_t dgid[16]; /* datagram */
     };

@@ -89,6 +89,7 @@ static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
     } else if (!stream->why_not_direct[0]) {
         strcpy(stream->why_not_direct, "the peer cannot reach this process's memory");
     }
+    soft_licence_take(link);
     soft_link_opened(link);
 }
 
@@ -145,7 +146,7 @@ static void handle_hello(struct soft_stream *stream, const uint8_t *bytes)
     soft_welcome_pack(&welcome, stream->welcome);
     prove(stream, SOFT_ROLE_ACCEPTING, welcome.proof);
     soft_welcome_pack(&welcome, stream->welcome);
-    if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), -1))
+    if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), soft_licence_offer(stream)))
         soft_stream_refuse(stream, "the peer takes no answer");
     soft_stream_set_stage(stream, SOFT_PROVING);
 }

@@ -78,13 +78,13 @@ const char *soft_lease_take(struct soft_stream *stream)
     struct stat found;
     int seals;
 
-    if (stream->leases_fd < 0)
+    if (stream->came_fd < 0)
         return "no leases came with the offer";
-    seals = fcntl(stream->leases_fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(stream->leases_fd, &found) ||
+    seals = fcntl(stream->came_fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(stream->came_fd, &found) ||
         found.st_size != sizeof(*stream->leases))
         return "the leases that came are not what they should be"; /* it could be cut short under our hands */
-    stream->leases = map(stream->leases_fd);
+    stream->leases = map(stream->came_fd);
     return stream->leases ? NULL : "the leases that came cannot be mapped";
 }
 
@@ -93,8 +93,8 @@ void soft_lease_drop(struct soft_stream *stream)
     if (stream->leases)
         munmap(stream->leases, sizeof(*stream->leases));
     stream->leases = NULL;
-    soft_descriptor_close(stream->leases_fd);
-    stream->leases_fd = -1;
+    soft_descriptor_close(stream->came_fd);
+    stream->came_fd = -1;
 }
 
 /* ---- The requester ------------------------------------------------------------------------------------------- */

@@ -85,6 +85,7 @@ static void free_link(struct soft_link *link)
 {
     if (link->stream.stage != SOFT_CLOSED)
         soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
+    soft_licence_drop(link, true);
     soft_lease_unmake(link);
     soft_stream_destroy(&link->stream);
     free(link);
@@ -108,12 +109,28 @@ static struct soft_link *take_unused(struct soft_fabric *fabric, uint64_t now)
     return link;
 }
 
+/* One that has licences of processes to which it is not connected any more. */
+static struct soft_link *find_outdated(struct soft_fabric *fabric)
+{
+    struct soft_link *link, *found = NULL;
+    unsigned int i;
+
+    pthread_mutex_lock(&fabric->links);
+    for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]) && !found; i++)
+        for (link = fabric->table[i]; link && !found; link = link->next)
+            found = soft_licence_is_outdated(link) ? link : NULL;
+    pthread_mutex_unlock(&fabric->links);
+    return found;
+}
+
 void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_link *link;
 
     while ((link = take_unused(fabric, now)))
         free_link(link);
+    while ((link = find_outdated(fabric))) /* only here links are freed */
+        soft_licence_drop(link, false);
 }
 
 /* ---- Connecting, under progress ------------------------------------------------------------------------------ */
@@ -387,6 +404,11 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
 bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid)
 {
     return !memcmp(&link->remote, gid, sizeof(*gid));
+}
+
+bool soft_link_is_disturbed(const struct soft_link *link)
+{
+    return soft_is_disturbed(&link->stream);
 }
 
 struct soft_stream *soft_link_stream(struct soft_link *link)

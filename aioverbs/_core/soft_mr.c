@@ -101,6 +101,7 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
         soft_pd_restore(mr->pd, &mr->key);
         return EBUSY;
     }
+    soft_licence_recall_key(context->device, mr->key.number);
     soft_ask_without(context->device, mr);
     soft_pd_release(mr->pd, &mr->key);
     soft_key_release(context->device, &mr->key);

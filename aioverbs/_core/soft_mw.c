@@ -39,9 +39,11 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
 /* Under the window's lock. */
 static void unbind(struct soft_mw *mw)
 {
-    if (mw->bound)
-        atomic_fetch_sub(&mw->mr->windows, 1);
+    if (!mw->bound)
+        return;
     mw->bound = false;
+    soft_licence_recall_key(to_soft_context(mw->mw.context)->device, mw->key.number);
+    atomic_fetch_sub(&mw->mr->windows, 1);
 }
 
 void soft_mw_die(struct soft_mw *mw)

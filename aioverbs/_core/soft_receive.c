@@ -14,7 +14,7 @@
 
 enum { FILLS = 4 }; /* of the buffer in one turn, so that no stream keeps the others waiting */
 
-/* The page of leases comes beside the first bytes of a served stream. What else comes is closed by the kernel. */
+/* A page comes beside the first bytes. What else comes is closed by the kernel. */
 static ssize_t receive_with_descriptor(struct soft_stream *stream, void *to, size_t size)
 {
     union {
@@ -38,8 +38,8 @@ static ssize_t receive_with_descriptor(struct soft_stream *stream, void *to, siz
         fd = soft_descriptor_own(fd);
     }
     soft_descriptors_release();
-    if (stream->leases_fd < 0)
-        stream->leases_fd = fd;
+    if (stream->came_fd < 0)
+        stream->came_fd = fd;
     else
         soft_descriptor_close(fd);
     return got;
@@ -52,9 +52,8 @@ static ssize_t receive(struct soft_stream *stream)
     ssize_t got;
 
     do
-        got = stream->is_unix && stream->stage == SOFT_GREETING && !stream->is_link
-                  ? receive_with_descriptor(stream, to, room)
-                  : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
+        got = stream->is_unix && stream->stage == SOFT_GREETING ? receive_with_descriptor(stream, to, room)
+                                                                : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
     if (got > 0) {
         stream->in_end += (uint32_t)got;

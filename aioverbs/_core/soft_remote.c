@@ -99,6 +99,14 @@ static void keep(struct soft_qp *peer, const struct soft_frame *frame, const str
     memcpy(&kept->value, from->address, sizeof(kept->value));
 }
 
+/* Further reads there the peer may do alone. */
+static void license(const struct remote *remote, struct soft_frame *made)
+{
+    if (remote->frame->opcode == IBV_WR_RDMA_READ && made->part && soft_stream_licenses(remote->stream) &&
+        soft_licence_give(remote->peer, remote->frame->key, &made->address, &made->compare_add))
+        made->flags |= SOFT_FRAME_LICENCE;
+}
+
 static int give(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)
 {
     struct remote *remote = container_of(carrier, struct remote, carrier);
@@ -113,11 +121,13 @@ static int give(struct soft_carrier *carrier, const struct soft_segment *from, u
         if (error)
             return error;
         made.flags = SOFT_FRAME_DIRECT;
+        license(remote, &made);
         answer(remote->stream, &made, NULL, 0);
     } else {
         if (soft_is_atomic(remote->frame->opcode))
             keep(remote->peer, remote->frame, from);
         made.size = length;
+        license(remote, &made);
         answer(remote->stream, &made, &here, length ? 1 : 0);
     }
     remote->answered = true;

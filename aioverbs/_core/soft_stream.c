@@ -19,7 +19,7 @@
 int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, bool is_link)
 {
     stream->watch.what = SOFT_WATCH_STREAM;
-    stream->watch.fd = stream->leases_fd = stream->pidfd = -1;
+    stream->watch.fd = stream->came_fd = stream->pidfd = -1;
     stream->fabric = fabric;
     stream->is_link = is_link;
     stream->stage = SOFT_CLOSED;
@@ -164,6 +164,11 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
         atomic_store(&fabric->owing, NULL);
     fabric->handshakes -= is_unfinished(stream->stage);
     atomic_store(&stream->direct, false);
+    stream->licensed = false;
+    if (link)
+        soft_licence_suspend(link, true);
+    soft_descriptor_close(stream->came_fd);
+    stream->came_fd = -1;
     pthread_mutex_lock(&stream->tx);
     stream->stage = SOFT_CLOSED;
     stream->watch.fd = -1;
@@ -369,6 +374,11 @@ bool soft_stream_is_from(const struct soft_stream *stream, const union ibv_gid *
 const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned int index)
 {
     return &stream->peer[index];
+}
+
+bool soft_stream_licenses(const struct soft_stream *stream)
+{
+    return stream->licensed;
 }
 
 struct soft_device *soft_stream_device(const struct soft_stream *stream)

@@ -63,7 +63,8 @@ struct soft_stream {
     uint64_t deadline;                 /* of the handshake, CLOCK_MONOTONIC */
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    int leases_fd; /* served: came with HELLO, or -1 */
+    int came_fd;   /* came beside the first bytes: served: of leases; link: of licences; or -1 */
+    bool licensed; /* served: it gives licences. Link: it has them */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
     uint8_t *in; /* SOFT_IN_SIZE bytes, of which [in_begin, in_end) are to be handled */
     uint32_t in_begin, in_end;
@@ -108,6 +109,9 @@ struct soft_link {
     uint32_t serials[SOFT_LEASES];     /* tx: the last one of each */
     int leases_fd;                     /* progress: to be sent with HELLO, or -1 */
     uint8_t probe[SOFT_NONCE];         /* the peer writes its nonce here, from outside of the process */
+
+    struct soft_licensor *_Atomic licensor; /* written under progress: whose licences count; read in grace sections */
+    struct soft_licensor *licensors;        /* progress: the last one, and those before it that may still be read by */
 };
 
 struct soft_fabric {
@@ -148,6 +152,10 @@ struct soft_fabric {
     uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
     struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
     uint64_t event_count;
+
+    struct soft_licence_page *_Atomic licences; /* that this device shows its peers; written under progress */
+    int licences_fd;                            /* progress: of it, or -1 */
+    uint8_t licence_nonce[SOFT_NONCE];          /* progress: peers read it from outside of the process */
 
     pthread_mutex_t held; /* after stream->tx */
     uint64_t held_at;     /* held: when the timer comes; UINT64_MAX: never */
@@ -287,8 +295,23 @@ uint32_t soft_handshake_handle(struct soft_stream *stream, const uint8_t *bytes,
 /* Link: offers to be moved to and from: false where it cannot be. Served: whether it works with this peer. */
 void soft_direct_offer(struct soft_link *link, struct soft_hello *hello);
 void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t nonce[SOFT_NONCE]);
+void soft_direct_invite(void); /* others of this user, where the system wants that to be said */
 bool soft_process_gone(int pidfd);
 int soft_process_open(uint32_t pid); /* a descriptor that is owned, or -1 */
+
+/* ---- soft_licence.c: under progress ------------------------------------------------------------------------- */
+
+/* Served: the page's descriptor, to be shown with WELCOME, or -1. */
+int soft_licence_offer(struct soft_stream *stream);
+/* When the last context is closed: nobody is left who could take something back. */
+void soft_licence_unmake(struct soft_fabric *fabric);
+
+/* Link: what came with WELCOME; the stream counts as silent, or not any more; what is not used any more is given back,
+ * or all is (outside of grace sections). */
+void soft_licence_take(struct soft_link *link);
+void soft_licence_suspend(struct soft_link *link, bool suspend);
+bool soft_licence_is_outdated(const struct soft_link *link);
+void soft_licence_drop(struct soft_link *link, bool all);
 
 /* ---- soft_lease.c -------------------------------------------------------------------------------------------- */
 

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from aioverbs import AccessFlags, Endpoint, MessageModel, QueuePair, RegionSlice, open_device
+from aioverbs import AccessFlags, Endpoint, MemoryRegion, MessageModel, QueuePair, RegionSlice, open_device
 
 SIZE = 4 << 20
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -44,7 +44,9 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
         domain.completion_queue(1024) as cq,
     ):
         tasks: list[asyncio.Task[None]] = []
+        loan: MemoryRegion | None = None
         qps: list[QueuePair] = []
+        lent = bytearray(4096)
         region.buffer[:] = pattern(0, SIZE)
         while command := (await reader.readline()).decode().split():
             match command:
@@ -59,6 +61,14 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                     qps.append(qp)
                     tasks.append(asyncio.create_task(echo(qp)))
                     answer = bytes(qp.local_endpoint()).hex()
+                case ["lend"]:
+                    lent[:] = b"\xa5" * len(lent)
+                    loan = await domain.register(lent, ACCESS).open()
+                    answer = f"{loan.address} {loan.rkey}"
+                case ["take"] if loan is not None:
+                    await loan.aclose()
+                    lent[:] = b"\x5a" * len(lent)
+                    answer = bytes(lent[:64]).hex()
                 case ["look", at, length]:
                     answer = bytes(region.buffer[int(at) : int(at) + int(length)]).hex()
                 case ["sleep", seconds]:

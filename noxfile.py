@@ -137,7 +137,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def tsan(session: nox.Session) -> None:
-    """Run the C programs, then what several loops do in several threads, under the thread sanitizer."""
+    """Run the C programs, then what several loops do in several threads and processes, under the thread sanitizer."""
     # Its shadow memory wants addresses that are not randomised; where setarch may not do that, it is tried without.
     fixed = ["setarch", platform.machine(), "-R"]
     able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
@@ -147,17 +147,33 @@ def tsan(session: nox.Session) -> None:
         session.run(*(fixed if able else ()), *LIMITED, program, *session.posargs, env=env, external=True)
     # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
+    # What it has to say goes to files: of processes that tests start, too, and of those that they kill or do not ask.
+    reports = folder(session, "reports")
+    shutil.rmtree(reports)
+    reports.mkdir()
     env = {"LD_PRELOAD": runtime_of(session, "libtsan.so")}
-    env["TSAN_OPTIONS"] = f"{options}:suppressions={ROOT / 'tests' / 'thread_sanitizer.txt'}"
+    suppressions = ROOT / "tests" / "thread_sanitizer.txt"
+    env["TSAN_OPTIONS"] = f"{options}:suppressions={suppressions}:log_path={reports / 'of'}"
+    pytest = ("python", "-P", "-m", "pytest", *AT_ONCE, "-m", UNDER_SANITIZER, "-o", "timeout=300")
+
+    def run(*tests: str, **more: str) -> None:
+        try:
+            session.run(*(fixed if able else ()), *pytest, *tests, env=env | more, external=True)
+        finally:
+            if said := [each.read_text(errors="replace") for each in sorted(reports.iterdir())]:
+                session.error("\n".join(said))
+
     tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
     tests += ["tests/manager/test_many_loops.py", "tests/manager/test_waking.py", "tests/manager/test_sharing.py"]
-    tests += ["tests/pool/test_calls.py", "tests/pool/test_ends.py"]
-    pytest = ("python", "-P", "-m", "pytest", "-m", UNDER_SANITIZER, "-o", "timeout=300")
-    session.run(*(fixed if able else ()), *pytest, *tests, env=env, external=True)
+    tests += ["tests/pool/test_calls.py", "tests/pool/test_ends.py", "tests/connections/test_serving.py"]
+    run(*tests)
     # Of the fabric: without those that look at memory which a peer may write just then, as RDMA has it.
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
     chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or half or chance) or not test_frames"
-    session.run(*(fixed if able else ()), *pytest, *fabric, "-k", chosen, env=env, external=True)
+    run(*fabric, "-k", chosen)
+    # Of processes, most of whose time goes to starting them: on one loop. Pools have workers with both.
+    processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
+    run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
 
 
 def runtime_of(session: nox.Session, library: str) -> str:

@@ -35,7 +35,7 @@ from aioverbs.types import QpState, SendOpcode, WcOpcode, WcStatus
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
-from cpython.ref cimport Py_DECREF, Py_INCREF, Py_REFCNT
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EBUSY, EINVAL, EIO
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free

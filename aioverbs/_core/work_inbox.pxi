@@ -1,5 +1,9 @@
 # Part of work.pyx: messages in the order of their arrival, for one who asks for them.
 
+cdef extern from "Python.h":
+    Py_ssize_t references "Py_REFCNT"(PyObject *object)  # by its address: an object would be held for the call
+
+
 @cython.final
 cdef class Inbox:
     """Where receives go when they are done: an asynchronous iterator, for one task at a time.
@@ -50,7 +54,7 @@ cdef class Inbox:
 
     cdef int _forget(self) noexcept:
         # Who asked has dropped that: nobody but this holds it.
-        if self.asked is not None and Py_REFCNT(self.asked) == 1:
+        if self.asked is not None and references(<PyObject *>self.asked) == 1:
             self.asked = None
         return 0
 

@@ -1,15 +1,13 @@
 """Two ends of a connection in one process, and what tests do with them."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aioverbs import Connection, ConnectionListener, ConnectionSettings, Device, ResourceDomain, connect, listen
-from tests.pace import patience
 
-__all__ = ["SMALL", "Pair", "pair", "until"]
+__all__ = ["SMALL", "Pair", "pair"]
 
 SMALL = ConnectionSettings(buffer_size=1024, receive_depth=4, send_buffers=2, send_depth=16, max_message=1 << 20)
 """Of few and small buffers, so that everything has to wait."""
@@ -48,13 +46,6 @@ async def pair(
                 await far.abort()
         finally:
             await near.abort()
-
-
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(patience(seconds)):
-        while not condition():  # noqa: ASYNC110  # of another process, or another layer
-            await asyncio.sleep(0.005)
 
 
 def deeper(settings: ConnectionSettings, **changes: Any) -> ConnectionSettings:

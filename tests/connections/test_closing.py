@@ -20,8 +20,9 @@ from aioverbs import (
     connect,
     listen,
 )
-from tests.connections.ends import HOST, SMALL, deeper, pair, until
+from tests.connections.ends import HOST, SMALL, deeper, pair
 from tests.pace import fewer, patience
+from tests.waiting import until
 
 MESSAGES = [bytes([n]) * (n * 200) for n in range(3)]
 

@@ -19,8 +19,9 @@ from aioverbs import (
     WorkCompletionError,
 )
 from aioverbs.frames import FrameKind
-from tests.connections.ends import SMALL, deeper, pair, until
+from tests.connections.ends import SMALL, deeper, pair
 from tests.pace import fewer
+from tests.waiting import until
 
 READ, WRITE, ATOMIC = AccessFlags.REMOTE_READ, AccessFlags.REMOTE_WRITE, AccessFlags.REMOTE_ATOMIC
 ALL = READ | WRITE | ATOMIC

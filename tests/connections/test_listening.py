@@ -25,8 +25,9 @@ from aioverbs import (
 )
 from aioverbs.handshake import Handshake, Hello, Kind, Offer, Reason, Refusal, parse, rest_of
 from tests.connections.certificates import contexts
-from tests.connections.ends import HOST, SMALL, pair, until
+from tests.connections.ends import HOST, SMALL, pair
 from tests.pace import fewer, patience
+from tests.waiting import until
 
 
 @contextlib.asynccontextmanager

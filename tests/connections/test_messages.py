@@ -16,8 +16,9 @@ from aioverbs import (
     WcStatus,
 )
 from aioverbs import retries as repeating
-from tests.connections.ends import SMALL, deeper, pair, until
+from tests.connections.ends import SMALL, deeper, pair
 from tests.pace import fewer
+from tests.waiting import until
 
 HUGE = ConnectionSettings(buffer_size=512, receive_depth=4, send_buffers=1, send_depth=8, max_message=1 << 20)
 

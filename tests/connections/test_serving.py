@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import anyio
 import pytest
@@ -15,7 +13,6 @@ from aioverbs import (
     Connection,
     Device,
     HandshakeError,
-    ResourceDomain,
     WorkerPool,
     connect,
     reconnecting,
@@ -23,29 +20,19 @@ from aioverbs import (
 )
 from aioverbs.handshake import Reason
 from aioverbs.server import Server
-from tests.connections.ends import HOST, SMALL, until
+from tests.connections.ends import HOST, SMALL
+from tests.connections.serving import asked, echo, served
 from tests.pace import patience
+from tests.waiting import until
 
 FAST = Backoff(0.01, 0.05)
-
-
-async def echo(connection: Connection) -> None:
-    async for message in connection:
-        await connection.send(message)
-
-
-def served(domain: ResourceDomain, handler: Callable[[Connection], Awaitable[object]] = echo, **options: Any) -> Server:
-    return serve(handler, HOST, domain=domain, settings=SMALL, **options)
 
 
 async def test_a_handler_for_each(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         for _ in range(2):
             async with contextlib.AsyncExitStack() as stack:
-                ends = [
-                    await stack.enter_async_context(connect(HOST, server.port, domain=domain, settings=SMALL))
-                    for _ in range(3)
-                ]
+                ends = [await stack.enter_async_context(asked(server, domain)) for _ in range(3)]
                 for at, end in enumerate(ends):
                     await end.send(bytes([at]))
                 assert [await end.receive() for end in ends] == [b"\0", b"\1", b"\2"]
@@ -61,7 +48,7 @@ async def test_what_a_handler_sent_is_delivered(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         served(domain, handler) as server,
-        connect(HOST, server.port, domain=domain, settings=SMALL) as near,
+        asked(server, domain) as near,
     ):
         assert await near.receive() == b"goodbye"
         with pytest.raises(anyio.EndOfStream):
@@ -77,11 +64,11 @@ async def test_a_handler_that_fails(device: Device, caplog: pytest.LogCaptureFix
         await connection.send(b"fine")
 
     async with device.resource_domain() as domain, served(domain, handler) as server:
-        async with connect(HOST, server.port, domain=domain, settings=SMALL) as near:
+        async with asked(server, domain) as near:
             await near.send(b"fail")
             with pytest.raises(BrokenResourceError):
                 await near.receive()
-        async with connect(HOST, server.port, domain=domain, settings=SMALL) as near:
+        async with asked(server, domain) as near:
             await near.send(b"go on")
             assert await near.receive() == b"fine"
     (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
@@ -92,7 +79,7 @@ async def test_a_handler_that_fails(device: Device, caplog: pytest.LogCaptureFix
 
 async def test_a_peer_that_goes_is_no_error(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
-        near = await connect(HOST, server.port, domain=domain, settings=SMALL)
+        near = await asked(server, domain)
         await near.abort()
         await until(lambda: server.statistics().accepted == 1 and not server.statistics().connections)
     warned = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
@@ -111,7 +98,7 @@ async def test_drained_when_it_stops(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         served(domain, handler) as server,
-        connect(HOST, server.port, domain=domain, settings=SMALL) as near,
+        asked(server, domain) as near,
     ):
         port = server.port
         await at_work.wait()
@@ -150,7 +137,7 @@ async def test_a_deadline_under_load(device: Device) -> None:
         return done
 
     async with device.resource_domain() as domain, served(domain, handler) as server:
-        nears = [await connect(HOST, server.port, domain=domain, settings=SMALL) for _ in range(3)]
+        nears = [await asked(server, domain) for _ in range(3)]
         loads = [asyncio.create_task(load(near)) for near in nears]
         await asyncio.sleep(0.05)
         async with asyncio.timeout(patience(5)):
@@ -170,7 +157,7 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
 
         async def serving() -> None:
             async with served(domain, handler, drain_timeout_s=60) as server:
-                near.append(await connect(HOST, server.port, domain=domain, settings=SMALL))
+                near.append(await asked(server, domain))
                 await until(lambda: server.statistics().connections)
 
         with anyio.move_on_after(0.2):

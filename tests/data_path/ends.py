@@ -1,6 +1,5 @@
 """Two ends that are connected, of any type, with memory on both sides."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from aioverbs import (
 )
 from aioverbs._core.work import Operation, Received
 from tests.devices import far_device
-from tests.pace import patience
+from tests.waiting import until
 
 ACCESS = (
     AccessFlags.LOCAL_WRITE
@@ -35,6 +34,7 @@ PEERS = ACCESS & ~AccessFlags.MW_BIND
 CAPABILITIES = QpCapabilities(max_send_sge=4, max_recv_sge=4)
 CONNECTED = [QpType.RC, QpType.UC, QpType.XRC_SEND]
 TYPES = [*CONNECTED, QpType.UD]
+UNRELIABLE = [QpType.UC, QpType.UD]
 
 
 @dataclass
@@ -77,21 +77,39 @@ class Ends:
 
     async def settle(self) -> None:
         """Until far has heard of all that it is to hear: where it is of another device, that comes later."""
-        async with asyncio.timeout(patience(10)):
-            while self.far.statistics().receives.under_way:  # noqa: ASYNC110  (nobody tells)
-                await asyncio.sleep(0.001)
+        await until(lambda: not self.far.statistics().receives.under_way)
 
     async def arrives(self, data: bytes, offset: int = 0) -> None:
         """Until that is in the target: what nobody acknowledges comes when it comes."""
-        async with asyncio.timeout(patience(10)):
-            while bytes(self.target.buffer[offset : offset + len(data)]) != data:  # noqa: ASYNC110  (nobody tells)
-                await asyncio.sleep(0.001)
+        await until(lambda: self.target.buffer[offset : offset + len(data)] == data)
 
     def nothing_is_left(self) -> bool:
         """Whether nothing is under way, and no memory in use."""
         queues = {self.cq, self.far_cq}
         under_way = sum(queue.statistics().under_way for queue in queues)
         return under_way == len(self.source.pins) == len(self.target.pins) == 0
+
+
+@asynccontextmanager
+async def met(domain: ResourceDomain, far_domain: ResourceDomain) -> AsyncIterator[None]:
+    """Two devices have reached each other, and stay in touch.
+
+    Unreliable queue pairs do not wait for long until one reaches the other: what they send first may be lost. Reliable
+    ones wait, and what is sent after them goes the same way.
+    """
+    async with (
+        domain.completion_queue(256) as cq,
+        far_domain.completion_queue(256) as far_cq,
+        domain.queue_pair(cq) as near,
+        far_domain.queue_pair(far_cq) as far,
+    ):
+        for one, other in ((near, far), (far, near)):
+            one.connect(other.local_endpoint(), timeout=18, retry_cnt=7)  # a second, eight times
+        for one, other in ((near, far), (far, near)):
+            receive = other.receive(None)
+            await one.send(None)
+            await receive
+        yield
 
 
 @asynccontextmanager
@@ -114,6 +132,8 @@ async def ends(
             far_domain = await opened(there.resource_domain(thread_model=thread_model, message_model=message_model))
             far_cq = await opened(far_domain.completion_queue(256, spin_ns=spin_ns))
         target = await opened(far_domain.register(4096, ACCESS))
+        if there is not device and qp_type in UNRELIABLE:
+            await opened(met(domain, far_domain))
         near = await opened(domain.queue_pair(cq, capabilities=capabilities, qp_type=qp_type))
         if qp_type is QpType.XRC_SEND:
             xrc_domain = await opened(there.xrc_domain())

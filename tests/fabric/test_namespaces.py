@@ -15,6 +15,7 @@ from tests.fabric.exchange import exchange
 from tests.fabric.namespace import HOSTS, Network, network
 from tests.fabric.two import End, Other, end, other
 from tests.pace import patience
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -122,9 +123,7 @@ async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Pat
         assert 3 * 0.067 < time.monotonic() - begun < patience(3)
         cable.cable(up=True)
         qp = between.qp
-        async with asyncio.timeout(patience(10)):
-            while qp.statistics().sends.under_way or qp.statistics().receives.under_way:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not qp.statistics().under_way)
         qp.to_reset()
         await between.there.connect(qp, **PATIENT)
         await between.exchange()

@@ -1,6 +1,5 @@
 """Two processes, and between them somebody who tears what they say into bytes, slows it, stops it, or cuts it."""
 
-import asyncio
 import contextlib
 import socket
 import time
@@ -16,6 +15,7 @@ from tests.fabric.exchange import exchange, gid_name
 from tests.fabric.proxy import Proxy, proxy
 from tests.fabric.two import End, Other, end, other
 from tests.pace import patience
+from tests.waiting import until
 
 PATIENT: dict[str, Any] = {"timeout": 16, "retry_cnt": 7}  # 268 ms, eight times
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
@@ -121,9 +121,7 @@ async def test_it_stops(monkeypatch: pytest.MonkeyPatch, short_path: Path, carri
         how.go_on.set()
         qp = between.qp
         assert qp.query().qp_state is QpState.ERR
-        async with asyncio.timeout(patience(10)):
-            while qp.statistics().sends.under_way or qp.statistics().receives.under_way:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not qp.statistics().under_way)
         qp.to_reset()
         await between.there.connect(qp, **PATIENT)
         await between.exchange()

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.listening import free_port, listens
 from tests.pace import patience
+from tests.running import run
 
 SAYS = {
     "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is as told", "int32 (64, 1024)"],
@@ -43,16 +43,9 @@ TESTS = "test_key_value"  # for pytest, of a service with `aioverbs.testing`
 ARGUMENTS = {"rc_pingpong": ["--both", "-p", "0", "-n", "50"]}
 
 
-def run(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def example(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
-    env, pipe = {**os.environ, "AIOVERBS_DEVICE": "soft0"}, subprocess.PIPE
-    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, process_group=0) as process:
-        try:
-            output, complaints = process.communicate(timeout=patience(50))
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # with those that it started
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, output, complaints)
+    return run(command, patience(50), env={**os.environ, "AIOVERBS_DEVICE": "soft0"})
 
 
 ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them
@@ -67,7 +60,7 @@ def test_every_example_is_here() -> None:
 def test_example(name: str) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    done = run(name, *ARGUMENTS.get(name, ()))
+    done = example(name, *ARGUMENTS.get(name, ()))
     assert (done.returncode, done.stderr) == (0, "")
     for text in SAYS[name]:
         assert text in done.stdout
@@ -79,7 +72,7 @@ def test_a_users_tests_of_a_service(tmp_path: Path) -> None:
         shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = run(command, patience(50), cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "8 passed" in done.stdout
 
@@ -91,7 +84,7 @@ def test_ping_pong_between_two_processes() -> None:
         end = time.monotonic() + 30
         while not listens(int(port)) and time.monotonic() < end:
             time.sleep(0.02)
-        done = run("rc_pingpong", "-p", port, "-n", "50", "localhost")
+        done = example("rc_pingpong", "-p", port, "-n", "50", "localhost")
         assert (done.returncode, done.stderr) == (0, "")
         assert "50 iters in" in done.stdout
         assert waiting.communicate(timeout=30)[0].endswith(b"answered 50 messages\n")

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address
@@ -16,6 +15,7 @@ import pytest
 
 from aioverbs import Device, VerbsError, open_device, refusals
 from tests.pace import patience
+from tests.waiting import until
 
 PATIENCE_S = patience(20)
 _ports = itertools.count(7480)  # a device's counts are the process's: each test has its own
@@ -71,14 +71,6 @@ def is_closed(peer: socket.socket) -> bool:
 
 async def until_closed(peer: socket.socket) -> None:
     assert await asyncio.to_thread(is_closed, peer)
-
-
-async def until(condition: object) -> None:
-    assert callable(condition)
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        await asyncio.sleep(0.005)
 
 
 async def test_it_is_found(found: Device, directory: Path, port: int) -> None:

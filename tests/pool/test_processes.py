@@ -35,6 +35,7 @@ from tests.core.children import in_child
 from tests.data_path_endings.pair import until
 from tests.pace import patience
 from tests.pool import work
+from tests.running import run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -319,7 +320,7 @@ def run_script(folder: Path, body: str) -> "subprocess.CompletedProcess[str]":
     )
     command = [sys.executable, "-W", "error", str(script)]
     environment = {**os.environ, "AIOVERBS_DEVICE": "soft0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment, check=False)
+    return run(command, patience(50), env=environment)
 
 
 def test_functions_of_the_main_module(tmp_path: Path) -> None:

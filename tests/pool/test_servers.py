@@ -6,7 +6,7 @@ import gc
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from aioverbs import (
     Connection,
     Device,
     HandshakeError,
-    ResourceDomain,
     WorkerPool,
     connect,
     open_device,
@@ -31,9 +30,11 @@ from aioverbs.handshake import Reason
 from aioverbs.placement import LeastLoaded
 from aioverbs.server import Server
 from tests.connections.certificates import contexts
-from tests.connections.ends import HOST, SMALL, until
+from tests.connections.ends import HOST
+from tests.connections.serving import asked, served
 from tests.pace import fewer, patience
 from tests.pool import handlers, work
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,20 +52,6 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What a pool's workers are."""
     name: str = request.param
     return KINDS[name]
-
-
-def served(pool: WorkerPool, handler: Callable[[Connection], Awaitable[object]], **options: Any) -> Server:
-    return serve(handler, HOST, pool=pool, settings=SMALL, **options)
-
-
-async def asked(server: Server, domain: ResourceDomain, **options: Any) -> Connection:
-    return await connect(HOST, server.port, domain=domain, settings=SMALL, **options)
-
-
-@contextlib.asynccontextmanager
-async def asking(server: Server, domain: ResourceDomain, **options: Any) -> AsyncIterator[Connection]:
-    async with connect(HOST, server.port, domain=domain, settings=SMALL, **options) as near:
-        yield near
 
 
 async def told(connection: Connection, what: str) -> str:
@@ -90,7 +77,7 @@ async def test_echo_on_each_worker(device: Device, loop: str, processes: bool) -
     ):
         for _ in range(2):
             async with contextlib.AsyncExitStack() as stack:
-                nears = [await stack.enter_async_context(asking(server, domain)) for _ in range(4)]
+                nears = [await stack.enter_async_context(asked(server, domain)) for _ in range(4)]
                 places = [(await near.receive()).decode().split() for near in nears]
                 assert [number for number, _ in places] == ["0", "1"] * 2
                 ids = [worker.process_id for worker in pool.statistics().workers]
@@ -133,7 +120,7 @@ async def test_one_worker_for_each_key(device: Device) -> None:
         device.resource_domain() as domain,
         contextlib.AsyncExitStack() as stack,
     ):
-        nears = [await stack.enter_async_context(asking(server, domain)) for _ in range(5)]
+        nears = [await stack.enter_async_context(asked(server, domain)) for _ in range(5)]
         assert len({await told(near, "where") for near in nears}) == 1
 
 
@@ -149,7 +136,7 @@ async def test_tls_and_a_secret(device: Device, kind: dict[str, Any], tmp_path: 
             device.resource_domain() as domain,
         ):
             for number in "01":
-                async with asking(server, domain, **known) as near:
+                async with asked(server, domain, **known) as near:
                     assert (await near.receive()).decode()[0] == number
                     assert await told(near, "hello") == "hello"
             with pytest.raises(HandshakeError) as caught:
@@ -160,7 +147,7 @@ async def test_tls_and_a_secret(device: Device, kind: dict[str, Any], tmp_path: 
             await until(lambda: sum(dict(server.statistics().refused).values()) == 2)
             assert dict(server.statistics().refused)["SECRET"] == 1
             assert server.statistics().accepted == 2
-            async with asking(server, domain, **known) as near:
+            async with asked(server, domain, **known) as near:
                 assert await near.receive()
 
 
@@ -176,10 +163,10 @@ async def test_a_handler_that_fails(device: Device, kind: dict[str, Any], caplog
         served(pool, handlers.obey) as server,
         device.resource_domain() as domain,
     ):
-        async with asking(server, domain) as near:
+        async with asked(server, domain) as near:
             with pytest.raises(BrokenResourceError):
                 await told(near, "fail")
-        async with asking(server, domain) as near:
+        async with asked(server, domain) as near:
             assert await told(near, "finish") == "goodbye"
             with pytest.raises(anyio.EndOfStream):
                 await near.receive()
@@ -199,7 +186,7 @@ async def test_a_worker_dies_under_load(device: Device, name: str, how: str) -> 
     """Its connections are gone, and their peers are told; the others do not notice, and the next one is as good."""
     async with (
         WorkerPool(device, 2, **KINDS[name]) as pool,
-        served(pool, handlers.obey) as server,
+        served(pool, handlers.obey, handshake_timeout_s=patience(10)) as server,
         device.resource_domain() as domain,
     ):
         nears = [await asked(server, domain) for _ in range(6)]
@@ -225,7 +212,7 @@ async def test_a_worker_dies_under_load(device: Device, name: str, how: str) -> 
         await until(lambda: server.statistics().connections == 3 and pool.statistics().deaths == 1)
         assert sorted(server.statistics().workers) == [0, 3]
         for _ in range(2):
-            async with asking(server, domain) as near:
+            async with asked(server, domain) as near:
                 assert await told(near, "where")
         for at in kept:
             loads[at - 1].cancel()
@@ -367,7 +354,7 @@ async def test_who_stalls_is_dropped_in_time(device: Device, kind: dict[str, Any
                 with contextlib.suppress(ConnectionResetError):  # where what it said was not even read
                     assert await reader.read() == b""
         await until(lambda: server.statistics().refused == (("TimeoutError", 4),))
-        async with asking(server, domain) as near:
+        async with asked(server, domain) as near:
             assert await told(near, "where")
         assert [worker.failed for worker in pool.statistics().workers] == [0, 0]
 
@@ -390,7 +377,7 @@ async def test_a_flood(device: Device, kind: dict[str, Any]) -> None:
             writer.transport.abort()
         await until(lambda: server.statistics().handshakes == 0)
         silent[0][1].close()
-        async with asking(server, domain) as near:
+        async with asked(server, domain) as near:
             assert await told(near, "where")
 
 
@@ -420,7 +407,7 @@ async def test_many_come_and_go(device: Device, kind: dict[str, Any]) -> None:
     ):
 
         async def come_and_go() -> None:
-            async with asking(server, domain) as near:
+            async with asked(server, domain) as near:
                 assert await near.receive()
 
         async def some(count: int) -> list[int]:
@@ -448,9 +435,9 @@ async def test_who_waits_for_a_busy_worker(device: Device, kind: dict[str, Any],
         assert (await told(blocked, "where")).split()[0] == "0"
         await blocked.send(f"block {tmp_path}".encode())
         await until((tmp_path / "blocking").exists)
-        async with asking(server, domain) as near:
+        async with asked(server, domain) as near:
             assert (await told(near, "where")).split()[0] == "1"
-        waiting = asyncio.create_task(asked(server, domain))
+        waiting = asyncio.ensure_future(asked(server, domain))
         await asyncio.sleep(patience(1.2))
         work.mark(str(tmp_path), "go on")
         with pytest.raises((HandshakeError, BrokenResourceError, OSError)):
@@ -511,7 +498,7 @@ async def test_the_threads_handlers_are_those_of_the_workers(device: Device) -> 
         device.resource_domain() as domain,
     ):
         for _ in range(4):
-            async with asking(server, domain) as near:
+            async with asked(server, domain) as near:
                 await near.receive()
         await nobody(server)
     assert len(set(seen)) == 2

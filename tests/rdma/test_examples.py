@@ -1,7 +1,6 @@
 """The examples on an RDMA device, as who has one runs them; those that connect do it by rdma_cm."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tests.conftest import ROOT
 from tests.manager.test_examples import ARGUMENTS, NEEDS, SAYS
 from tests.rdma.cm import address_of, nothing_left
 from tests.rdma.seam import rdma_devices
+from tests.running import run
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(620)]
 
@@ -51,7 +51,7 @@ def test_example(name: str) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
     before = connected()
     with nothing_left():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        done = run(command, 600)
     complaints = "".join(line for line in done.stderr.splitlines(keepends=True) if NOT_NATIVE not in line)
     needed, refusal = REFUSED.get(name, (None, ""))
     if needed is not None and needed not in capabilities(device):

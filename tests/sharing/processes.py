@@ -80,9 +80,14 @@ class Worker:
 @contextlib.asynccontextmanager
 async def worker(share: socket.socket) -> AsyncIterator[Worker]:
     """It ends when its socket does."""
-    ours, theirs = socket.socketpair()
-    reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
+    # That is one that it accepts, and none that it inherits: the thread sanitizer knows what comes before what where
+    # threads hear of it by sockets which it saw made.
+    ours, theirs = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     with theirs, share:
+        theirs.bind("")  # to a name that nobody has
+        theirs.listen(1)
+        ours.connect(theirs.getsockname())
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
         numbers = theirs.fileno(), share.fileno()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-c", START, *map(str, numbers)), pass_fds=numbers

@@ -143,14 +143,14 @@ async def test_a_child_of_the_dead_is_not_taken_for_it() -> None:
 
 
 async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int) -> None:
-    """Until something fails."""
+    """Until something fails; each with memory of its own here, and in that of the others wherever it comes to be."""
     chance = random.Random(seed)
-    qp, local = here.qps[which], here.region
+    qp, begin = here.qps[which], which << 18
     while True:
         remote = chance.choice(remotes)
         size = chance.choice([8, 4096, 1 << 18])
         kind = chance.choice([qp.write, qp.read])
-        await kind(local[:size], remote[:size])
+        await kind(here.region[begin : begin + size], remote[:size])
 
 
 async def a_kill(seed: int) -> None:

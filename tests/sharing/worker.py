@@ -1,7 +1,7 @@
 """A process that has an instance of a protection domain, its own or another one's; it does what it reads, line by line.
 
-Its arguments are the descriptors of two sockets: where commands come from, each of which is answered by a line, and
-where the domain goes to or comes from.
+Its arguments are the descriptors of two sockets: one that who commands it has connected to, where a line answers each
+command, and one where the domain goes to or comes from.
 """
 
 import asyncio
@@ -148,8 +148,10 @@ def leftovers() -> list[str]:
     return found
 
 
-async def main(commands: socket.socket, sock: socket.socket) -> None:
+async def main(listening: socket.socket, sock: socket.socket) -> None:
     sock.setblocking(False)
+    with listening:
+        commands, _ = listening.accept()
     reader, writer = await asyncio.open_connection(sock=commands, limit=1 << 22)
     worker = Worker(sock)
     while command := (await reader.readline()).decode().split():

@@ -1,0 +1,27 @@
+"""Servers at some port of this host, on a domain or on a pool, and who comes to them."""
+
+from typing import Any
+
+from aioverbs import Connection, ResourceDomain, WorkerPool, connect, serve
+from aioverbs.establishing import Connecting
+from aioverbs.handling import Handler
+from aioverbs.server import Server
+from tests.connections.ends import HOST, SMALL
+
+__all__ = ["asked", "echo", "served"]
+
+
+async def echo(connection: Connection) -> None:
+    async for message in connection:
+        await connection.send(message)
+
+
+def served(place: ResourceDomain | WorkerPool, handler: Handler = echo, **options: Any) -> Server:
+    pool = place if isinstance(place, WorkerPool) else None
+    domain = place if isinstance(place, ResourceDomain) else None
+    return serve(handler, HOST, domain=domain, pool=pool, settings=SMALL, **options)
+
+
+def asked(server: Server, domain: ResourceDomain, **options: Any) -> Connecting:
+    """A connection with it: to be awaited, or for a block."""
+    return connect(HOST, server.port, domain=domain, settings=SMALL, **options)

@@ -1,0 +1,35 @@
+"""Programs that tests run to their end, with all that these start."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["run"]
+
+
+def run(
+    command: Sequence[str], timeout_s: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program that is given nothing to read: what it says, what it complains of, and its exit status.
+
+    Where it does not end, or the test does not wait for it, what it started is killed with it.
+
+    :raises TimeoutError: it, or what it started and left its output to, did not end in that time.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, process_group=0
+    ) as process:
+        try:
+            output, complaints = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            said, complained = process.communicate(timeout=10)  # what came before that
+            raise TimeoutError(
+                f"{command} did not end within {timeout_s:g} s. It said:\n{said}\nand complained:\n{complained}"
+            ) from None
+    return subprocess.CompletedProcess(command, process.returncode, output, complaints)

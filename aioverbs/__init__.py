@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from .imported_device import import_device
     from .life import ResourceInfo, State
     from .memory import MemoryRegion, MemoryWindow, Pins, RegionSlice, RemoteRegion
+    from .monitoring import Monitor, monitor
     from .peers import Peer, Refusal
     from .placement import LeastLoaded, PlacementPolicy, RoundRobin
     from .pool import PoolStatistics, StartedCall, Worker, WorkerPool, WorkerStatistics, current_worker
@@ -161,6 +162,7 @@ __all__ = [
     "MemoryWindow",
     "Message",
     "MessageModel",
+    "Monitor",
     "Mtu",
     "MwType",
     "NativeAllocator",
@@ -233,6 +235,7 @@ __all__ = [
     "devices",
     "import_device",
     "listen",
+    "monitor",
     "open_device",
     "reconnecting",
     "serve",
@@ -272,6 +275,7 @@ _LAZY = {
     "MemoryWindow": "memory",
     "Message": "queue_pair",
     "MessageModel": "completion",
+    "Monitor": "monitoring",
     "NativeAllocator": "allocators",
     "NumaAllocator": "allocators",
     "Operation": "queue_pair",
@@ -323,6 +327,7 @@ _LAZY = {
     "devices": "device",
     "import_device": "imported_device",
     "listen": "server",
+    "monitor": "monitoring",
     "open_device": "device",
     "reconnecting": "reconnecting",
     "serve": "server",

@@ -20,6 +20,7 @@ from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.gids import preferred
 from aioverbs.life import ResourceInfo, State, reap
+from aioverbs.monitoring import start_where_wanted
 from aioverbs.peers import Peer, Refusal
 from aioverbs.ports import gid_table
 from aioverbs.protection_domain import ProtectionDomain
@@ -27,6 +28,7 @@ from aioverbs.providers import hardware, software
 from aioverbs.refusals import attend, log
 from aioverbs.resource import Handled, Resource, ResourceStatistics
 from aioverbs.resource_domain import ResourceDomain
+from aioverbs.sampling import remember
 from aioverbs.sharing import check_share
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.types import LinkLayer, Mtu, PortState
@@ -214,6 +216,8 @@ class Device(Handled[engine.Context]):
             self._life.opener = asyncio.get_running_loop()
         if self._life.opener is not None:
             reap()
+        remember(self)
+        start_where_wanted()
 
     def _check_open(self) -> None:
         super()._check_open()

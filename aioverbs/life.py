@@ -128,8 +128,8 @@ class Life:
     """
 
     __slots__ = (
-        "_bell", "_forks", "_handles", "_serial", "_site", "children", "drain", "kind", "label", "late", "opener",
-        "owner", "parents", "quiet", "resume", "state", "stop", "user",
+        "_bell", "_forks", "_handles", "_site", "children", "drain", "kind", "label", "late", "opener",
+        "owner", "parents", "quiet", "resume", "serial", "state", "stop", "user",
     )  # fmt: skip
 
     def __init__(self, kind: str, site: Site | None, user: "weakref.ref[User]") -> None:
@@ -147,7 +147,7 @@ class Life:
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
         self.user = user
         self._site = site
-        self._serial = next(_serials)
+        self.serial = next(_serials)
         self._forks = _forks  # when it was opened
         self._handles: list[Destroyable] = []
         self._bell: Bell | None = None  # made by the first who waits
@@ -186,7 +186,7 @@ class Life:
                 if parent.state is not OPEN and parent.state is not OPENING:  # this is to be a part of it
                     raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
             for parent in parents:
-                parent.children[self._serial] = self
+                parent.children[self.serial] = self
             self.parents, self.owner, self._forks, self.state = parents, owner, _forks, OPENING
 
     def _check_process(self) -> None:
@@ -227,7 +227,7 @@ class Life:
             self.state = state
             if state is NEW or state is CLOSED:
                 for parent in self.parents:
-                    parent.children.pop(self._serial, None)
+                    parent.children.pop(self.serial, None)
                 self.parents = ()
             bell = self._bell
         if bell is not None:

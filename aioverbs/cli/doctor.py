@@ -1,56 +1,68 @@
-"""What `aioverbs doctor` prints: a diagnosis for people and, as JSON, for programs."""
+"""`aioverbs doctor`: a diagnosis for people and, as JSON, for programs."""
 
-import json
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import IntEnum
 from importlib import metadata
 from typing import Any
 
 import click
 
-from aioverbs.cli.diagnosis import Diagnosis, Finding, Severity
-from aioverbs.cli.machine import Device, Library, Machine
+from aioverbs.cli.common import Status, device_names, json_option, print_json
+from aioverbs.cli.diagnosis import Diagnosis, Finding, Severity, diagnose
+from aioverbs.cli.machine import Device, Library, Machine, look
 
-__all__ = ["Status", "as_json", "as_text", "status_of"]
+__all__ = ["as_text", "doctor", "status_of"]
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
 
 
-class Status(IntEnum):
-    """The exit status of the command; 2 is click's, for a command line that is wrong."""
+@click.command(short_help="Find what is wrong with RDMA devices.")
+@click.argument("device", required=False, shell_complete=device_names)
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, device: str | None, as_json: bool) -> None:
+    """Tell which RDMA devices can be used, why others cannot, and which command mends that.
 
-    USABLE = 0
-    UNUSABLE = 1
-    NO_DEVICE = 3
+    The exit status is 0 where DEVICE, or without one any RDMA device, can be used; 1 where it is there and cannot be;
+    3 where there is none.
+    """
+    machine = look()
+    diagnosis = diagnose(machine)
+    status = status_of(diagnosis, device)
+    if as_json:
+        print_json(_for_programs(machine, diagnosis, status))
+    else:
+        for line in as_text(machine, diagnosis):
+            click.echo(line, color=False if os.environ.get("NO_COLOR") else None)
+    ctx.exit(status)
 
 
 def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
     """Whether a device, or where none is named any RDMA device, can be used."""
     if name is not None:
         if name in diagnosis.usable:
-            return Status.USABLE
-        return Status.UNUSABLE if name in diagnosis.unusable else Status.NO_DEVICE
+            return Status.OK
+        return Status.NO if name in diagnosis.unusable else Status.NOT_THERE
     if diagnosis.usable:
-        return Status.USABLE
-    return Status.UNUSABLE if diagnosis.unusable else Status.NO_DEVICE
+        return Status.OK
+    return Status.NO if diagnosis.unusable else Status.NOT_THERE
 
 
-def as_json(machine: Machine, diagnosis: Diagnosis, status: Status) -> str:
+def _for_programs(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str, Any]:
     """All that was found, of the machine and of what is wrong with it."""
     described = asdict(machine)
     del described["modules"], described["loadable"]  # hundreds, and nothing of RDMA
-    told: dict[str, Any] = {
+    return {
         "aioverbs": metadata.version("aioverbs"),
         "python": platform.python_version(),
-        "status": status,
+        "status": int(status),
         "usable": diagnosis.usable,
         "unusable": diagnosis.unusable,
         "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in diagnosis.findings],
         "machine": described,
     }
-    return json.dumps(told, indent=2)
 
 
 def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from aioverbs import LibraryNotFoundError
 from aioverbs._core import engine
-from aioverbs.cli import machine, main
+from aioverbs.cli import doctor, machine, main
 from aioverbs.cli.machine import Trial
 from tests.cli.trees import Tree
 
@@ -22,7 +22,7 @@ ESCAPE = "\x1b["
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     tree = Tree(tmp_path)
-    monkeypatch.setattr(main, "look", tree.look)
+    monkeypatch.setattr(doctor, "look", tree.look)
     return tree
 
 
@@ -145,6 +145,18 @@ class TestProbe:
             monkeypatch.setattr(machine, "_PROBE_S", 0.2)
         found = machine.probe()
         assert (found.crash, found.warnings) == (crash, warnings)
+
+
+def test_where_the_compiled_core_does_not_load() -> None:
+    code = "import sys; sys.modules['aioverbs._core.engine'] = None; from aioverbs.cli.main import main; main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for arguments, statuses in ((["doctor", "--json"], (0, 1, 3)), (["devices"], (4,)), (["--help"], (0,))):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, *arguments], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in statuses
+        assert done.stderr.count("\n") == (1 if arguments == ["devices"] else 0)
+        assert ("aioverbs._core.engine" in done.stderr) == (arguments == ["devices"])
 
 
 def test_the_package_needs_none_of_it() -> None:

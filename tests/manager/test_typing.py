@@ -2,7 +2,10 @@
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import assert_type
+
+import pytest
 
 import aioverbs
 from aioverbs import (
@@ -23,6 +26,7 @@ from aioverbs import (
     MemoryRegion,
     MemoryWindow,
     Message,
+    Monitor,
     Operation,
     ParentDomain,
     PoolStatistics,
@@ -54,6 +58,14 @@ from aioverbs import (
     XrcDomain,
 )
 from aioverbs.attributes import AddressVector
+
+
+async def test_monitors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOVERBS_MONITOR_DIRECTORY", str(tmp_path / "monitor"))
+    assert_type(aioverbs.monitor(), Monitor)
+    async with aioverbs.monitor() as watched:
+        assert_type(watched, Monitor)
+        assert_type(watched.path, Path)
 
 
 async def test_devices_and_domains() -> None:

@@ -1,0 +1,22 @@
+"""`aioverbs completion`: what makes a shell complete the command line."""
+
+import click
+from click.shell_completion import get_completion_class
+
+__all__ = ["completion"]
+
+_INSTALL = {
+    "bash": 'eval "$(aioverbs completion bash)"            in ~/.bashrc',
+    "zsh": 'eval "$(aioverbs completion zsh)"             in ~/.zshrc, after compinit',
+    "fish": "aioverbs completion fish | source              in ~/.config/fish/config.fish",
+}
+
+
+@click.command(short_help="Have a shell complete the command line.", epilog="\b\n" + "\n".join(_INSTALL.values()))
+@click.argument("shell", type=click.Choice(list(_INSTALL)))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes SHELL complete commands, options and the names of devices."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ctx.find_root().command, {}, "aioverbs", "_AIOVERBS_COMPLETE").source())

@@ -1,0 +1,119 @@
+"""`aioverbs devices`: the devices of this machine, what state they are in and what they have."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from aioverbs.cli.common import Status, console, device_names, json_option, print_json, run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from aioverbs.cli.inventory import DeviceReport
+
+__all__ = ["devices"]
+
+
+@click.command(short_help="List devices, and what they have.")
+@click.argument("name", required=False, shell_complete=device_names)
+@json_option
+def devices(name: str | None, as_json: bool) -> None:
+    """List devices: their ports, and what they do natively.
+
+    With NAME, all of that device: its GIDs and its limits, too. A software device with an address has that in its name,
+    as in soft0@10.0.0.1:7470.
+
+    The exit status is 1 where NAME is there and cannot be used, 3 where it is not there.
+    """
+    run(_devices(name, as_json))
+
+
+async def _devices(name: str | None, as_json: bool) -> Status:
+    from aioverbs.cli.inventory import look_at, names
+
+    listed, problem = names() if name is None else ([name], None)
+    found = [await look_at(each) for each in listed]
+    if as_json:
+        print_json({"devices": found, "rdma_problem": problem})
+    else:
+        out = console()
+        if name is None:
+            _print_all(out, found, problem)
+        else:
+            _print_one(out, found[0])
+    return Status.NO if name is not None and found[0].problem is not None else Status.OK
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+    return table
+
+
+_NUMBERS = {"PORT", "MTU", "INDEX"}
+_STATES = {"ACTIVE": "green", "DOWN": "red"}
+
+
+def _print_all(out: "Console", found: "list[DeviceReport]", problem: str | None) -> None:
+    from rich.text import Text
+
+    table = _table("DEVICE", "PORT", "STATE", "LINK", "MTU", "GID", "NATIVE")
+    for device in found:
+        for port in device.ports:
+            gid = next((each for each in port.gids if each.preferred), None)
+            table.add_row(
+                Text(device.name, "bold"),
+                str(port.number),
+                Text(port.state, _STATES.get(port.state, "yellow")),
+                port.link_layer,
+                str(port.active_mtu),
+                Text(f"{gid.address} ({gid.type})" if gid is not None else "none"),
+                ", ".join(_native(device)),
+            )
+    out.print(table)
+    for device in found:
+        if device.problem is not None:
+            out.print(Text.assemble((device.name, "bold"), ": ", (device.problem, "red")))
+    if problem is not None:
+        out.print(Text.assemble(("RDMA devices cannot be listed: ", "yellow"), f"{problem}\n`aioverbs doctor` helps"))
+
+
+def _native(device: "DeviceReport") -> list[str]:
+    from aioverbs.cli.inventory import FEATURES
+
+    return [FEATURES[feature] for feature, there in device.native.items() if there]
+
+
+def _print_one(out: "Console", device: "DeviceReport") -> None:
+    from rich.text import Text
+
+    from aioverbs.cli.inventory import FEATURES
+
+    out.print(Text.assemble((device.name, "bold"), f" ({device.provider})"))
+    if device.problem is not None:
+        out.print(Text(device.problem, "red"))
+    if not device.ports:
+        return
+    out.print(Text(f"firmware {device.firmware or 'unknown'}, node GUID {device.node_guid}"))
+    for port in device.ports:
+        line = f", {port.link_layer}, MTU {port.active_mtu}, messages of up to {port.max_message:,} bytes"
+        out.print(Text.assemble(f"\nport {port.number}: ", (port.state, _STATES.get(port.state, "yellow")), line))
+        gids = _table("INDEX", "GID", "TYPE", "")
+        for gid in port.gids:
+            gids.add_row(str(gid.index), Text(gid.address), gid.type, "sent from" if gid.preferred else "")
+        out.print(gids)
+    out.print()
+    features = _table("NATIVE", "")
+    for feature, there in device.native.items():
+        features.add_row(FEATURES[feature], Text("yes", "green") if there else Text("no", "yellow"))
+    out.print(features)
+    out.print()
+    limits = _table("LIMIT", "")
+    limits.columns[1].justify = "right"
+    for limit, most in device.limits.items():
+        limits.add_row(limit, f"{most:,}" if isinstance(most, int) else most)
+    out.print(limits)

@@ -1,0 +1,196 @@
+"""What there is to tell of devices: asked of each, by opening it and making one of each kind of thing on it."""
+
+import contextlib
+import errno
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+
+from aioverbs.allocators import ArenaAllocator
+from aioverbs.completion import MessageModel
+from aioverbs.device import Device, open_device
+from aioverbs.errors import DeviceNotFoundError, VerbsError
+from aioverbs.gids import preferred
+from aioverbs.grants import has_windows
+from aioverbs.ports import gid_table
+from aioverbs.providers import hardware, software
+from aioverbs.types import PortState
+
+__all__ = ["FEATURES", "DeviceReport", "GidReport", "PortReport", "look_at", "names"]
+
+# What a device may lack, by its name in JSON: as people call it.
+FEATURES = {
+    "thread_domains": "thread domains",
+    "parent_domains": "parent domains",
+    "allocators": "allocators",
+    "xrc_domains": "XRC domains",
+    "shared_protection_domains": "shared PDs",
+    "memory_windows": "memory windows",
+    "cq_moderation": "CQ moderation",
+}
+# What is said where there is no such thing: EINVAL by some providers, of attributes that they do not know.
+_LACKING = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class GidReport:
+    """A GID: its place in the port's table, what packets from it look like, and whether it is the one that is sent
+    from where nobody says which."""
+
+    index: int
+    address: str
+    type: str
+    preferred: bool
+
+
+@dataclass(frozen=True)
+class PortReport:
+    """A port. Sizes are bytes."""
+
+    number: int
+    state: str
+    link_layer: str
+    active_mtu: int
+    max_message: int
+    lid: int
+    gids: tuple[GidReport, ...]
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """A device.
+
+    :param provider: ``"software"`` or ``"hardware"``.
+    :param problem: why it cannot be opened or used; what is not known then is empty.
+    :param native: whether it has each of `FEATURES` itself.
+    :param limits: what it tells by ``ibv_query_device``: the most of each thing.
+    """
+
+    name: str
+    provider: str
+    problem: str | None = None
+    active: bool = False
+    firmware: str = ""
+    node_guid: str = ""
+    vendor_id: int = 0
+    vendor_part_id: int = 0
+    ports: tuple[PortReport, ...] = ()
+    native: dict[str, bool] = field(default_factory=dict)
+    limits: dict[str, int | str] = field(default_factory=dict)
+
+
+def names() -> tuple[list[str], str | None]:
+    """The devices that are there, RDMA devices first, and why RDMA devices cannot be listed, if so."""
+    try:
+        return [*hardware.names(), *software.names()], None
+    except OSError as error:
+        return software.names(), str(error)
+
+
+async def look_at(name: str) -> DeviceReport:
+    """Open a device, and find out what there is to tell of it.
+
+    :raises DeviceNotFoundError: there is no such device.
+    """
+    provider = "software" if software.is_software(name) else "hardware"
+    try:
+        with _silence():
+            async with open_device(name) as device:
+                return await _report(device, provider)
+    except DeviceNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # the latter: of the software device's environment
+        return DeviceReport(name, provider, str(error))
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nobody is to be warned of what a device has not: that is what is asked."""
+    logger = logging.getLogger("aioverbs")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+async def _report(device: Device, provider: str) -> DeviceReport:
+    attributes = device.attributes()
+    ports = tuple(_port(device, number) for number in range(1, attributes.phys_port_cnt + 1))
+    limits: dict[str, int | str] = {
+        name: value for name, value in asdict(attributes).items() if name.startswith("max_")
+    }
+    limits["atomic_cap"] = attributes.atomic_cap.name
+    problem, native = None, dict[str, bool]()
+    try:
+        native = await _native(device)
+    except OSError as error:  # as where no memory may be locked
+        problem = str(error)
+    return DeviceReport(
+        device.name,
+        provider,
+        problem,
+        any(port.state == PortState.ACTIVE.name for port in ports),
+        attributes.fw_ver,
+        attributes.node_guid.hex(":", 2),
+        attributes.vendor_id,
+        attributes.vendor_part_id,
+        ports,
+        native,
+        limits,
+    )
+
+
+def _port(device: Device, number: int) -> PortReport:
+    port = device.port(number)
+    table = gid_table(device.handle, number)
+    best = preferred(table)
+    gids = tuple(GidReport(each.index, _address(each.gid), each.gid_type.name, each.index == best) for each in table)
+    mtu = port.active_mtu.size
+    return PortReport(number, port.state.name, port.link_layer.name, mtu, port.max_msg_sz, port.lid, gids)
+
+
+def _address(gid: bytes) -> str:
+    address = ipaddress.IPv6Address(gid)
+    ipv4 = address.ipv4_mapped
+    return f"::ffff:{ipv4}" if ipv4 is not None else str(address)
+
+
+async def _native(device: Device) -> dict[str, bool]:
+    """What it has, by trying: what a provider does not have answers so, or is made without being native."""
+    found = dict.fromkeys(FEATURES, False)
+    async with device.thread_domain() as td, device.protection_domain() as pd:
+        found["thread_domains"] = td.native
+        async with pd.parent_domain() as parent:
+            found["parent_domains"] = parent.native
+        found["allocators"] = found["parent_domains"] and await _opens(_with_allocator(device))
+        found["xrc_domains"] = await _opens(device.xrc_domain())
+        found["shared_protection_domains"] = await _opens(pd.share(1))
+        found["memory_windows"] = has_windows(device.handle)
+        async with pd.completion_queue(16, message_model=MessageModel.HIGH_BANDWIDTH) as cq:
+            found["cq_moderation"] = cq.moderated
+    return found
+
+
+@asynccontextmanager
+async def _with_allocator(device: Device) -> AsyncIterator[None]:
+    async with (
+        device.protection_domain() as pd,
+        pd.parent_domain(allocator=ArenaAllocator()) as parent,
+        parent.completion_queue(16),  # which it is asked for memory for
+    ):
+        yield
+
+
+async def _opens(resource: AbstractAsyncContextManager[object]) -> bool:
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(resource)
+        except VerbsError as error:
+            if error.errno not in _LACKING:
+                raise
+            return False
+        return True

@@ -1,0 +1,148 @@
+"""`aioverbs devices`, and what completes their names."""
+
+import errno
+import json
+import os
+import subprocess
+
+import pytest
+from click.testing import CliRunner, Result
+
+from aioverbs import LibraryNotFoundError, VerbsError
+from aioverbs._core import domains, engine
+from aioverbs.cli import inventory, main
+from aioverbs.device import devices
+from aioverbs.providers import hardware
+from tests.cli.processes import COMMAND, ask, environment
+
+DEVICE_KEYS = ["name", "provider", "problem", "active", "firmware", "node_guid", "vendor_id", "vendor_part_id"]
+DEVICE_KEYS += ["ports", "native", "limits"]
+PORT_KEYS = ["number", "state", "link_layer", "active_mtu", "max_message", "lid", "gids"]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main.main, ["devices", *arguments])
+
+
+@pytest.fixture
+def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "names", list)
+    monkeypatch.delenv("AIOVERBS_SOFT_ADDRESS", raising=False)
+
+
+def test_all_of_them(no_hardware: None) -> None:
+    done = invoke()
+    assert (done.exit_code, done.stderr) == (0, "")
+    title, line = done.stdout.splitlines()
+    assert title.split() == ["DEVICE", "PORT", "STATE", "LINK", "MTU", "GID", "NATIVE"]
+    assert line.split()[:5] == ["soft0", "1", "ACTIVE", "ETHERNET", "4096"]
+    assert line.strip().endswith(", ".join(inventory.FEATURES.values()))
+
+
+def test_for_programs(no_hardware: None) -> None:
+    told = json.loads(invoke("--json").stdout)
+    assert list(told) == ["devices", "rdma_problem"]
+    assert told["rdma_problem"] is None
+    (device,) = told["devices"]
+    assert list(device) == DEVICE_KEYS
+    assert device["native"] == dict.fromkeys(inventory.FEATURES, True)
+    (port,) = device["ports"]
+    assert list(port) == PORT_KEYS
+    (known,) = devices()
+    assert [each["index"] for each in port["gids"] if each["preferred"]] == [known.ports[0].gid_index]
+    assert port["gids"][1]["address"].startswith("::ffff:127.")
+    assert port["gids"][1]["type"] == "ROCE_V2"
+    assert device["limits"]["max_qp_wr"] >= 32
+
+
+def test_one_of_them(no_hardware: None) -> None:
+    done = invoke("soft0")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("soft0 (software)\nfirmware soft-1, node GUID ")
+    for text in ("\nport 1: ACTIVE, ETHERNET, MTU 4096", "sent from", "thread domains  yes", "max_qp_wr", "GLOB"):
+        assert text in done.stdout
+    (device,) = json.loads(invoke("soft0", "--json").stdout)["devices"]
+    assert list(device) == DEVICE_KEYS
+
+
+def test_one_that_is_not_there(no_hardware: None) -> None:
+    done = invoke("mlx5_9")
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert done.stderr == "aioverbs: there is no device 'mlx5_9'; here are: soft0\n"
+
+
+def test_rdma_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[str]:
+        raise LibraryNotFoundError("pyverbs", "no such module")
+
+    monkeypatch.setattr(hardware, "names", fail)
+    done = invoke()
+    assert done.exit_code == 0
+    assert "cannot be listed: pyverbs cannot be loaded: on Debian and Ubuntu, install" in done.stdout
+    assert "no such module" in json.loads(invoke("--json").stdout)["rdma_problem"]
+
+
+def test_one_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> engine.Context:
+        raise VerbsError("ibv_open_device", errno.EACCES)
+
+    monkeypatch.setattr(hardware, "names", lambda: ["mlx5_0"])
+    monkeypatch.setattr(hardware, "open_context", refuse)
+    done = invoke()
+    assert done.exit_code == 0
+    assert "mlx5_0: ibv_open_device failed: EACCES" in done.stdout
+    assert "soft0" in done.stdout
+    alone = invoke("mlx5_0")
+    assert alone.exit_code == 1
+    assert alone.stdout.startswith("mlx5_0 (hardware)\nibv_open_device failed: EACCES")
+
+
+def test_what_it_has_not(no_hardware: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def lacking(verb: str, number: int) -> type:
+        def make(*arguments: object, **named: object) -> None:
+            raise VerbsError(verb, number)
+
+        return type(verb, (), {"__new__": make})
+
+    monkeypatch.setattr(domains, "ThreadDomain", lacking("ibv_alloc_td", errno.EOPNOTSUPP))
+    monkeypatch.setattr(domains, "ParentDomain", lacking("ibv_alloc_parent_domain", errno.EINVAL))
+    monkeypatch.setattr(engine, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOSYS))
+    (device,) = json.loads(invoke("soft0", "--json").stdout)["devices"]
+    lacks = {feature for feature, there in device["native"].items() if not there}
+    assert lacks == {"thread_domains", "parent_domains", "allocators", "xrc_domains"}
+    assert not caplog.records, "it is what was asked"
+    monkeypatch.setattr(engine, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOMEM))
+    done = invoke("soft0")
+    assert done.exit_code == 1
+    assert "ibv_open_xrcd failed: ENOMEM" in done.stdout
+    assert "port 1: ACTIVE" in done.stdout, "what is known is told"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed(shell: str) -> None:
+    done = CliRunner().invoke(main.main, ["completion", shell])
+    assert done.exit_code == 0
+    assert "_AIOVERBS_COMPLETE" in done.stdout
+
+
+def test_another_shell() -> None:
+    assert CliRunner().invoke(main.main, ["completion", "cmd.exe"]).exit_code == 2
+
+
+@pytest.mark.parametrize(("words", "found"), [("aioverbs dev", "devices"), ("aioverbs devices so", "soft0")])
+def test_words_are_completed(words: str, found: str) -> None:
+    count = str(len(words.split()) - 1)
+    done = ask(_AIOVERBS_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=count)
+    assert done.stdout == f"plain,{found}\n"
+
+
+def test_where_nobody_reads_the_output() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [*COMMAND, "devices"], env=environment(), stdout=writer, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")

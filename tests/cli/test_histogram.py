@@ -1,0 +1,82 @@
+"""Histograms of times: what they tell is what is so, to 1.6 %."""
+
+import itertools
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs.cli.histogram import Histogram, duration
+
+TIMES = st.lists(st.integers(0, 1 << 40) | st.integers(0, 300), min_size=1)
+
+
+def filled(values: list[int]) -> Histogram:
+    histogram = Histogram()
+    for value in values:
+        histogram.record(value)
+    return histogram
+
+
+@given(TIMES)
+def test_what_is_exact(values: list[int]) -> None:
+    found = filled(values)
+    assert (found.count, found.minimum, found.maximum) == (len(values), min(values), max(values))
+    assert found.mean == pytest.approx(statistics.fmean(values))
+    assert found.deviation == pytest.approx(statistics.pstdev(values), rel=1e-6, abs=1e-3)
+
+
+@given(TIMES, st.floats(0, 100))
+def test_percentiles_are_near(values: list[int], percent: float) -> None:
+    ordered = sorted(values)
+    rank = max(1, -(-len(values) * percent // 100))
+    exact = ordered[int(min(rank, len(values))) - 1]
+    assert exact <= filled(values).percentile(percent) <= exact * (1 + 1 / 64)
+
+
+@given(TIMES, st.integers(1, 50))
+def test_rows_have_all_of_them(values: list[int], most: int) -> None:
+    rows = filled(values).rows(most)
+    for (_, end, _), (begin, _, _) in itertools.pairwise(rows):
+        assert begin == end
+    for begin, end, count in rows:
+        assert count == sum(begin <= value < end for value in values)
+    assert sum(count for _, _, count in rows) == len(values)
+    assert len(rows) <= max(most, 42)
+    assert rows[0][2]
+    assert rows[-1][2]
+
+
+def test_of_nothing() -> None:
+    empty = Histogram()
+    assert (empty.count, empty.mean, empty.deviation, empty.percentile(50), empty.rows()) == (0, 0, 0, 0, [])
+
+
+@pytest.mark.parametrize("percent", [-0.1, 100.1, float("nan")])
+def test_no_percentile(percent: float) -> None:
+    with pytest.raises(ValueError, match="from 0 to 100"):
+        Histogram().percentile(percent)
+
+
+def test_no_time() -> None:
+    with pytest.raises(ValueError, match="nothing takes -1"):
+        Histogram().record(-1)
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (999.6, "1.00 µs"),
+        (1_000, "1.00 µs"),
+        (12_345, "12.3 µs"),
+        (99_960, "100 µs"),
+        (999_700, "1.00 ms"),
+        (4_560_000, "4.56 ms"),
+        (1_234_000_000_000, "1,234 s"),
+    ],
+)
+def test_times_as_people_read_them(nanoseconds: float, text: str) -> None:
+    assert duration(nanoseconds) == text

@@ -1,0 +1,315 @@
+"""Others look at what is open in this process: what they see, and that nothing of it is left."""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    Device,
+    WorkerPool,
+    monitor,
+    monitor_server,
+    monitoring,
+    open_device,
+    sampling,
+)
+from tests.core.children import in_child
+from tests.manager.test_write import ends
+from tests.manager.viewers import Viewer, descriptors, folder, looking, names_in, nodes, threads, until
+from tests.pace import patience
+
+__all__ = ["folder"]
+
+NODE = ["id", "kind", "label", "state", "owner", "created", "native", "statistics", "children"]
+
+
+# ---- What is seen
+
+
+async def test_the_tree_and_its_counts(device: Device) -> None:
+    async with monitor() as watched, ends(device) as pair:
+        with looking(watched) as viewer:
+            greeting = await viewer.told()
+            assert (greeting["aioverbs-monitor"], greeting["pid"]) == (monitor_server.VERSION, os.getpid())
+            assert "python" in greeting["program"] or "pytest" in greeting["program"]
+            viewer.ask(b'{"interval_s": 0.05}\n')
+            first = second = await viewer.told()
+            assert list(first) == ["time_ns", "truncated", "devices"]
+            await pair.write(b"hello")
+            for _ in range(2):  # what was under way when it was asked for
+                second = await viewer.told()
+        (tree,) = [each for each in second["devices"] if each["id"] == device._life.serial]
+        assert tree["label"] == device.name
+        found = list(nodes(tree))
+        assert all(list(node) == NODE for node in found)
+        assert {node["kind"] for node in found} >= {"Device", "CompletionQueue", "QueuePair", "MemoryRegion"}
+        before = {node["id"]: node for each in first["devices"] for node in nodes(each)}
+        (written,) = [
+            node
+            for node in found
+            if node["kind"] == "QueuePair"
+            and node["statistics"]["sends"]["bytes"] > before[node["id"]]["statistics"]["sends"]["bytes"]
+        ]
+        assert written["statistics"]["sends"]["completed"] == 1
+        assert second["time_ns"] > first["time_ns"]
+        assert not second["truncated"]
+    assert not threads()
+
+
+async def test_every_kind_of_resource(device: Device) -> None:
+    async with (
+        device.protection_domain() as pd,
+        device.thread_domain() as td,
+        pd.parent_domain(td),
+        device.resource_domain(pd) as domain,
+        domain.completion_queue(64) as cq,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(cq, srq=srq),
+        domain.register(64, AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND),
+        domain.memory_window(),
+        domain.buffer_pool(64, 2),
+        WorkerPool(device, 2) as pool,
+    ):
+        sample = await asyncio.to_thread(sampling.sample)
+        told = json.loads(sampling.encoded(sample))
+        assert told == sample
+        tree = next(each for each in told["devices"] if each["id"] == device._life.serial)
+        found = list(nodes(tree))
+        kinds = {node["kind"] for node in found}
+        assert kinds >= {"ProtectionDomain", "ThreadDomain", "ParentDomain", "ResourceDomain", "SharedReceiveQueue"}
+        assert kinds >= {"MemoryWindow", "BufferPool", "WorkerPool"}
+        assert all(node["statistics"] is not None for node in found)
+        assert {node["kind"] for node in found if node["native"] is not None} == {
+            "ThreadDomain", "ParentDomain", "ResourceDomain",
+        }  # fmt: skip
+        workers = next(node for node in found if node["kind"] == "WorkerPool")["statistics"]["workers"]
+        assert [worker["number"] for worker in workers] == [0, 1]
+        assert len({node["id"] for node in found}) == len(found)
+        assert pool.size == 2
+
+
+def devices_seen() -> set[int]:
+    told: Any = sampling.sample()
+    return {each["id"] for each in told["devices"]}
+
+
+async def test_what_was_closed_is_not_there(device_name: str) -> None:
+    async with open_device(device_name) as device:
+        number = device._life.serial
+        assert number in devices_seen()
+    assert number not in devices_seen()
+    assert number not in sampling._devices
+
+
+async def test_a_sample_has_an_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with device.protection_domain() as pd, pd.register(64), pd.register(64), pd.register(64):
+        monkeypatch.setattr(sampling, "MOST", 3)
+        told: Any = sampling.sample()
+    assert told["truncated"]
+    assert sum(len(list(nodes(each))) for each in told["devices"]) == 3
+
+
+async def test_samples_come_at_intervals() -> None:
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            await viewer.line()
+            begin = time.monotonic()
+            viewer.ask(b'{"interval_s": 0.1}\n')
+            times = [(await viewer.told())["time_ns"] for _ in range(4)]
+    assert time.monotonic() - begin >= 0.29
+    assert times == sorted(set(times))
+
+
+async def test_who_does_not_read_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_server, "sample", lambda: {"text": "x" * (8 << 20), "devices": []})
+    async with monitor() as watched:
+        with looking(watched) as lazy, looking(watched) as viewer:
+            for each in (lazy, viewer):
+                await each.line()
+                each.ask(b'{"interval_s": 0.05}\n')
+            for _ in range(4):
+                assert len(await viewer.line()) > 8 << 20
+            assert len((await lazy.told())["text"]) == 8 << 20, "whole lines, whenever it reads"
+            assert len((await lazy.told())["text"]) == 8 << 20
+
+
+# ---- Its end
+
+
+async def test_nothing_is_left(folder: Path) -> None:
+    gc.collect()
+    before = descriptors()
+    for _ in range(3):
+        async with monitor() as watched:
+            viewer = Viewer(watched.path)
+            await viewer.line()
+        assert await viewer.gone()
+        viewer.close()
+    assert descriptors() == before
+    assert not threads()
+    assert names_in(folder) == []
+
+
+async def test_several_are_one() -> None:
+    first, second = monitor(), monitor()
+    async with first:
+        async with second:
+            assert first.path == second.path
+            assert len(threads()) == 1
+        assert first.path.exists()
+        with pytest.raises(RuntimeError, match="it is not open"):
+            second.path  # noqa: B018
+        with pytest.raises(RuntimeError, match="it is open"):
+            await first.open()
+    await first.aclose()
+    assert not threads()
+    async with first:
+        assert first.path.exists()
+
+
+async def test_a_sample_that_fails_disturbs_nobody(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> dict[str, object]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(monitor_server, "sample", fail)
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            await viewer.line()
+            viewer.ask(b'{"interval_s": 1.0}\n')
+            assert await viewer.gone()
+            await until(lambda: names_in(watched.path.parent) == [])
+            await until(lambda: not threads())
+        monkeypatch.setattr(monitor_server, "sample", dict)
+        async with monitor() as another:
+            assert names_in(another.path.parent) == [another.path.name]
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "nobody can look at this process any more" in record.getMessage()
+
+
+async def test_what_dead_ones_left_is_taken_away(folder: Path) -> None:
+    os.mkdir(folder, 0o700)
+    dead = in_child(os.getpid)
+    with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as alive:
+        left.bind(str(folder / f"{dead}-00000000.sock"))
+        alive.bind(str(folder / f"{dead}-11111111.sock"))
+        alive.listen(1)  # of a container, where that is its number
+        async with monitor() as watched:
+            assert names_in(folder) == sorted([f"{dead}-11111111.sock", watched.path.name])
+
+
+def test_on_trio() -> None:
+    trio = pytest.importorskip("trio")
+
+    async def main() -> bool:
+        async with monitor() as watched:
+            return watched.path.is_socket()
+
+    assert trio.run(main)
+
+
+# ---- Forks
+
+
+async def test_in_the_child_of_a_fork(folder: Path) -> None:
+    async with monitor() as watched:
+        viewer = Viewer(watched.path)
+        greeting = await viewer.told()
+        theirs = {os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors() if int(fd) > 2}
+
+        async def their_own() -> tuple[int, list[str]]:
+            async with monitor() as own:
+                with looking(own) as other:
+                    return (await other.told())["pid"], names_in(folder)
+
+        def in_the_child() -> tuple[int, str, int, int, list[str], tuple[int, list[str]]]:
+            said = ""
+            asyncio.events._set_running_loop(None)
+            mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors() if int(fd) > 2}
+            try:
+                watched.path  # noqa: B018
+            except RuntimeError as error:
+                said = str(error)
+            asyncio.run(watched.aclose())
+            alone = names_in(folder)
+            return os.getpid(), said, len(theirs & mine), len(theirs), alone, asyncio.run(their_own())
+
+        child, said, kept, there, alone, (pid, names) = in_child(in_the_child)
+        assert (said, pid, greeting["pid"]) == ("it is not open in this process", child, os.getpid())
+        assert kept < there, "those of the server are closed there"
+        assert alone == [watched.path.name]
+        assert len(names) == 2
+        assert names_in(folder) == [watched.path.name]
+        viewer.ask(b'{"interval_s": 1.0}\n')
+        assert "devices" in await viewer.told()
+    assert await viewer.gone(), "the child has no end of it"
+    viewer.close()
+
+
+async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def slow() -> dict[str, object]:
+        begun.set()
+        end.wait(patience(10))
+        return {"time_ns": 1, "devices": []}
+
+    monkeypatch.setattr(monitor_server, "sample", slow)
+    monkeypatch.setattr(monitor_server, "_FORK_S", patience(10))
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            await viewer.line()
+            viewer.ask(b'{"interval_s": 1.0}\n')
+            await asyncio.to_thread(begun.wait)
+            timer = threading.Timer(0.2, end.set)
+            timer.start()
+            locked, ended = in_child(lambda: (monitor_server._sampling.locked(), end.is_set()))
+            assert (locked, ended) == (False, True)
+            assert "devices" in await viewer.told()
+            timer.join()
+
+
+async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_server, "_FORK_S", 0.05)
+    with monitor_server._sampling:
+        assert in_child(lambda: monitor_server._sampling.locked()) is False
+        assert monitor_server._sampling.locked()
+    assert not monitor_server._sampling.locked()
+
+
+# ---- By the environment
+
+
+async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(monitoring, "_seen_to", False)
+    for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
+        monkeypatch.setenv("AIOVERBS_MONITOR", text)
+        async with open_device("soft0"):
+            assert not threads()
+        assert said in caplog.text
+    async with open_device("soft0"):
+        pass
+    assert caplog.text.count("write 1 for yes") == 1
+
+
+async def test_what_fails_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitoring, "_seen_to", False)
+    monkeypatch.setenv("AIOVERBS_MONITOR", "1")
+    os.mknod(folder)
+    async with open_device("soft0") as device:
+        assert device.name == "soft0"
+    assert "AIOVERBS_MONITOR: nobody can look at this process: " in caplog.text
+    assert "is no directory" in caplog.text

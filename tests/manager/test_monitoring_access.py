@@ -1,0 +1,204 @@
+"""Who may look at what is open in this process, and what may be asked."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioverbs import (
+    monitor,
+    monitor_directory,
+    monitor_server,
+    monitoring,
+)
+from aioverbs.monitor_directory import MonitorDirectory, default_path
+from tests.manager.viewers import descriptors, folder, looking, until
+
+__all__ = ["folder"]
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode
+
+
+def test_nobody_else_can_look_into_the_folder(folder: Path) -> None:
+    async def main() -> None:
+        async with monitor() as watched:
+            assert watched.path.parent == folder
+            assert mode_of(folder) == stat.S_IFDIR | 0o700
+            assert mode_of(watched.path) == stat.S_IFSOCK | 0o600
+
+    before = os.umask(0)
+    try:
+        asyncio.run(main())
+    finally:
+        os.umask(before)
+
+
+async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async with monitor() as watched:
+        monkeypatch.setattr(monitor_server, "peer_user", lambda connected: os.geteuid() + 1)
+        with looking(watched) as viewer:
+            assert await viewer.gone()
+        monkeypatch.undo()
+    assert f"a process of user {os.geteuid() + 1} wanted to look" in caplog.text
+
+
+async def test_who_listens_is_looked_at_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with monitor() as watched:
+        monkeypatch.setattr(monitor_directory, "peer_user", lambda connected: os.geteuid() + 1)
+        with (
+            MonitorDirectory(watched.path.parent) as directory,
+            pytest.raises(PermissionError, match=f"a process of user {os.geteuid() + 1} listens there"),
+        ):
+            directory.connect(watched.path.name, 1)
+        assert watched.path.exists()
+
+
+def test_a_folder_that_others_can_look_into(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o750)
+
+    async def watched() -> None:
+        await monitor().open()
+
+    with pytest.raises(PermissionError, match="is open to others: chmod 0700 it"):
+        asyncio.run(watched())
+    with pytest.raises(PermissionError, match="is open to others"):
+        MonitorDirectory()
+
+
+def test_a_folder_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(0o700)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(PermissionError, match="is another user's: name one of your own by AIOVERBS_MONITOR_DIRECTORY"):
+        MonitorDirectory()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder(folder: Path, kind: str) -> None:
+    if kind == "file":
+        folder.touch()
+    else:
+        folder.symlink_to(folder.parent)
+    before = descriptors()
+    with pytest.raises(PermissionError, match="is no directory"):
+        MonitorDirectory(make=True)
+    assert descriptors() == before
+
+
+def test_where_the_folder_is() -> None:
+    assert default_path({"AIOVERBS_MONITOR_DIRECTORY": "/a", "XDG_RUNTIME_DIR": "/b"}, 7) == Path("/a")
+    assert default_path({"XDG_RUNTIME_DIR": "/b"}, 7) == Path("/b/aioverbs-monitor")
+    assert default_path({"AIOVERBS_MONITOR_DIRECTORY": ""}, 7) == Path("/tmp/aioverbs-monitor-7")
+    with pytest.raises(ValueError, match="AIOVERBS_MONITOR_DIRECTORY: a path that begins with /"):
+        default_path({"AIOVERBS_MONITOR_DIRECTORY": "here"}, 7)
+
+
+async def test_a_path_longer_than_a_socket_may_have(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = folder.parent / ("x" * 150)
+    monkeypatch.setenv("AIOVERBS_MONITOR_DIRECTORY", str(long))
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            assert (await viewer.told())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        b"\n",
+        b"hello\n",
+        b"[" * 4000 + b"\n",
+        b"\xff\n",
+        b"1.0\n",
+        b"{}\n",
+        b'{"interval_s": null}\n',
+        b'{"interval_s": true}\n',
+        b'{"interval_s": "1"}\n',
+        b'{"interval_s": 0}\n',
+        b'{"interval_s": -1}\n',
+        b'{"interval_s": NaN}\n',
+        b'{"interval_s": 1e9}\n',
+        b'{"interval_s": 1.0}\n{"interval_s": 1.0}\n',
+        b"x" * 5000,
+    ],
+)
+async def test_what_is_no_question(question: bytes) -> None:
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            await viewer.line()
+            viewer.ask(question)
+            assert await viewer.gone()
+        with looking(watched) as viewer:  # it goes on
+            await viewer.line()
+            viewer.ask(b'{"interval_s": 1.0}\n')
+            await viewer.told()
+            viewer.ask(b"more")
+            assert await viewer.gone()
+
+
+async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_server, "_ASK_S", 0.1)
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            await viewer.line()
+            assert await viewer.gone()
+
+
+async def test_too_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_server, "_MOST", 1)
+    async with monitor() as watched:
+        with looking(watched) as first:
+            await first.line()
+            with looking(watched) as second:
+                assert (await second.told())["refused"] == "1 others look already"
+                assert await second.gone()
+            first.ask(b'{"interval_s": 1.0}\n')
+            await first.told()
+
+
+async def test_there_is_no_descriptor_for_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        def __init__(self, listening: socket.socket) -> None:
+            self.fileno = listening.fileno
+
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(monitor_server, "_DEAF_S", 0.2)
+    async with monitor() as watched:
+        server: Any = monitoring._server
+        listening, server._listening = server._listening, Failing(server._listening)
+        with looking(watched) as viewer:
+            waiting = asyncio.ensure_future(viewer.told())
+            await until(lambda: "nobody is let in" in caplog.text)
+            server._listening = listening
+            assert (await waiting)["pid"] == os.getpid()
+    assert caplog.text.count("nobody is let in") == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["interval_s", "x"]), inner, max_size=2)
+    ),
+)
+
+
+@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_question_is_heard_or_refused(question: bytes) -> None:
+    least, most = monitor_server.INTERVALS_S
+    with contextlib.suppress(ValueError):
+        assert least <= monitor_server._interval_of(question) <= most

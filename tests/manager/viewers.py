@@ -1,0 +1,89 @@
+"""Who looks at this process in tests, and what there is of its monitor."""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioverbs import Monitor
+from aioverbs.monitor_directory import MonitorDirectory
+from tests.pace import patience
+
+__all__ = ["Viewer", "descriptors", "folder", "looking", "names_in", "nodes", "threads", "until"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "monitor"
+    monkeypatch.setenv("AIOVERBS_MONITOR_DIRECTORY", str(path))
+    return path
+
+
+class Viewer:
+    """Somebody who looks, and waits for what it is sent while others go on."""
+
+    def __init__(self, path: Path) -> None:
+        with MonitorDirectory(path.parent) as directory:
+            connected = directory.connect(path.name, patience(5))
+        assert connected is not None
+        connected.settimeout(patience(10))
+        self.socket = connected
+        self.lines = connected.makefile("rb")
+
+    def ask(self, question: bytes) -> None:
+        self.socket.sendall(question)
+
+    async def line(self) -> bytes:
+        return await asyncio.to_thread(self.lines.readline)
+
+    async def told(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(await self.line())
+        return told
+
+    async def gone(self) -> bool:
+        try:
+            return await self.line() == b""
+        except ConnectionResetError:
+            return True
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+
+
+@contextmanager
+def looking(of: Monitor) -> Iterator[Viewer]:
+    with closing(Viewer(of.path)) as viewer:
+        yield viewer
+
+
+def descriptors() -> set[str]:
+    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "aioverbs-monitor"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(int(patience(500))):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not become so")
+
+
+def nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield tree
+    for child in tree["children"]:
+        yield from nodes(child)

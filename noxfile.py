@@ -85,7 +85,7 @@ def build_native(session: nox.Session, kind: str) -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
-    install_project(session, *group("test"), *group("arrays"), *group("services"))
+    install_project(session, *group("test"), *group("arrays"), *group("plots"), *group("services"))
     session.run("pytest", *AT_ONCE, *session.posargs)
 
 
@@ -266,6 +266,18 @@ def fuzz(session: nox.Session) -> None:
     found = f"{folder(session, 'handshake')}/"
     script = "tests/fuzz/fuzz_handshake.py"
     session.run("python", script, f"-max_total_time={seconds // 2}", f"-artifact_prefix={found}", "-timeout=20", found)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Make the documentation out of docstrings, README and examples, as HTML; what leads nowhere is an error."""
+    install_project(session, *group("docs"))
+    sources, html = folder(session, "sources"), folder(session, "html")
+    session.run("python", "aioverbs/_docs/pages.py", str(sources))
+    strict = ("--fail-on-warning", "--keep-going", "--nitpicky", "--fresh-env", "--quiet")
+    settings = ("--conf-dir", "aioverbs/_docs", "--doctree-dir", str(folder(session, "doctrees")))
+    session.run("sphinx-build", *strict, *settings, *session.posargs, str(sources), str(html))
+    session.log(f"{html}/index.html")
 
 
 @nox.session

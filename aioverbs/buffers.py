@@ -277,7 +277,7 @@ class Leasing:
 class BufferPool(Resource):
     """Buffers of one size in registered memory, which are leased. Any event loop may use it.
 
-    Made by the `buffer_pool` of a domain. It is registered a slab at a time, the first one when the pool is opened, and
+    Made by `Domain.buffer_pool`. It is registered a slab at a time, the first one when the pool is opened, and
     the others when somebody finds nothing free. Closing it waits for what is under way, and warns of what was not
     released, which refuses from then on; who waits for a buffer gets a `ClosedResourceError`.
 

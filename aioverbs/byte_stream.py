@@ -8,7 +8,7 @@ __all__ = ["MessageByteStream"]
 
 
 class MessageByteStream(ByteStream):
-    """An anyio `ByteStream` over a stream of messages. Made by `Connection.as_byte_stream`.
+    """An `anyio.abc.ByteStream` over a stream of messages. Made by `Connection.as_byte_stream`.
 
     :param messages: what it goes over; closing this closes that.
     :param piece: what is sent in one message, in bytes, at most.

@@ -152,7 +152,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
     """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
 
     The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Queue
-    pairs reserve as much of it as they can have under way, so that it cannot overflow. Made by the `completion_queue`
+    pairs reserve as much of it as they can have under way, so that it cannot overflow. Made by the ``completion_queue``
     of a domain.
 
     :param depth: how many completions it holds at least.

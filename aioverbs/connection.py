@@ -283,9 +283,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def aclose(self) -> None:
         """Deliver what was sent, tell the peer that no more comes, and close.
 
-        Delivered is what lies in the peer's memory, to be received there. That takes `close_timeout_s` at most, or the
-        rest is lost, as it is where this is cancelled; the peer is told of that by a `BrokenResourceError`. What the
-        peer sent and was not received is lost. Closing twice is fine.
+        Delivered is what lies in the peer's memory, to be received there. That takes ``close_timeout_s`` at most, or
+        the rest is lost, as it is where this is cancelled; the peer is told of that by a `BrokenResourceError`. What
+        the peer sent and was not received is lost. Closing twice is fine.
 
         :raises AffinityError: another event loop owns it; nothing was done.
         """
@@ -348,7 +348,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """Of anyio's `SocketAttribute`: both addresses."""
+        """Of `anyio.abc.SocketAttribute`: both addresses."""
         return {
             anyio.abc.SocketAttribute.local_address: lambda: self.local_address,
             anyio.abc.SocketAttribute.remote_address: lambda: self.remote_address,
@@ -466,5 +466,5 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- As bytes
 
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
-        """An anyio `ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
+        """An `anyio.abc.ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
         return MessageByteStream(self, self._now().fragment)

@@ -310,7 +310,7 @@ class TransitionError(ValueError):
     :param wrong: those that have a value that cannot be, and why.
     :param reachable: the states that it can go to from the one that it is in.
 
-    `subject` is the queue pair as text, where it is known.
+    ``subject`` is the queue pair as text, where it is known.
     """
 
     def __init__(

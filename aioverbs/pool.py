@@ -66,7 +66,7 @@ class WorkerPool(Resource):
     :param allocator: where the provider takes memory from for the workers' domains; None: from its own.
     :param loop: what event loops the workers have: ``"asyncio"``, ``"uvloop"``, or a function that makes one.
     :param setup: what each worker enters before it takes calls, and leaves at its end, on its loop: an async context
-        manager that is made for it, whose value becomes `Worker.state`.
+        manager that is made for it, whose value becomes the ``state`` of its `Worker`.
     :param placement: which worker gets the calls that name neither a worker nor a key; None: one after the other.
     :param on_worker_death: whether a worker that dies is replaced, by a new one with its number; or the pool fails,
         and takes no more calls. Calls that the worker had raise `WorkerDiedError` in any case, and the logger

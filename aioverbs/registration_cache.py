@@ -121,7 +121,7 @@ class _Forget:
 
 
 class RegistrationCache:
-    """Registrations of buffers that come back, kept by a protection domain: its `cache`. Any event loop may use it.
+    """Registrations of buffers that come back, kept by a protection domain: `Domain.cache`. Any event loop may use it.
 
     Registering costs more than a transfer does; who sends from the same buffers again finds them registered:
 

@@ -111,6 +111,17 @@ class ResourceDomain(Domain):
     @overload
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     async def run(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
-        """Call a function on the loop that owns the domain, from any asyncio event loop: see `run_on_owner`."""
+        """Call a function on the loop that owns the domain, from any asyncio event loop; its result comes back.
+
+        Context variables go with it. A plain function is called between the owner's tasks, a coroutine function is
+        awaited in one of its own. Without an owner, or by the owner itself, it is called at once. A cancellation goes
+        there, too, once, and is raised here when the function has ended, or what that raised on its way out.
+
+        :raises AffinityError: the owner is gone.
+        :raises RuntimeError: it is called from elsewhere than an asyncio event loop.
+        :raises ForkedProcessError: the owner is of the process that this one was forked from.
+        :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends; or the function
+            ended that loop, by a SystemExit.
+        """
         self._check_open()
         return await run_on_owner(self.owner, function, *args, **kwargs)

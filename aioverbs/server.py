@@ -297,8 +297,8 @@ class Server(_Accepting):
     async def stop(self, drain_timeout_s: float | None = None) -> None:
         """Accept nobody any more, let the handlers end, then cancel those that have not.
 
-        Those on a pool's workers that do not end even so within the pool's `grace_s` are left to the pool, which kills
-        processes when it is closed, and tells of threads.
+        Those on a pool's workers that do not end even so within the pool's ``grace_s`` are left to the pool, which
+        kills processes when it is closed, and tells of threads.
 
         :param drain_timeout_s: how long the handlers have, in seconds; None: as `serve` was told.
         """

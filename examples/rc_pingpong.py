@@ -1,11 +1,11 @@
-"""Ping-pong over a reliable connection, with rdma-core's `ibv_rc_pingpong` or with another of these.
+"""Ping-pong over a reliable connection, with rdma-core's ``ibv_rc_pingpong`` or with another of these.
 
     rc_pingpong.py              waits for a peer, as `ibv_rc_pingpong -g 1` does
     rc_pingpong.py HOST         goes to one, as `ibv_rc_pingpong -g 1 HOST` does
     rc_pingpong.py --both       is both ends
 
 The ends tell each other over TCP who they are. Then the one that came sends messages, each one another, and checks what
-comes back; the one that waited sends back what it gets. Options are those of `ibv_rc_pingpong`.
+comes back; the one that waited sends back what it gets. Options are those of ``ibv_rc_pingpong``.
 """
 
 import argparse

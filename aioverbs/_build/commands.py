@@ -61,7 +61,7 @@ class SourceDistribution(sdist):
 
     def make_distribution(self) -> None:
         """Add what is not part of a package."""
-        for directory in ("tests", "examples", "aioverbs/_build"):
+        for directory in ("tests", "examples", "aioverbs/_build", "aioverbs/_docs"):
             self.filelist.graft(directory)
         for pattern in ("noxfile.py", "CHANGELOG.md", ".ci/run"):
             self.filelist.include(pattern)

@@ -24,16 +24,16 @@ cdef enum:
 cdef class FaultPlan:
     """What is to go wrong in a context of the software device, and when: `Context.faults`.
 
-    A plan can be repeated: faults strike by the number of a call or request, chances are drawn from `seed` and from
+    A plan can be repeated: faults strike by the number of a call or request, chances are drawn from a seed and from
     such numbers, not from time. Where a rule strikes is told by three numbers, which count from 1 and from the making
-    of the rule: the `first` one, from there on each `every`-th, `times` in all (0: without end). Where several rules
-    strike at once the oldest one counts.
+    of the rule: the ``first`` one, from there on each ``every``-th, ``times`` in all (0: without end). Where several
+    rules strike at once the oldest one counts.
 
     Each method raises ValueError for a number out of its range, a verb that is none or an object of another context,
     and VerbsError with ENOMEM where there is no memory for a rule; then the plan is as it was. Error numbers are those
     of `errno`, chances are of 1,000,000, times are in nanoseconds.
 
-    `verbs` has the names of the verbs, as ``"create_qp"``; `frames` has the kinds of what goes to and fro between a
+    ``verbs`` has the names of the verbs, as ``"create_qp"``; ``frames`` has the kinds of what goes to and fro between a
     queue pair and its peer in another process: its own requests, ``"request_out"``, and what is answered to these,
     ``"answer_in"``; the peer's requests and the answers to these, ``"request_in"`` and ``"answer_out"``.
     """

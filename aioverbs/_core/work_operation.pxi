@@ -344,7 +344,7 @@ cdef object _status(int status):
 cdef class Received:
     """What arrived in a receive.
 
-    :param local: where, as it was given to `receive`.
+    :param local: where, as it was given to `Requester.receive`.
     :param byte_len: how many bytes; those of a datagram's route do not count.
     :param immediate: the sender's immediate data, 32 bits; None: there were none.
     :param invalidated_rkey: the key that the sender invalidated; None: it did not.

@@ -102,7 +102,9 @@ def objections(root: Path) -> Iterator[str]:
     pyproject = tomllib.loads((root / "pyproject.toml").read_text())
     top = pyproject["tool"]["importlinter"]["root_package"]
     stack = list(layers(pyproject))
-    for path in sorted(path for path in (root / top).rglob("*") if path.suffix in _SUFFIXES):
+    sources = (path for path in (root / top).rglob("*") if path.suffix in _SUFFIXES)
+    # Folders that are no packages, as the one of the documentation, stand outside of the stack, as their users do.
+    for path in sorted(path for path in sources if (path.parent / "__init__.py").exists()):
         parts = spoken_for(path).relative_to(root).with_suffix("").parts
         importer = ".".join(parts).removesuffix(".__init__")
         for line, imported in imports(path.read_text(), ".".join(parts[:-1])):

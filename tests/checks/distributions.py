@@ -41,7 +41,7 @@ def wheel_faults(names: set[str]) -> Iterator[str]:
     )
     for name in names:
         outside = not name.startswith("aioverbs/") and ".dist-info/" not in name
-        if outside or name.endswith(_SOURCES) or name.startswith("aioverbs/_build"):
+        if outside or name.endswith(_SOURCES) or name.startswith(("aioverbs/_build", "aioverbs/_docs")):
             yield f"the wheel holds {name}"
 
 

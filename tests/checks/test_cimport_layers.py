@@ -29,7 +29,7 @@ def house(tmp_path: Path) -> Path:
     core.mkdir(parents=True)
     for name in ("__init__.py", "roof.py", "left.py", "right.py", "ground.py", "cellar.py"):
         (tmp_path / "house" / name).touch()
-    for name in ("upper.pyx", "lower.pyx", "lower.pxd", "beside.pyx"):
+    for name in ("__init__.py", "upper.pyx", "lower.pyx", "lower.pxd", "beside.pyx"):
         (core / name).touch()
     return tmp_path
 
@@ -55,6 +55,15 @@ def test_the_project_itself_is_clean() -> None:
 def test_downwards_is_allowed(house: Path, source: str) -> None:
     (house / "house/core/upper.pyx").write_text(source)
     assert list(objections(house)) == []
+
+
+def test_who_stands_outside_of_it_may_import_it(house: Path) -> None:
+    (house / "house/beside").mkdir()
+    source = house / "house/beside/pages.py"
+    source.write_text("import house")
+    assert list(objections(house)) == []
+    (house / "house/beside/__init__.py").touch()
+    assert [each.rpartition(": ")[2] for each in objections(house)] == ["the package itself stands above everything"]
 
 
 def test_the_package_may_import_all_of_it(house: Path) -> None:

@@ -1,0 +1,38 @@
+"""The settings of Sphinx: `nox -s docs`."""
+
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hooks
+
+import aioverbs
+
+project = "aioverbs"
+copyright = "the authors of aioverbs"  # noqa: A001
+version = release = aioverbs.__version__
+extensions = ["sphinx.ext.autodoc", "myst_parser", "sphinx_click"]
+source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
+nitpicky = True
+show_warning_types = True
+
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 100
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"aioverbs {release}"
+html_copy_source = False
+html_show_sphinx = False
+
+
+def setup(app: Sphinx) -> None:
+    """Have docstrings and signatures read as this project has them."""
+    hooks.connect(app)

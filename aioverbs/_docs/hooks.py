@@ -1,0 +1,79 @@
+"""What Sphinx asks while it makes pages: of docstrings, signatures, bases, and names that it does not find."""
+
+import importlib
+import inspect
+from typing import TypeVar, TypeVarTuple
+
+import surface
+from docstrings import references_from, to_rst
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import find_pending_xref_condition
+
+__all__ = ["connect"]
+
+# Before Sphinx looks for them: it would take the stubs for the modules.
+for _name in ("engine", "work", "domains", "allocators", "rdma_cm"):
+    importlib.import_module(f"aioverbs._core.{_name}")
+
+# Which are imported for the checkers of types only; and variables of types in signatures that are text.
+_NOT_THERE = {"Buffer", "PD", "MR", "PyverbsContext", "FrameKind", "Ts", "_T"}
+_CHOSEN_LATER = (TypeVar, TypeVarTuple)
+
+
+def _docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    text = to_rst("\n".join(lines), references_from(name))
+    kind = surface.attribute_type(name) if what == "attribute" else None
+    if kind is not None:
+        text += f"\n\n:Type: ``{kind}``"
+    lines[:] = text.splitlines()
+
+
+def _signature(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    if inspect.isclass(obj) and surface.is_enumeration(obj):
+        return "", None  # nobody calls it
+    if isinstance(obj, type) and (surface.is_compiled(obj) or surface.is_made_by_others(obj)):
+        return ("", None) if signature and not surface.is_compiled(obj) else None
+    known = surface.signature(name)
+    return (known.arguments, known.returns) if known is not None else None
+
+
+def _bases(app: Sphinx, name: str, obj: type, options: object, bases: list[type]) -> None:
+    """Those that are public: the others are how it is made."""
+    shown: dict[type, None] = {}
+    for base in obj.__mro__[1:-1]:
+        ours = base.__module__.startswith("aioverbs.")
+        if (base in surface.public() if ours else base.__module__ not in ("typing", "enum", "abc")) and not any(
+            issubclass(other, base) for other in shown
+        ):
+            shown[base] = None
+    bases[:] = list(shown) or [object]
+
+
+def _missing(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element) -> Element | None:
+    """A name that has no page by that name: it may have one by its public name, or be another project's."""
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py":
+        return None
+    value = surface.resolve(target, node.get("py:module") or "aioverbs")
+    name = surface.public().get(value) if isinstance(value, type) or inspect.isroutine(value) else None
+    if name is not None:
+        return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+    others = value is not None and (not surface.is_ours(value) or surface.is_compiled(value))
+    if others or target in _NOT_THERE or isinstance(value, _CHOSEN_LATER):
+        short = find_pending_xref_condition(node, "resolved")
+        name_only = short.children[0] if short is not None else None
+        return name_only if isinstance(name_only, Element) else contnode
+    return None
+
+
+def connect(app: Sphinx) -> None:
+    """Have Sphinx ask these."""
+    app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-bases", _bases)
+    app.connect("missing-reference", _missing)

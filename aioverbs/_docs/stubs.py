@@ -1,0 +1,105 @@
+"""Signatures of the compiled modules, as their stubs have them: compiled code knows no types."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Signature", "Stub", "read"]
+
+# Names of the stubs that users never see, and what these stand for. A request of a batch is an `Operation` that is not
+# awaited by itself, and `Registered` is what a region is to the compiled core.
+_PUBLIC = {
+    "_Allocator": "Allocator",
+    "Registered": "MemoryRegion",
+    "_Requested": "Operation",
+    "_Region": "MemoryRegion",
+}
+
+_NAMED_IN_FULL = ("asyncio", "types")  # where the page of a name is not known without
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Of a function or method.
+
+    :param arguments: with parentheses, without the object itself.
+    :param returns: None: it says nothing, as ``__init__`` does.
+    """
+
+    arguments: str
+    returns: str | None
+
+
+@dataclass(frozen=True)
+class Stub:
+    """What a stub says, by qualified name.
+
+    :param signatures: of functions and methods; that of a class is its ``__init__``.
+    :param properties: their types.
+    """
+
+    signatures: dict[str, Signature] = field(default_factory=dict)
+    properties: dict[str, str] = field(default_factory=dict)
+
+
+def read(path: Path, internal: Mapping[str, str] | None = None) -> Stub:
+    """Read a stub.
+
+    :param internal: names in it of what has no page, though something public may have that name; and their full names.
+    """
+    tree = ast.parse(path.read_text(), str(path))
+    aliases = {
+        node.target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None
+    }
+    aliases |= {
+        each.asname or each.name: ast.Name(f"{node.module}.{each.name}")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module in _NAMED_IN_FULL
+        for each in node.names
+    }
+    aliases |= {name: ast.Name(full) for name, full in (internal or {}).items() if name not in _PUBLIC}
+    stub = Stub()
+    for owner, node in _definitions(tree):
+        name = f"{owner}.{node.name}" if owner else node.name
+        node = _Names(aliases).visit(node)
+        decorators = {ast.unparse(each) for each in node.decorator_list}
+        returns = ast.unparse(node.returns) if node.returns is not None else None
+        if "property" in decorators:
+            stub.properties[name] = returns or "object"
+            continue
+        if owner and "staticmethod" not in decorators:
+            (node.args.posonlyargs or node.args.args).pop(0)
+        arguments = f"({ast.unparse(node.args)})"
+        if node.name == "__init__":
+            never = arguments == "(*args: Never, **kwargs: Never)"  # it is made by others
+            stub.signatures[owner] = Signature("" if never else arguments, None)
+        else:
+            stub.signatures[name] = Signature(arguments, returns)
+    return stub
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield "", node
+        elif isinstance(node, ast.ClassDef):
+            functions = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from ((node.name, each) for each in functions)
+
+
+class _Names(ast.NodeTransformer):
+    """Has the meaning of private names in their places."""
+
+    def __init__(self, aliases: dict[str, ast.expr]) -> None:
+        self._aliases = aliases
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """A name: that of an alias, or one that has another in public."""
+        if node.id in self._aliases:
+            meaning = self.visit(self._aliases[node.id])
+            assert isinstance(meaning, ast.expr)
+            return meaning
+        return ast.Name(_PUBLIC.get(node.id, node.id))

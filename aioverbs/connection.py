@@ -403,21 +403,21 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises GrantRevokedError: the peer took it back; so do the others here.
         """
-        return self._now().qp.write(local, self._reachable(remote), fence=fence)
+        return self._poster().write(local, self._reachable(remote), fence=fence)
 
     def read(self, local: Local, remote: "RemoteRegion | Granted", *, fence: bool = False) -> Operation[None]:
         """Read memory that the peer granted: `QueuePair.read`."""
-        return self._now().qp.read(local, self._reachable(remote), fence=fence)
+        return self._poster().read(local, self._reachable(remote), fence=fence)
 
     def compare_and_swap(
         self, remote: "RemoteRegion | Granted", compare: int, swap: int, *, fence: bool = False
     ) -> Operation[int]:
         """Swap 8 bytes that the peer granted, where they are as expected: `QueuePair.compare_and_swap`."""
-        return self._now().qp.compare_and_swap(self._reachable(remote), compare, swap, fence=fence)
+        return self._poster().compare_and_swap(self._reachable(remote), compare, swap, fence=fence)
 
     def fetch_and_add(self, remote: "RemoteRegion | Granted", add: int, *, fence: bool = False) -> Operation[int]:
         """Add to 8 bytes that the peer granted: `QueuePair.fetch_and_add`."""
-        return self._now().qp.fetch_and_add(self._reachable(remote), add, fence=fence)
+        return self._poster().fetch_and_add(self._reachable(remote), add, fence=fence)
 
     async def write_with_immediate(
         self, local: Local, remote: "RemoteRegion | Granted", immediate: int, *, fence: bool = False
@@ -433,8 +433,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def _reachable(self, remote: "RemoteRegion | Granted") -> RemoteRegion:
         region = remote.remote if isinstance(remote, Granted) else remote
         assert self._grants is not None
-        self._grants.check(region)
+        if self._grants.revoked:
+            self._grants.check(region)
         return region
+
+    def _poster(self) -> QueuePair:
+        # What comes from another process than its own, or another loop, the queue pair refuses by itself.
+        if self._life.state is not OPEN:
+            self._check_open()
+        assert self._traffic is not None
+        return self._traffic.qp
 
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
         """Let the peer reach memory, until that is revoked or the connection ends; the peer is told.

@@ -122,7 +122,7 @@ class Grants:
         self._given: dict[int, asyncio.Future[None] | None] = {}  # by number; who waits for the peer's word
         self._last = 0
         self._taken: dict[int, Granted] = {}  # by number
-        self._keys: dict[int, Granted] = {}  # by rkey, those that are revoked as well
+        self.revoked: dict[int, Granted] = {}  # by rkey: the latest of those that the peer took back
         self._news: deque[Granted] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -225,8 +225,8 @@ class Grants:
 
         :raises GrantRevokedError: it was.
         """
-        granted = self._keys.get(remote.rkey)
-        if granted is not None and granted.revoked:
+        granted = self.revoked.get(remote.rkey)
+        if granted is not None:
             raise GrantRevokedError(f"the peer revoked its grant of {granted.remote!r}")
 
     def heard(self, kind: FrameKind, number: int, data: bytes) -> None:
@@ -244,6 +244,9 @@ class Grants:
             if granted is None:
                 raise ValueError(f"it revokes grant {number}, which there is not")
             granted.revoked = True
+            self.revoked[granted.remote.rkey] = granted
+            if len(self.revoked) > self._most + 16:
+                del self.revoked[next(iter(self.revoked))]
             self._traffic.control(FrameKind.REVOKED, number, fence=True)
         else:
             heard = self._given.get(number)
@@ -255,10 +258,8 @@ class Grants:
         if number in self._taken or len(self._taken) >= self._most:
             raise ValueError(f"it grants {number} where {len(self._taken)} of {self._most} are granted")
         granted = Granted(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
-        self._taken[number] = self._keys[notice.rkey] = granted
-        while len(self._keys) > 2 * self._most + 16:  # of those that are revoked the latest are remembered
-            old = next(rkey for rkey, each in self._keys.items() if each.revoked)
-            del self._keys[old]
+        self._taken[number] = granted
+        self.revoked.pop(notice.rkey, None)
         self._news.append(granted)
         self.wake()
 

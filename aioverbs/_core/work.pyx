@@ -35,6 +35,7 @@ from aioverbs.types import QpState, SendOpcode, WcOpcode, WcStatus
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
+from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EBUSY, EINVAL, EIO
 from libc.stdint cimport uint8_t, uint32_t, uint64_t

@@ -333,8 +333,27 @@ cdef class RemoteRegion:
 _WIRE = struct.Struct(">QQI")
 
 
-cdef int _cut(object key, object length, object what, uint64_t *start, uint64_t *size) except -1:
+cdef extern from "Python.h":
+    int PySlice_Unpack(object key, Py_ssize_t *first, Py_ssize_t *last, Py_ssize_t *step) except -1
+
+
+cdef int _cut(object key, uint64_t length, object what, uint64_t *start, uint64_t *size) except -1:
     # What a slice cut off silently would be read or written wrongly: it must lie inside.
+    cdef Py_ssize_t begin, end, step, whole
+    # The usual way: numbers as they should be. What is larger than this type has becomes its largest value.
+    if isinstance(key, slice) and length < <uint64_t>PY_SSIZE_T_MAX:
+        PySlice_Unpack(key, &begin, &end, &step)
+        whole = <Py_ssize_t>length
+        if begin < 0:
+            begin += whole
+        if end < 0:
+            end += whole
+        elif end == PY_SSIZE_T_MAX and key.stop is None:
+            end = whole
+        if step == 1 and 0 <= begin <= end <= whole:
+            start[0] = begin
+            size[0] = end - begin
+            return 0
     if not isinstance(key, slice):
         raise TypeError(f"{what!r} is sliced, as [{key}:{key + 1}], not indexed")
     if key.step is not None and key.step != 1:

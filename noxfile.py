@@ -23,6 +23,7 @@ ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fram
 # Those that are run on RDMA devices: of what any device can do, and of what only these have around them.
 SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
 SHARED_TESTS += [f"tests/connections/test_{name}.py" for name in ("messages", "grants", "closing", "serving")]
+SHARED_TESTS += [f"tests/storage/test_{name}.py" for name in ("serving", "endings", "commands")]
 SHARED_TESTS += [f"tests/connections/test_processes.py::test_{name}" for name in ("killed", "one_that_is_stopped")]
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
 RDMA_LIMIT_S = 2100
@@ -85,7 +86,8 @@ def build_native(session: nox.Session, kind: str) -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
-    install_project(session, *group("test"), *group("arrays"), *group("plots"), *group("services"))
+    every = ("test", "arrays", "plots", "services", "storage")
+    install_project(session, *(each for name in every for each in group(name)))
     session.run("pytest", *AT_ONCE, *session.posargs)
 
 
@@ -351,7 +353,7 @@ def rdma(session: nox.Session) -> None:
     here = "AIOVERBS_DEVICE" in os.environ or (devices.is_dir() and any(devices.iterdir()))
 
     bench = "--bench" in session.posargs
-    needed = ("rdma-bench",) if bench else ("test", "arrays", "services")
+    needed = ("rdma-bench",) if bench else ("test", "arrays", "services", "storage")
     install_project(session, *(each for name in needed for each in group(name)))
     if not here:  # also installs what the tests need of the distribution, pyverbs among it
         session.run(*vm, "--prepare")

@@ -21,7 +21,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
-from tests.bench import basics, connections, data_path, fabric, fabric_many, growth, many, neighbours, pools
+from tests.bench import basics, connections, data_path, fabric, fabric_many, growth, many, neighbours, pools, storage
 from tests.bench.measuring import Result, check_build
 from tests.bench.table import add, empty_table
 
@@ -95,6 +95,8 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "connection_echo": on(partial(connections.echo, max(5, rounds // 5))),
         "pool_run": on(partial(pools.calls, max(1, rounds // 5)), loops=LOOPS),
         "pool_of_two": on(*(partial(pools.scaling, 2 * short, processes=processes) for processes in (True, False))),
+        "storage_reads": on(*(partial(storage.reads, short + 2, name) for name in storage.PATTERNS)),
+        "storage_flush": on(partial(storage.flushes, max(3, rounds // 50))),
         "growth": partial(alone, partial(growth.growth, options.operations, seconds / 2), seconds),
         "outstanding": partial(alone, growth.outstanding, seconds),
         "parts": lambda: iter([basics.parts(fast=rounds < ROUNDS)]),

@@ -1,0 +1,337 @@
+"""The commands: `serve`, `client`, `load` and `access`."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+import aioverbs
+from storage_server import load as loading
+from storage_server import transfer
+from storage_server.catalog import Catalog
+from storage_server.client import Storage, connect
+from storage_server.errors import StorageError
+from storage_server.messages import Mode
+from storage_server.protocol import ProtocolError
+from storage_server.server import BackingName, Settings, serving
+
+__all__ = ["main"]
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+)([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def size(text: str | int) -> int:
+    """Bytes: 4096, 64K, 10MiB, 1G; the units are powers of 1024."""
+    found = _SIZE.fullmatch(str(text).strip())
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no size: say 4096, 64K, 10MiB or 1G")
+    return int(found[1]) << _UNITS[found[2].upper()]
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong is told in a line."""
+    try:
+        yield
+    except ConnectionRefusedError as error:
+        hint = "" if isinstance(error, aioverbs.HandshakeError) else ": is a server running there?"
+        raise click.ClickException(f"{error}{hint}") from error
+    except (StorageError, ProtocolError, OSError, aioverbs.BrokenResourceError, anyio.EndOfStream) as error:
+        text = str(error) or "the server ended the connection"
+        raise click.ClickException(text) from error
+
+
+@click.group(help="Volumes in files, read and written by RDMA. AIOVERBS_DEVICE names the device.")
+@click.option("--verbose", is_flag=True, help="Tell more of what happens, on the standard error.")
+def main(*, verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+
+
+# ---- serve
+
+
+@main.command(help="Serve the volumes of the folder ROOT, which is made where it is not there.")
+@click.argument("root", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="0: one that is free, which is printed.")
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 256), help="Loops, a thread each.")
+@click.option("--loop", default="asyncio", show_default=True, type=click.Choice(["asyncio", "uvloop"]))
+@click.option("--backing", default="auto", show_default=True, type=click.Choice(["auto", "mapped", "cached"]))
+@click.option("--memory", default="1G", show_default=True, type=size, help="Of all caches, where there are any.")
+@click.option("--spin-us", default=50, show_default=True, type=click.IntRange(0, 10**6), help="Look before sleeping.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="For Prometheus, on 127.0.0.1; 0: a free one.")
+def serve(
+    root: Path,
+    host: str,
+    port: int,
+    workers: int,
+    loop: Literal["asyncio", "uvloop"],
+    backing: BackingName,
+    memory: int,
+    spin_us: int,
+    metrics_port: int | None,
+) -> None:
+    settings = Settings(workers, loop, backing, memory, spin_us)
+    with _told():
+        asyncio.run(_serve(root, host, port, settings, metrics_port))
+
+
+async def _serve(root: Path, host: str, port: int, settings: Settings, metrics_port: int | None) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with (
+        aioverbs.open_device() as device,
+        serving(root, host, port, device=device, settings=settings) as server,
+    ):
+        with contextlib.ExitStack() as stack:
+            if metrics_port is not None:
+                chosen, stop = server.metrics.serve(metrics_port)
+                stack.callback(stop)
+                print(f"metrics at http://127.0.0.1:{chosen}/metrics")
+            print(f"serving {root} at {host}:{server.port}", flush=True)
+            await ended.wait()
+
+
+# ---- client
+
+
+def place(text: str) -> tuple[str, int]:
+    """HOST:PORT, as `serve` prints it."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise click.BadParameter(f"{text!r} is no HOST:PORT, as `serve` prints it")
+    return host.strip("[]"), int(port)
+
+
+_at = click.option("--at", required=True, type=place, envvar="STORAGE_AT", show_envvar=True, help="The server.")
+_token = click.option(
+    "--token-file",
+    required=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    envvar="STORAGE_TOKEN_FILE",
+    show_envvar=True,
+    help="ROOT/owner.token, or what `access add` printed.",
+)
+
+
+@main.group(help="Make, use and delete volumes.")
+@_at
+@_token
+@click.pass_context
+def client(context: click.Context, at: tuple[str, int], token_file: Path) -> None:
+    context.obj = (*at, token_file.read_text())
+
+
+@contextlib.asynccontextmanager
+async def _connected(host: str, port: int, token: str) -> AsyncIterator[Storage]:
+    async with (
+        aioverbs.open_device() as device,
+        device.resource_domain() as domain,
+        connect(host, port, token, domain=domain) as storage,
+    ):
+        yield storage
+
+
+def _use(context: click.Context, use: Callable[[Storage], Awaitable[object]]) -> None:
+    async def run() -> None:
+        async with _connected(*context.obj) as storage:
+            await use(storage)
+
+    with _told():
+        asyncio.run(run())
+
+
+@client.command("list", help="Print the volumes that may be read: name, bytes, and whether it is a snapshot.")
+@click.option("--json", "as_json", is_flag=True)
+@click.pass_context
+def list_volumes(context: click.Context, *, as_json: bool) -> None:
+    async def show(storage: Storage) -> None:
+        volumes = await storage.volumes()
+        if as_json:
+            print(json.dumps([each._asdict() for each in volumes]))
+        else:
+            for name, size, read_only in volumes:
+                print(f"{name} {size}{' read-only' if read_only else ''}")
+
+    _use(context, show)
+
+
+@client.command(help="Make a volume of SIZE zeros.")
+@click.argument("name")
+@click.argument("size", type=size)
+@click.pass_context
+def create(context: click.Context, name: str, size: int) -> None:
+    _use(context, lambda storage: storage.create(name, size))
+
+
+@client.command(help="Give a volume another size.")
+@click.argument("name")
+@click.argument("size", type=size)
+@click.pass_context
+def resize(context: click.Context, name: str, size: int) -> None:
+    _use(context, lambda storage: storage.resize(name, size))
+
+
+@client.command(help="Delete a volume.")
+@click.argument("name")
+@click.pass_context
+def delete(context: click.Context, name: str) -> None:
+    _use(context, lambda storage: storage.delete(name))
+
+
+@client.command(help="Make the read-only volume NAME, which is as SOURCE is now.")
+@click.argument("source")
+@click.argument("name")
+@click.pass_context
+def snapshot(context: click.Context, source: str, name: str) -> None:
+    _use(context, lambda storage: storage.snapshot(source, name))
+
+
+@client.command(help="Make the volume NAME, which is as SOURCE is now, to be written to.")
+@click.argument("source")
+@click.argument("name")
+@click.pass_context
+def clone(context: click.Context, source: str, name: str) -> None:
+    _use(context, lambda storage: storage.clone(source, name))
+
+
+@contextlib.contextmanager
+def _progress(what: str, size: int) -> Iterator[Callable[[int], object]]:
+    """A bar on terminals, and nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=size)
+        yield lambda more: progress.advance(task, more)
+
+
+_verify = click.option("--verify", is_flag=True, help="Compare checksums with the server's.")
+_messages = click.option("--by-messages", is_flag=True, help="Not one-sidedly.")
+
+
+@client.command(help="Write FILE to the beginning of the volume NAME, and flush it.")
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("name")
+@_verify
+@_messages
+@click.pass_context
+def put(context: click.Context, file: Path, name: str, *, verify: bool, by_messages: bool) -> None:
+    length = file.stat().st_size
+
+    async def send(storage: Storage) -> None:
+        async with storage.open(name, write=True, by_messages=by_messages) as volume:
+            with _progress(f"put {file.name}", length) as tell:
+                await transfer.put(file, volume, tell, verify=verify)
+        print(f"wrote {length:,} bytes to {name}", file=sys.stderr)
+
+    _use(context, send)
+
+
+@client.command(help="Read the volume NAME to FILE.")
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@_verify
+@_messages
+@click.pass_context
+def get(context: click.Context, name: str, file: Path, *, verify: bool, by_messages: bool) -> None:
+    async def fetch(storage: Storage) -> None:
+        async with storage.open(name, by_messages=by_messages) as volume:
+            with _progress(f"get {name}", volume.size) as tell:
+                await transfer.get(volume, file, tell, verify=verify)
+            print(f"read {volume.size:,} bytes of {name}", file=sys.stderr)
+
+    _use(context, fetch)
+
+
+# ---- load
+
+
+@main.command(help="Read and write blocks of the volume NAME by several processes, and print what that gave, in JSON.")
+@_at
+@_token
+@click.argument("name")
+@click.option("--clients", default=2, show_default=True, type=click.IntRange(1, 64), help="Processes.")
+@click.option("--seconds", default=5.0, show_default=True, type=click.FloatRange(0.01, 86400))
+@click.option("--block", default="4K", show_default=True, type=size)
+@click.option("--window", default=32, show_default=True, type=click.IntRange(1, 1024), help="At a time, each.")
+@click.option("--pattern", default="random", show_default=True, type=click.Choice(["random", "sequential"]))
+@click.option("--reads", default=100, show_default=True, type=click.IntRange(0, 100), help="In percent.")
+@click.option("--flush-every", default=0, type=click.IntRange(0), help="Writes; 0: at the end only.")
+@click.option("--check/--no-check", default=True, help="Check the blocks that are read.")
+@click.option("--fill/--no-fill", default=True, help="Write all blocks at first.")
+@click.option("--spin-us", default=0, show_default=True, type=click.IntRange(0, 10**6), help="Look before sleeping.")
+@click.option("--seed", default=1, show_default=True, type=int)
+@_messages
+def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> None:
+    with _told():
+        done = loading.run(loading.Plan(*at, token_file.read_text(), name, **options))
+    print(json.dumps(done, indent=2))
+    if done["wrong_blocks"]:
+        raise click.ClickException(f"{done['wrong_blocks']} blocks were not what was written")
+
+
+# ---- access
+
+
+@main.group(
+    help="Who may do what with the volumes of the folder ROOT; a server that runs there finds it within a second."
+)
+@click.argument("root", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.pass_context
+def access(context: click.Context, root: Path) -> None:
+    path = root / "catalog.sqlite"
+    if not path.exists():
+        raise click.ClickException(f"{root} is no folder of a server: `serve` makes one")
+    with _told():
+        context.obj = context.with_resource(contextlib.closing(Catalog(path)))
+
+
+@access.command(help="A new client; its token is printed, and kept nowhere.")
+@click.argument("name")
+@click.option("--admin", is_flag=True, help="It may do everything.")
+@click.pass_obj
+def add(catalog: Catalog, name: str, *, admin: bool) -> None:
+    with _told():
+        print(catalog.add_client(name, admin=admin))
+
+
+@access.command(help="A client's end.")
+@click.argument("name")
+@click.pass_obj
+def remove(catalog: Catalog, name: str) -> None:
+    with _told():
+        catalog.remove_client(name)
+
+
+@access.command(help="What the client NAME may do with VOLUME.")
+@click.argument("name")
+@click.argument("volume")
+@click.argument("mode", type=click.Choice(["none", "read", "write"]))
+@click.pass_obj
+def allow(catalog: Catalog, name: str, volume: str, mode: str) -> None:
+    with _told():
+        catalog.allow(name, volume, Mode[mode.upper()])
+
+
+@access.command("list", help="The clients, and what they may do.")
+@click.pass_obj
+def list_clients(catalog: Catalog) -> None:
+    for name, admin, rights in catalog.clients():
+        print(
+            name, *(["everything"] if admin else [f"{volume}:{mode.name.lower()}" for volume, mode in rights.items()])
+        )

@@ -1,0 +1,106 @@
+"""Group commit: flushes of a volume that come while one is under way wait for one more, together.
+
+What a flush promises is about what was written before it was asked for. A sync that has begun by then may have missed
+some of that, so a flush never joins one that runs: it waits for the next, with all others that came meanwhile. However
+many clients flush, the disk is asked for one sync at a time.
+
+Sessions of all of a pool's loops come here. A lock guards the few fields, and is never held during a sync.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+
+from storage_server.errors import DiskError
+
+__all__ = ["Commits"]
+
+_SHORT_S = 0.005
+
+
+class Commits:
+    """The flushes of a volume.
+
+    :param sync: makes durable what was written before it was called; it blocks.
+    :param executor: where that is done if a loop cannot wait for it.
+    :param observe: is told of each sync: how long it took, in seconds, and how many flushes it was for.
+    """
+
+    def __init__(
+        self, sync: Callable[[], None], executor: Executor, observe: Callable[[float, int], object] = lambda *_: None
+    ) -> None:
+        self._sync = sync
+        self._executor = executor
+        self._observe = observe
+        self._lock = threading.Lock()
+        self._busy = False
+        self._waiting: list[Future[None]] = []  # for the next sync
+        self._lasted_s = 0.0
+        self._failure: OSError | None = None
+
+    async def flush(self, *, alone: bool = False) -> None:
+        """Return when all that was written before this was called is durable. Where it is cancelled the sync goes on.
+
+        :param alone: nobody else has a use for the running loop: it may wait for the disk itself, as long as that is
+            quick. A thread would cost a good part of a sync.
+        :raises DiskError: the disk failed, now or before. A disk that failed once may have lost any of what it was
+            given, and says so only once: so no later flush of the volume succeeds, until the server is started again.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            leads = not self._busy
+            self._busy = True
+            if not leads:
+                self._waiting.append(done)
+        if not leads:
+            await asyncio.wrap_future(done)
+        elif alone and self._lasted_s < _SHORT_S:
+            self._commit([done])
+            done.result()
+        else:
+            self._executor.submit(self._commit, [done])
+            await asyncio.wrap_future(done)
+
+    def _commit(self, group: list[Future[None]]) -> None:
+        """One sync, for all of these; those that came meanwhile get the next, in a thread."""
+        failure: Exception | None = None
+        try:
+            self._sync_once(len(group), self._sync)
+        except Exception as error:
+            failure = error
+        for done in group:
+            if not done.set_running_or_notify_cancel():
+                continue  # its client is gone
+            if failure is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+        with self._lock:
+            group, self._waiting = self._waiting, []
+            self._busy = bool(group)
+        if group:
+            self._executor.submit(self._commit, group)
+
+    def exclusively(self, sync: Callable[[], None]) -> None:
+        """Another kind of sync, by who knows that nobody flushes.
+
+        :raises DiskError: the disk failed, now or before.
+        """
+        self._sync_once(0, sync)
+
+    def _sync_once(self, count: int, sync: Callable[[], None]) -> None:
+        if self._failure is None:
+            began = time.perf_counter()
+            try:
+                sync()
+            except OSError as error:
+                self._failure = error
+            self._lasted_s = time.perf_counter() - began
+            self._observe(self._lasted_s, count)
+        if self._failure is not None:
+            raise DiskError(
+                f"the disk failed: {self._failure}; what was not flushed before may be lost. Start the server again "
+                "when the disk is well"
+            ) from self._failure

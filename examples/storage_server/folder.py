@@ -1,0 +1,161 @@
+"""The folder of a server: its catalog and its files, and the steps that keep the two together through any crash.
+
+    ROOT/catalog.sqlite    which volumes there are, and who may do what
+    ROOT/volumes/7.volume  the bytes of volume 7
+    ROOT/owner.token       the token of the client "owner", made with the folder
+    ROOT/lock              locked by the server that has it
+
+Each method is a row of steps, each of which is durable before the next begins; where it is cut short, `start` takes
+back what was begun or ends it. All of it blocks, and is called in threads. Who changes a volume sees that nobody else
+does: that is `volumes`' business.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from storage_server.catalog import Catalog, VolumeRow, new_token
+from storage_server.errors import InvalidError
+from storage_server.files import File, Files
+
+__all__ = ["Folder", "opened_folder"]
+
+logger = logging.getLogger("storage_server")
+
+
+class Folder:
+    """A folder that this server has. Made by `opened_folder`.
+
+    :param root: its path.
+    """
+
+    def __init__(self, root: Path, files: Files, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._root = root
+        self._volumes = root / "volumes"
+        self._files = files
+
+    def start(self) -> list[VolumeRow]:
+        """Put right what was left unfinished; the volumes.
+
+        :raises InvalidError: a volume's file is missing, or too short.
+        """
+        self._files.sync_directory(self._root)
+        for row in self.catalog.unfinished():
+            logger.warning("volume %r was being made or deleted when the server ended: it is taken away", row.name)
+            self.remove(row)
+        volumes = self.catalog.volumes()
+        for row in volumes:
+            self._check(row)
+        if not self.catalog.clients():
+            self._make_owner()
+        return volumes
+
+    def _check(self, row: VolumeRow) -> None:
+        """A file may be longer than the catalog has it, where a resize was cut short, and is never shorter."""
+        try:
+            file = self.open(row)
+        except FileNotFoundError as error:
+            raise InvalidError(f"volume {row.name!r} has no file {self._path(row)}: bring it back") from error
+        with contextlib.closing(file):
+            if file.size() < row.size:
+                raise InvalidError(f"{self._path(row)}, volume {row.name!r}, has {file.size():,} of {row.size:,} bytes")
+            if file.size() > row.size:
+                file.resize(row.size)
+                file.sync()
+
+    def _make_owner(self) -> None:
+        """Whoever may read the folder may do everything; all others what they are allowed.
+
+        The token is durable before it is known, so that nobody is locked out.
+        """
+        token = new_token("owner")
+        path = self._root / "owner.token"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(f"{token}\n")
+            file.flush()
+            os.fsync(descriptor)
+        self._files.sync_directory(self._root)
+        self.catalog.add_client("owner", admin=True, token=token)
+
+    def _path(self, row: VolumeRow) -> Path:
+        return self._volumes / f"{row.id}.volume"
+
+    def open(self, row: VolumeRow) -> File:
+        """The file of a volume."""
+        return self._files.open(self._path(row))
+
+    def make(self, name: str, size: int, fill: Callable[[File], object], *, read_only: bool = False) -> VolumeRow:
+        """Make a volume: the name is taken, then the file is made, then it is there.
+
+        :param fill: gives the file its size and bytes.
+        """
+        row = self.catalog.begin(name, size, read_only=read_only)
+        try:
+            with contextlib.closing(self._files.create(self._path(row))) as file:
+                fill(file)
+                file.sync()
+            self._files.sync_directory(self._volumes)
+        except OSError:
+            self.remove(row)  # or, where that fails as well, the next start does it
+            raise
+        self.catalog.finish(row.id)
+        return row
+
+    def remove(self, row: VolumeRow) -> None:
+        """Take a volume away: there is none of that name, then the file goes, then the row."""
+        self.catalog.begin_delete(row.id)
+        self._files.remove(self._path(row))
+        self._files.sync_directory(self._volumes)
+        self.catalog.forget(row.id)
+
+    def resize(self, row: VolumeRow, size: int) -> VolumeRow:
+        """Give a volume another size.
+
+        The file is never shorter than the catalog has it. What it has beyond that is no part of the volume: it is cut
+        off here, or at the next start.
+        """
+        with contextlib.closing(self.open(row)) as file:
+            if size < row.size:
+                self.catalog.set_size(row.id, size)
+                try:
+                    file.resize(size)
+                    file.sync()
+                except OSError:
+                    logger.exception("volume %r was made smaller, and its file not yet", row.name)
+            else:
+                if file.size() > row.size:
+                    file.resize(row.size)
+                try:
+                    file.resize(size)
+                    file.sync()
+                except OSError:
+                    file.resize(row.size)
+                    raise
+                self.catalog.set_size(row.id, size)
+        return row._replace(size=size)
+
+    def copy(self, row: VolumeRow, name: str, *, read_only: bool) -> VolumeRow:
+        """Make a volume that has what another one's file has."""
+        with contextlib.closing(self.open(row)) as source:
+            return self.make(name, row.size, lambda file: file.copy_from(source, row.size), read_only=read_only)
+
+
+@contextlib.contextmanager
+def opened_folder(root: Path, files: Files) -> Iterator[Folder]:
+    """A folder, made where it is not there, for the time of the block.
+
+    :raises InvalidError: another server has it, or its catalog is another version's.
+    """
+    (root / "volumes").mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidError(f"another server has {root}: stop it, or choose another folder") from error
+        with contextlib.closing(Catalog(root / "catalog.sqlite")) as catalog:
+            yield Folder(root, files, catalog)

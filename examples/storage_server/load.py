@@ -1,0 +1,243 @@
+"""Load: client processes that read and write blocks, each with so many at a time, and check what they read.
+
+A block that was written says which one it is, and has a checksum: so whoever reads it knows whether it is whole and
+its own. Each process has its own share of the volume, and each task a block that no other one has: nothing that is
+read is being written.
+"""
+
+import array
+import asyncio
+import itertools
+import random
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from typing import Any, Literal
+
+import aioverbs
+from aioverbs import ConnectionSettings, MessageModel, RegionSlice
+from storage_server.client import connect
+from storage_server.errors import InvalidError
+from storage_server.protocol import DATA_MOST
+from storage_server.remote_volume import RemoteVolume
+
+__all__ = ["Plan", "run"]
+
+_HEAD = struct.Struct("<QQI")  # which block, which writing of it, checksum of these two and all that follows
+_DEPTH_MOST = 1 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done.
+
+    :param block: bytes of each read or write.
+    :param window: how many each process has under way.
+    :param reads: in percent; the others are writes.
+    :param flush_every: writes of a process after which it flushes; 0: it does at the end.
+    :param check: whether blocks that are read are checked.
+    :param fill: whether all blocks are written at first.
+    :param spin_us: how long a client looks for what comes before it sleeps, in microseconds.
+    """
+
+    host: str
+    port: int
+    token: str
+    volume: str
+    clients: int = 2
+    seconds: float = 5.0
+    block: int = 4096
+    window: int = 32
+    pattern: Literal["random", "sequential"] = "random"
+    reads: int = 100
+    flush_every: int = 0
+    by_messages: bool = False
+    check: bool = True
+    fill: bool = True
+    spin_us: int = 0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block < _HEAD.size or (self.by_messages and self.block > DATA_MOST):
+            raise InvalidError(f"a block has from {_HEAD.size} to {DATA_MOST:,} bytes, not {self.block:,}")
+
+
+@dataclass
+class Share:
+    """What one process did.
+
+    :param took_ns: how long each read, write and flush took.
+    """
+
+    seconds: float
+    took_ns: dict[str, "array.array[int]"]
+    wrong: list[str]
+
+
+def make_block(number: int, writing: int, filler: bytes) -> bytes:
+    """A block's bytes."""
+    rest = filler[_HEAD.size :]
+    checksum = zlib.crc32(rest, zlib.crc32(struct.pack("<QQ", number, writing)))
+    return _HEAD.pack(number, writing, checksum) + rest
+
+
+def fault_of(block: memoryview, number: int) -> str:
+    """What is wrong with a block; nothing where it is whole, or was never written."""
+    found, writing, checksum = _HEAD.unpack_from(block)
+    expected = zlib.crc32(block[_HEAD.size :], zlib.crc32(struct.pack("<QQ", found, writing)))
+    if checksum == expected:
+        return "" if found == number else f"block {number} is block {found}"
+    return "" if not any(block) else f"block {number} is not whole"
+
+
+class Client:
+    """One process's part."""
+
+    def __init__(self, plan: Plan, number: int, volume: RemoteVolume) -> None:
+        share = volume.size // plan.block // plan.clients
+        if share < plan.window:
+            raise InvalidError(
+                f"volume {volume.name!r} has {share} blocks of {plan.block:,} bytes for each client, of which "
+                f"{plan.window} are to be under way: resize it, or say a smaller --window"
+            )
+        self._plan = plan
+        self._volume = volume
+        self._blocks = range(number * share, (number + 1) * share)
+        self._random = random.Random(plan.seed + number)
+        self._writings = itertools.count(1)
+        self._busy: set[int] = set()
+        self._filler = self._random.randbytes(plan.block)
+        self.took_ns = {name: array.array("Q") for name in ("read", "write", "flush")}
+        self.wrong: list[str] = []
+
+    async def fill(self, memory: list[RegionSlice]) -> None:
+        """Write all blocks."""
+        rest = iter(self._blocks)
+
+        async def fill_some(local: RegionSlice) -> None:
+            for block in rest:
+                await self._write(block, local)
+
+        await asyncio.gather(*map(fill_some, memory))
+        await self._volume.flush()
+
+    async def load(self, memory: list[RegionSlice]) -> float:
+        """Read and write for as long as is planned; the seconds that it took."""
+        chosen = self._chosen()
+        began = time.perf_counter()
+        end = began + self._plan.seconds
+        writes = itertools.count(1)
+
+        async def work(local: RegionSlice) -> None:
+            while time.perf_counter() < end:
+                block = next(chosen)
+                self._busy.add(block)
+                start = time.perf_counter_ns()
+                if self._random.randrange(100) < self._plan.reads:
+                    await self._read(block, local)
+                    self.took_ns["read"].append(time.perf_counter_ns() - start)
+                    if self._plan.check and (wrong := fault_of(local.buffer, block)):
+                        self.wrong.append(wrong)
+                else:
+                    await self._write(block, local)
+                    self.took_ns["write"].append(time.perf_counter_ns() - start)
+                    if self._plan.flush_every and next(writes) % self._plan.flush_every == 0:
+                        await self._flush()
+                self._busy.discard(block)
+
+        await asyncio.gather(*map(work, memory))
+        if self._plan.reads < 100:
+            await self._flush()
+        return time.perf_counter() - began
+
+    def _chosen(self) -> Iterator[int]:
+        """Blocks that nobody is at. There are always some, since each task has one at most."""
+        in_order = itertools.cycle(self._blocks)
+        while True:
+            block = next(in_order) if self._plan.pattern == "sequential" else self._random.choice(self._blocks)
+            if block not in self._busy:
+                yield block
+
+    async def _read(self, block: int, local: RegionSlice) -> None:
+        if self._plan.by_messages:
+            local.buffer[:] = await self._volume.read(block * self._plan.block, self._plan.block)
+        else:
+            await self._volume.read_into(local, block * self._plan.block)
+
+    async def _write(self, block: int, local: RegionSlice) -> None:
+        data = make_block(block, next(self._writings), self._filler)
+        if self._plan.by_messages:
+            await self._volume.write(block * self._plan.block, data)
+        else:
+            local.buffer[:] = data
+            await self._volume.write_from(local, block * self._plan.block)
+
+    async def _flush(self) -> None:
+        start = time.perf_counter_ns()
+        await self._volume.flush()
+        self.took_ns["flush"].append(time.perf_counter_ns() - start)
+
+
+async def _one(plan: Plan, number: int) -> Share:
+    model = MessageModel.LOW_LATENCY if plan.spin_us else MessageModel.DEFAULT
+    settings = ConnectionSettings(
+        send_depth=max(32, min(plan.window, _DEPTH_MOST)), spin_ns=plan.spin_us * 1000 if plan.spin_us else None
+    )
+    async with (
+        aioverbs.open_device() as device,
+        device.resource_domain(message_model=model) as domain,
+        connect(plan.host, plan.port, plan.token, domain=domain, settings=settings) as storage,
+        domain.register(plan.window * plan.block) as region,
+        storage.open(plan.volume, write=plan.fill or plan.reads < 100, by_messages=plan.by_messages) as volume,
+    ):
+        client = Client(plan, number, volume)
+        memory = [region[at : at + plan.block] for at in range(0, len(region), plan.block)]
+        if plan.fill:
+            await client.fill(memory)
+            return Share(0.0, {}, [])
+        return Share(await client.load(memory), client.took_ns, client.wrong)
+
+
+def one(plan: Plan, number: int) -> Share:
+    """What one process does."""
+    return asyncio.run(_one(plan, number))
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Put a server under load; what that gave, for JSON.
+
+    :raises StorageError: the server refused something.
+    """
+    with ProcessPoolExecutor(plan.clients, get_context("spawn")) as processes:
+        if plan.fill:
+            list(processes.map(one, [plan] * plan.clients, range(plan.clients)))
+        shares = list(processes.map(one, [replace(plan, fill=False)] * plan.clients, range(plan.clients)))
+    done = sum(len(share.took_ns[kind]) for share in shares for kind in ("read", "write"))
+    seconds = max(share.seconds for share in shares)
+    wrong = [each for share in shares for each in share.wrong]
+    shown = {name: value for name, value in asdict(plan).items() if name != "token"}
+    return {
+        "plan": shown,
+        "operations": done,
+        "operations_per_s": round(done / seconds, 1),
+        "mib_per_s": round(done * plan.block / seconds / (1 << 20), 1),
+        "latency_us": {
+            kind: percentiles([took for share in shares for took in share.took_ns[kind]])
+            for kind in ("read", "write", "flush")
+        },
+        "wrong_blocks": len(wrong),
+        "wrong": wrong[:10],
+    }
+
+
+def percentiles(took_ns: list[int]) -> dict[str, float]:
+    """Of times in nanoseconds, in microseconds; none of none."""
+    if not took_ns:
+        return {}
+    took_ns.sort()
+    at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+    return {name: took_ns[min(int(len(took_ns) * part), len(took_ns) - 1)] / 1000 for name, part in at.items()}

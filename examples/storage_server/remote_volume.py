@@ -1,0 +1,214 @@
+"""A volume that is open, on the client's side: one-sided reads and writes of its memory, messages, flushes."""
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from aioverbs import BufferPool, Granted, GrantRevokedError, RegionSlice
+from storage_server.asking import Questions
+from storage_server.errors import ChangedError, InvalidError
+from storage_server.messages import Checksum, Data, Flush, Opened, Read, Reopen, Write
+from storage_server.protocol import DATA_MOST, ProtocolError
+from storage_server.ranges import Ranges
+
+__all__ = ["PIECE", "SMALL", "Regrant", "RemoteVolume", "several"]
+
+PIECE = DATA_MOST  # what is longer goes in pieces of so many bytes
+SMALL = 16 * 1024  # bytes of the buffers for short reads and writes
+_AT_ONCE = 4
+_TRIES = 1000  # of what is interrupted by copies that are made of the volume
+_CHECKS = 10  # of what somebody may be writing just then
+
+Regrant = Callable[[Reopen], Awaitable[tuple[Opened, Granted]]]
+"""Asks for another grant."""
+
+
+class RemoteVolume:
+    """A volume that is open. Made by `Storage.open`."""
+
+    def __init__(
+        self,
+        name: str,
+        questions: Questions,
+        pools: tuple[BufferPool, BufferPool],
+        regrant: Regrant,
+        opened: Opened,
+        granted: Granted,
+        *,
+        by_messages: bool,
+    ) -> None:
+        self.name = name
+        self.size = opened.size
+        self._questions = questions
+        self._connection = questions.connection
+        self._small, self._large = pools
+        self._ask_for_grant = regrant
+        self._number = opened.volume
+        self._tell = opened.tell
+        self._granted = granted
+        self._by_messages = by_messages
+        self._written = Ranges()
+        self._regranting = asyncio.Lock()
+        self._flushing = asyncio.Lock()
+        self._wanted = self._flushed = 0
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise ValueError(
+                f"volume {self.name!r} has {self.size:,} bytes, and none from {offset:,} to {offset + length:,}"
+            )
+
+    def _buffers(self, length: int) -> BufferPool:
+        return self._small if length <= SMALL else self._large
+
+    # ---- One-sided, from and to registered memory
+
+    async def read_into(self, local: RegionSlice, offset: int) -> None:
+        """Read one-sidedly into registered memory: nothing is copied on the way, and no program of the server's runs.
+
+        :raises ChangedError: the volume was resized or deleted: open it again.
+        """
+        self._check(offset, len(local))
+        for _ in range(_TRIES):
+            granted = self._granted
+            try:
+                await self._connection.read(local, granted[offset : offset + len(local)])
+            except GrantRevokedError:
+                await self._regrant(granted)
+            else:
+                return
+        raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was read")
+
+    async def write_from(self, local: RegionSlice, offset: int) -> None:
+        """Write one-sidedly from registered memory. It raises what `read_into` does."""
+        self._check(offset, len(local))
+        for _ in range(_TRIES):
+            granted = self._granted
+            try:
+                await self._connection.write(local, granted[offset : offset + len(local)])
+            except GrantRevokedError:
+                await self._regrant(granted)
+            else:
+                return
+            finally:
+                # When it is complete, and not before: a flush in between would name what is not there yet. Where it is
+                # cancelled, it may be there.
+                if self._tell:
+                    self._written.add(offset, offset + len(local))
+        raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was written")
+
+    async def _regrant(self, before: Granted) -> None:
+        """The server took its grant back: for a copy that is made, or for good."""
+        async with self._regranting:
+            if self._granted is before:
+                _, self._granted = await self._ask_for_grant(Reopen(self._number))
+
+    # ---- Bytes
+
+    async def read(self, offset: int, length: int, *, verify: bool = False) -> bytes:
+        """Some bytes.
+
+        :param verify: whether the server is asked for their checksum, too, to compare.
+        :raises ChangedError: the volume was resized or deleted: open it again.
+        :raises InvalidError: the checksum was another one each time, as it is where somebody writes there all the time.
+        """
+        self._check(offset, length)
+        if length <= PIECE:
+            return await self._read_piece(offset, length, verify)
+        found = bytearray(length)
+
+        async def read_piece(at: int) -> None:
+            data = await self._read_piece(offset + at, min(PIECE, length - at), verify)
+            found[at : at + len(data)] = data
+
+        await several(read_piece, range(0, length, PIECE))
+        return bytes(found)
+
+    async def _read_piece(self, offset: int, length: int, verify: bool) -> bytes:
+        for _ in range(_CHECKS):
+            if self._by_messages:
+                answer = await self._data(Read(self._number, offset, length, verify))
+                if len(answer.data) != length:
+                    raise ProtocolError(f"{length} bytes were asked for, and {len(answer.data)} came")
+                data, checksum = answer.data, answer.checksum
+            else:
+                async with self._buffers(length).lease() as buffer:
+                    await self.read_into(buffer[:length], offset)
+                    data = bytes(buffer.buffer[:length])
+                checksum = await self.checksum(offset, length) if verify else 0
+            if not verify or zlib.crc32(data) == checksum:
+                return data
+        raise InvalidError(f"what was read at {offset:,} is not what is there, {_CHECKS} times")
+
+    async def write(self, offset: int, data: bytes, *, verify: bool = False) -> None:
+        """Write some bytes: whoever reads them from now on finds them, and `flush` makes them durable.
+
+        :param verify: whether the server's checksum of them is to be compared.
+        :raises ChangedError: the volume was resized or deleted: open it again.
+        :raises InvalidError: the checksum was another one each time.
+        :raises RefusedError: it is open for reading.
+        """
+        self._check(offset, len(data))
+        view = memoryview(data)
+        await several(
+            lambda at: self._write_piece(offset + at, view[at : at + PIECE], verify), range(0, len(data), PIECE)
+        )
+
+    async def _write_piece(self, offset: int, data: memoryview, verify: bool) -> None:
+        expected = zlib.crc32(data) if verify else 0
+        if self._by_messages:
+            await self._questions.done(Write(self._number, offset, verify, expected, bytes(data)))
+            return
+        async with self._buffers(len(data)).lease() as buffer:
+            buffer.buffer[: len(data)] = data
+            for _ in range(_CHECKS):
+                await self.write_from(buffer[: len(data)], offset)
+                if not verify or await self.checksum(offset, len(data)) == expected:
+                    return
+        raise InvalidError(f"what was written at {offset:,} is not what is there, {_CHECKS} times")
+
+    async def _data(self, request: Read | Checksum) -> Data:
+        return await self._questions.expect(request, Data)
+
+    async def checksum(self, offset: int, length: int) -> int:
+        """The CRC-32 of some bytes, by the server."""
+        return (await self._data(Checksum(self._number, offset, length))).checksum
+
+    async def flush(self) -> None:
+        """Make durable what was written, by whatever was complete before this was called.
+
+        Those of several tasks go together: who comes while one is under way waits for the next, and all who do have
+        that in common.
+
+        :raises DiskError: the server's disk failed.
+        """
+        self._wanted += 1
+        mine = self._wanted
+        async with self._flushing:
+            if self._flushed >= mine:
+                return
+            all_until_now = self._wanted
+            written = self._written.take()
+            try:
+                await self._questions.done(Flush(self._number, written))
+            except BaseException:
+                self._written.update(written)
+                raise
+            self._flushed = all_until_now
+
+
+async def several(work: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int]) -> None:
+    """Do work at each of these places, at a few at a time; the first error is raised."""
+    rest = iter(places)
+
+    async def work_on() -> None:
+        for place in rest:
+            await work(place)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(_AT_ONCE):
+                tasks.create_task(work_on())
+    except* Exception as errors:
+        raise errors.exceptions[0] from None

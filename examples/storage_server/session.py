@@ -1,0 +1,320 @@
+"""One client: who it is, what it has open, and its requests.
+
+A session is on one worker of the pool, from the connection's first word to its last. Reads and writes by messages are
+copies from and to memory, done and answered at once. What takes longer is a task of its own, so that the answers come
+in whichever order they are ready; a client that asks for more than `AT_ONCE` such things waits.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import anyio
+
+from aioverbs import BrokenResourceError, ClosedResourceError, Connection, current_worker
+from storage_server.errors import ChangedError, InvalidError, RefusedError, StorageError
+from storage_server.handle import Handle
+from storage_server.messages import (
+    Answer,
+    Challenge,
+    Checksum,
+    Close,
+    Copy,
+    Create,
+    Data,
+    Delete,
+    Done,
+    Failed,
+    Flush,
+    Hello,
+    Listing,
+    ListVolumes,
+    Message,
+    Mode,
+    Open,
+    Opened,
+    Read,
+    Reopen,
+    Resize,
+    Write,
+)
+from storage_server.metrics import Metrics
+from storage_server.protocol import DATA_MOST, TEXT_MOST, VERSION, ProtocolError, pack, parse, proof_of
+from storage_server.volumes import Volumes, told
+
+__all__ = ["Shared", "serve_client"]
+
+logger = logging.getLogger("storage_server")
+
+AT_ONCE = 64
+VOLUMES_MOST = 256  # that a client has open
+HELLO_S = 5.0
+_SUM_BYTES = 256 * 1024  # a checksum of more is made beside the loop
+
+
+@dataclass
+class Shared:
+    """What all sessions have together.
+
+    :param here: how many sessions each worker has; a worker changes its own number only.
+    """
+
+    volumes: Volumes
+    metrics: Metrics
+    here: Counter[int] = field(default_factory=Counter)
+
+
+class Session:
+    """A client that has proved who it is."""
+
+    def __init__(self, connection: Connection, client: str, shared: Shared) -> None:
+        self.connection = connection
+        self.client = client
+        self.shared = shared
+        self._volumes = shared.volumes
+        self._handles: dict[int, Handle] = {}
+        self._last = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._worker = current_worker().number
+
+    async def run(self) -> None:
+        """Until the client goes."""
+        self.shared.here[self._worker] += 1
+        self.shared.metrics.sessions.inc()
+        try:
+            async for data in self.connection:
+                number, request = parse(data)
+                if isinstance(request, Read | Write | Flush | Checksum):
+                    answer = self._at_once(request)
+                    if answer is not None:
+                        await self._answer(number, request, answer)
+                        continue
+                    if isinstance(request, Flush) and self._is_alone():
+                        await self._take(number, request)
+                        continue
+                await self._room.acquire()
+                task = asyncio.create_task(self._take(number, request))
+                self._tasks.add(task)
+                task.add_done_callback(self._over)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._end()
+            self.shared.metrics.sessions.dec()
+            self.shared.here[self._worker] -= 1
+
+    def _is_alone(self) -> bool:
+        """Whether nobody but this request has a use for the worker's loop."""
+        return not self._tasks and self.shared.here[self._worker] == 1
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            gone = isinstance(error, BrokenResourceError | ClosedResourceError)
+            logger.log(
+                logging.DEBUG if gone else logging.ERROR, "an answer to %r was not sent", self.client, exc_info=error
+            )
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for handle in self._handles.values():
+            if handle.opened is None:  # and it will not be
+                handle.why = "its client went"
+                continue
+            try:
+                await self._volumes.ask(self._volumes.close, handle.opened, handle)
+            except StorageError:
+                logger.exception("client %r left volume %r behind", self.client, handle.volume.row.name)
+
+    # ---- Requests
+
+    def _at_once(self, request: Message) -> Answer | None:
+        """The answer, where nothing is to be waited for."""
+        try:
+            match request:
+                case Read(number, offset, length, checked):
+                    handle = self._handle(number)
+                    return self._read(handle, offset, length, checked) if handle.usable else None
+                case Write(number, offset, checked, checksum, data):
+                    handle = self._handle(number)
+                    return self._write(handle, offset, data, checksum if checked else None) if handle.usable else None
+        except Exception as error:
+            return self._failed(error)
+        return None
+
+    async def _take(self, number: int, request: Message) -> None:
+        try:
+            answer = await self._do(request)
+        except Exception as error:
+            answer = self._failed(error)
+        await self._answer(number, request, answer)
+
+    async def _answer(self, number: int, request: Message, answer: Answer) -> None:
+        outcome = "failed" if isinstance(answer, Failed) else "done"
+        self.shared.metrics.requests.labels(type(request).__name__.lower(), outcome).inc()
+        await self.connection.send(pack(number, answer))
+
+    def _failed(self, error: Exception) -> Failed:
+        known = told(error)
+        if not isinstance(error, StorageError):
+            logger.error("a request of client %r failed", self.client, exc_info=error)
+        return Failed(known.code, str(known).encode()[:TEXT_MOST].decode(errors="ignore"))
+
+    async def _do(self, request: Message) -> Answer:
+        volumes = self._volumes
+        match request:
+            case Flush(number, written):
+                await self._flush(self._handle(number), written)
+            case Read(number, offset, length, checked):
+                handle = self._handle(number)
+                async with handle.use(volumes):
+                    return self._read(handle, offset, length, checked)
+            case Write(number, offset, checked, checksum, data):
+                handle = self._handle(number)
+                async with handle.use(volumes):
+                    return self._write(handle, offset, data, checksum if checked else None)
+            case Checksum(number, offset, length):
+                handle = self._handle(number)
+                async with handle.use(volumes):
+                    piece = handle.piece(offset, length)
+                    if length > _SUM_BYTES:
+                        return Data(await asyncio.to_thread(zlib.crc32, piece), b"")
+                    return Data(zlib.crc32(piece), b"")
+            case Open(mode, name):
+                return await self._open(name, Mode(mode))
+            case Reopen(number):
+                handle = self._handle(number)
+                async with handle.use(volumes):
+                    return self._opened(handle)
+            case Close(number):
+                handle = self._handle(number)
+                del self._handles[number]
+                await volumes.ask(volumes.close, handle.volume, handle)
+            case ListVolumes():
+                return Listing(await volumes.ask(volumes.list_volumes, self.client))
+            case Create(size, name):
+                await volumes.ask(volumes.create, self.client, name, size)
+            case Copy(read_only, (source, name)):
+                await volumes.ask(volumes.copy, self.client, source, name, read_only=read_only)
+            case Resize(size, name):
+                await volumes.ask(volumes.resize, self.client, name, size)
+            case Delete(name):
+                await volumes.ask(volumes.delete, self.client, name)
+            case _:
+                raise InvalidError(f"a {type(request).__name__} is no request")
+        return Done()
+
+    def _handle(self, number: int) -> Handle:
+        handle = self._handles.get(number)
+        if handle is None:
+            raise InvalidError(f"no volume is open by the number {number}")
+        return handle
+
+    async def _open(self, name: str, mode: Mode) -> Opened:
+        if len(self._handles) >= VOLUMES_MOST:
+            raise InvalidError(f"a client has {VOLUMES_MOST} volumes open at most: close some")
+        self._last += 1
+        number = self._last
+
+        self._handles[number] = handle = Handle(self.connection, self.client, number, mode, self.shared.metrics)
+        try:
+            await self._volumes.ask(self._volumes.open, self.client, name, mode, handle)
+        except Exception:
+            del self._handles[number]
+            raise
+        try:
+            async with handle.use(self._volumes):  # by now somebody may have paused it
+                return self._opened(handle)
+        except ChangedError:  # or ended it
+            del self._handles[number]
+            await self._volumes.ask(self._volumes.close, handle.volume, handle)
+            raise
+
+    def _opened(self, handle: Handle) -> Opened:
+        volume, grant = handle.volume, handle.grant
+        assert volume.backing is not None
+        assert grant is not None
+        return Opened(handle.number, volume.row.size, handle.mode, volume.backing.tell, grant.remote.rkey)
+
+    def _read(self, handle: Handle, offset: int, length: int, checked: bool) -> Data:
+        if length > DATA_MOST:
+            raise InvalidError(f"a message carries {DATA_MOST:,} bytes at most, not {length:,}: read one-sidedly")
+        data = bytes(handle.piece(offset, length))
+        self.shared.metrics.read_bytes.inc(length)
+        return Data(zlib.crc32(data) if checked else 0, data)
+
+    def _write(self, handle: Handle, offset: int, data: bytes, checksum: int | None) -> Done:
+        handle.check_writable()
+        if checksum is not None and zlib.crc32(data) != checksum:
+            raise InvalidError("the data arrived otherwise than it was sent: send it again")
+        handle.piece(offset, len(data))[:] = data
+        assert handle.volume.backing is not None
+        handle.volume.backing.written([(offset, offset + len(data))])
+        self.shared.metrics.written_bytes.inc(len(data))
+        return Done()
+
+    async def _flush(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
+        handle.check_writable()
+        for start, end in written[-1:]:  # they are in order
+            handle.piece(start, end - start)
+        async with handle.use(self._volumes):
+            backing = handle.volume.backing
+            assert backing is not None
+            backing.written(written)
+            await handle.volume.commits.flush(alone=self._is_alone())
+
+
+async def _known(connection: Connection, shared: Shared) -> str:
+    """Who the client is.
+
+    :raises RefusedError: it is not who it says.
+    :raises ProtocolError: it says something else.
+    """
+    nonce = os.urandom(16)
+    await connection.send(pack(0, Challenge(VERSION, nonce)))
+    _, hello = parse(await connection.receive())
+    if not isinstance(hello, Hello):
+        raise ProtocolError(f"a client says who it is before it says {type(hello).__name__}")
+    if hello.version != VERSION:
+        raise InvalidError(f"this server speaks version {VERSION} of the protocol, and not {hello.version}")
+    key = await shared.volumes.ask(shared.volumes.key, hello.name)
+    # Whoever does not know a name is told the same as who does not know its secret, after the same work.
+    expected = proof_of(key if key is not None else os.urandom(32), nonce)
+    if not hmac.compare_digest(expected, hello.proof) or key is None:
+        raise RefusedError(f"the token of client {hello.name!r} is not the one that this server knows")
+    return hello.name
+
+
+async def serve_client(shared: Shared, connection: Connection) -> None:
+    """The handler of the server's connections."""
+    try:
+        client = await _greeted(connection, shared)
+        if client is not None:
+            await Session(connection, client, shared).run()
+    except ProtocolError as error:
+        logger.warning("the client at %s is sent away: %s", connection.remote_address, error)
+
+
+async def _greeted(connection: Connection, shared: Shared) -> str | None:
+    """Who the client is, which is told that it is welcome; None: it is not."""
+    try:
+        async with asyncio.timeout(HELLO_S):
+            client = await _known(connection, shared)
+    except TimeoutError:
+        logger.warning("the client at %s did not say who it is in %s s", connection.remote_address, HELLO_S)
+        return None
+    except StorageError as error:
+        shared.metrics.refused.inc()
+        logger.warning("a client at %s was refused: %s", connection.remote_address, error)
+        await connection.send(pack(0, Failed(error.code, str(error))))
+        return None
+    await connection.send(pack(0, Done()))
+    return client

@@ -1,0 +1,119 @@
+"""The peer of the storage server's benchmarks: blocks of the same file, over TCP, by uvloop.
+
+As good as such a protocol is in Python: requests and answers of fixed heads, any number of them under way, all that
+came at once parsed and answered at once, blocks sent from the mapped file without a copy of our own, received into the
+buffer that they are parsed in and copied once from there to where they are wanted.
+
+Run as a script it serves the file that is its argument, and prints its port.
+"""
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+__all__ = ["TcpVolume", "start"]
+
+_REQUEST = struct.Struct("<QQI")  # number, offset, length; of no bytes: flush
+_ANSWER = struct.Struct("<QI")  # number, length
+_ROOM = 4 << 20
+
+
+class _Server(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, memory: memoryview, fd: int) -> None:
+        self._memory = memory
+        self._fd = fd
+        self._rest = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            data = self._rest + data
+        memory, whole = self._memory, len(data) - len(data) % _REQUEST.size
+        pieces: list[bytes | memoryview] = []
+        for number, offset, length in _REQUEST.iter_unpack(memoryview(data)[:whole]):
+            if not length:
+                os.fdatasync(self._fd)
+            pieces.append(_ANSWER.pack(number, length))
+            pieces.append(memory[offset : offset + length])
+        self._rest = data[whole:]
+        self._transport.writelines(pieces)
+
+
+async def _serve(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR)
+    memory = memoryview(mmap.mmap(fd, 0))
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: _Server(memory, fd), "127.0.0.1", 0) as server:
+        print(server.sockets[0].getsockname()[1], flush=True)
+        await loop.run_in_executor(None, sys.stdin.read)
+
+
+class TcpVolume(asyncio.BufferedProtocol):
+    """The client's end, with the same method as a volume of the storage server has."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(_ROOM)
+        self._view = memoryview(self._buffer)
+        self._begin = self._end = self._number = 0
+        self._asked: dict[int, tuple[asyncio.Future[None], memoryview]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif _ROOM - self._end < _ROOM // 4:
+            self._view[: self._end - self._begin] = self._view[self._begin : self._end]
+            self._begin, self._end = 0, self._end - self._begin
+        return self._view[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._end += nbytes
+        begin, end, view = self._begin, self._end, self._view
+        while end - begin >= _ANSWER.size:
+            number, length = _ANSWER.unpack_from(self._buffer, begin)
+            if end - begin - _ANSWER.size < length:
+                break
+            begin += _ANSWER.size
+            done, into = self._asked.pop(number)
+            into[:] = view[begin : begin + length]
+            begin += length
+            if not done.done():
+                done.set_result(None)
+        self._begin = begin
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for done, _ in self._asked.values():
+            if not done.done():
+                done.set_exception(exc or ConnectionResetError("the server is gone"))
+
+    async def read_into(self, into: memoryview, offset: int) -> None:
+        """Read a part of the file."""
+        self._number += 1
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._asked[self._number] = done, into
+        self._transport.write(_REQUEST.pack(self._number, offset, len(into)))
+        await done
+
+
+def start(path: Path) -> tuple[str, ...]:
+    """The command of a server."""
+    return sys.executable, __file__, str(path)
+
+
+if __name__ == "__main__":
+    uvloop.run(_serve(Path(sys.argv[1])))

@@ -1,0 +1,23 @@
+"""The storage server of examples, on an open device, with either backing; processes meet in a folder of their own."""
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.devices import device, device_name
+from tests.sockets import directory_of_sockets, short_path
+
+__all__ = ["backing", "device", "device_name", "directory_of_sockets", "short_path"]
+
+# What the example needs is installed where it is tested, and not in each session.
+collect_ignore_glob = [] if find_spec("prometheus_client") else ["test_*.py"]
+if str(ROOT / "examples") not in sys.path:
+    sys.path.append(str(ROOT / "examples"))
+
+
+@pytest.fixture
+def backing(request: pytest.FixtureRequest) -> str:
+    """What stands between files and clients: one of the two in each way of execution, which have nothing in common."""
+    return "mapped" if request.node.callspec.params["device"] == "inline" else "cached"

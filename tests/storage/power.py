@@ -1,0 +1,211 @@
+"""A disk whose power is cut: what was not synced is forgotten, or not, sector by sector and name by name.
+
+The files themselves are real, since servers map them. Beside each is what of it is durable: what it had when it was
+last synced. When the power is cut what survives is chosen at random between that and what the file has just then, as a
+kernel may have written back any of it; of names that were not synced likewise. From then on every call fails.
+"""
+
+import contextlib
+import errno
+import mmap
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage_server.catalog import Catalog
+from storage_server.files import Disk, DiskFile, File
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["SECTOR", "Power", "PowerCutError", "SteppedCatalog"]
+
+SECTOR = 512
+
+
+class PowerCutError(OSError):
+    """The power is off."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EIO, "the power is off")
+
+
+class Inode:
+    """A file apart from its name: what of it is durable."""
+
+    def __init__(self, durable: bytes = b"") -> None:
+        self.durable = durable
+
+
+class PoweredFile:
+    """A file on it."""
+
+    def __init__(self, power: "Power", file: DiskFile, inode: Inode) -> None:
+        self._power = power
+        self._file = file
+        self._inode = inode
+
+    def size(self) -> int:
+        return self._file.size()
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self._power.check()
+        self._file.read_into(memory, offset)
+
+    def write(self, data: "Buffer", offset: int) -> None:
+        self._power.step("write")
+        self._file.write(data, offset)
+
+    def resize(self, size: int) -> None:
+        self._power.step("resize")
+        self._file.resize(size)
+
+    def map(self, size: int) -> mmap.mmap:
+        self._power.check()
+        return self._file.map(size)
+
+    def copy_from(self, source: File, size: int) -> str:
+        self._power.step("copy")
+        assert isinstance(source, PoweredFile)
+        return self._file.copy_from(source._file, size)
+
+    def datasync(self) -> None:
+        self._sync("datasync")
+
+    def sync(self) -> None:
+        self._sync("sync")
+
+    def _sync(self, what: str) -> None:
+        self._power.step(what)
+        content = bytearray(self._file.size())
+        self._file.read_into(memoryview(content), 0)
+        self._power.work()
+        with self._power.lock:  # it is durable as a whole, or the power was off before
+            self._power.check()
+            self._inode.durable = bytes(content)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Power:
+    """The disk of a folder, whose power is cut at a step.
+
+    :param cut_at: the number of the step, from 1 on, that finds the power off; 0: none.
+    :param sync_s: how long making something durable takes at most, in seconds.
+    """
+
+    def __init__(self, root: Path, cut_at: int, seed: int = 0, sync_s: float = 0.0) -> None:
+        self.root = root
+        self.lock = threading.RLock()
+        self.done: list[str] = []
+        self.image: dict[str, bytes] | None = None
+        self.broken = 0  # so many calls fail
+        self.go = threading.Event()  # to be cleared where syncs are to hang
+        self.go.set()
+        self._cut_at = cut_at
+        self._sync_s = sync_s
+        self._random = random.Random(seed)
+        self._disk = Disk()
+        self._here: dict[Path, Inode] = {}
+        self._durable: dict[Path, Inode] = {}
+        for path in (root / "volumes").glob("*"):  # of a server that was there before
+            self._here[path] = self._durable[path] = Inode(path.read_bytes())
+
+    # ---- Files
+
+    def create(self, path: Path) -> PoweredFile:
+        self.step("create")
+        file = self._disk.create(path)
+        self._here[path] = Inode()
+        return PoweredFile(self, file, self._here[path])
+
+    def open(self, path: Path) -> PoweredFile:
+        self.check()
+        return PoweredFile(self, self._disk.open(path), self._here[path])
+
+    def remove(self, path: Path) -> None:
+        self.step("remove")
+        with self.lock:
+            self._disk.remove(path)
+            self._here.pop(path, None)
+
+    def sync_directory(self, path: Path) -> None:
+        self.step("sync_directory")
+        with self.lock:
+            self._durable = dict(self._here)
+
+    # ---- Its end
+
+    def check(self) -> None:
+        """Raise an error where the power is off."""
+        if self.image is not None:
+            raise PowerCutError
+
+    def work(self) -> None:
+        """Take as long as disks do: what is written meanwhile is not what is synced."""
+        time.sleep(self._random.random() * self._sync_s)
+        assert self.go.wait(20)
+
+    def step(self, what: str) -> None:
+        """Something is going to be done."""
+        with self.lock:
+            self.check()
+            if self.broken:
+                self.broken -= 1
+                raise OSError(errno.EIO, "the disk is broken")
+            self.done.append(what)
+            if len(self.done) == self._cut_at:
+                self.cut()
+                raise PowerCutError
+
+    def cut(self) -> None:
+        """The power is off, if it was not yet."""
+        with self.lock:
+            if self.image is not None:
+                return
+            image = {}
+            for path in {**self._here, **self._durable}:
+                states = [self._here.get(path), self._durable.get(path)]
+                inode = self._random.choice(states)
+                if inode is not None:
+                    # What was removed and comes back has its content on the disk only.
+                    live = path.read_bytes() if inode is self._here.get(path) else inode.durable
+                    image[str(path.relative_to(self.root))] = self._survivor(inode.durable, live)
+            for name in ("catalog.sqlite", "catalog.sqlite-wal", "owner.token"):
+                with contextlib.suppress(FileNotFoundError):
+                    image[name] = (self.root / name).read_bytes()
+            self.image = image
+
+    def _survivor(self, durable: bytes, live: bytes) -> bytes:
+        size = self._random.choice([len(durable), len(live)])
+        found = bytearray(size)
+        share = self._random.choice([0.0, 0.1, 0.5, 0.9, 1.0])
+        for at in range(0, size, SECTOR):
+            source = live if self._random.random() < share else durable
+            sector = source[at : at + SECTOR]
+            found[at : at + len(sector)] = sector
+        return bytes(found)
+
+    def restore(self, root: Path) -> None:
+        """Make a folder of what survived."""
+        assert self.image is not None
+        (root / "volumes").mkdir(parents=True)
+        for name, content in self.image.items():
+            (root / name).write_bytes(content)
+
+
+class SteppedCatalog(Catalog):
+    """A catalog each of whose transactions is a step as well: SQLite does it, or not."""
+
+    power: Power | None = None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        if self.power is not None:
+            self.power.step("commit")
+        with super()._transaction():
+            yield

@@ -1,0 +1,117 @@
+"""Servers and clients as processes of their own, by their commands."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from click.testing import CliRunner
+from storage_server.commands import main
+
+from tests.conftest import ROOT
+from tests.pace import patience
+
+__all__ = ["Process", "command", "here", "run", "served"]
+
+START_S = 30
+
+
+def command(*arguments: object) -> list[str]:
+    """A command line of the example."""
+    return [sys.executable, "-W", "error", str(ROOT / "examples" / "storage_server"), *map(str, arguments)]
+
+
+def run(*arguments: object, device: str = "soft0", **env: object) -> "subprocess.CompletedProcess[str]":
+    """A command to its end."""
+    settings = {**os.environ, "AIOVERBS_DEVICE": device, **{name: str(value) for name, value in env.items()}}
+    with subprocess.Popen(
+        command(*arguments), env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            output, complaints = process.communicate(timeout=patience(60))
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # with those that it started
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, complaints)
+
+
+def here(*arguments: object, **env: object) -> tuple[int, str]:
+    """A command by its function, which saves a process: its status, and what it says."""
+    done = CliRunner().invoke(main, [*map(str, arguments)], env={name: str(value) for name, value in env.items()})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+class Process:
+    """A server that is a process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", root: Path, device: str) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.root = root
+        self.said: list[str] = []
+        while not self.said or not self.said[-1].startswith("serving"):
+            line = process.stdout.readline()
+            assert line, f"it ended: {process.communicate()[1]}"
+            self.said.append(line.strip())
+        self.host, _, port = self.said[-1].split()[-1].rpartition(":")
+        self.port = int(port)
+        self.device = device
+        self.env = {"STORAGE_AT": f"{self.host}:{port}", "STORAGE_TOKEN_FILE": str(root / "owner.token")}
+
+    def run(self, *arguments: object, **env: object) -> "subprocess.CompletedProcess[str]":
+        """A command that asks it."""
+        return run(*arguments, device=self.device, **{**self.env, **env})
+
+    def done(self, *arguments: object, **env: object) -> str:
+        """What a command says that has nothing to complain of."""
+        done = self.run(*arguments, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def fails(self, *arguments: object, **env: object) -> str:
+        """The complaint of a command: a line or a few, and no traceback."""
+        done = self.run(*arguments, **env)
+        assert done.returncode in (1, 2), done.stdout
+        assert "Traceback" not in done.stderr
+        assert "Error: " in done.stderr
+        return done.stderr
+
+    def fails_here(self, *arguments: object, **env: object) -> str:
+        """The same without a process of its own."""
+        status, said = here(*arguments, **{**self.env, "AIOVERBS_DEVICE": self.device, **env})
+        assert status in (1, 2), said
+        assert "Error: " in said
+        return said
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def served(root: Path, *options: object, device: str = "soft0", recovers: bool = False) -> Iterator[Process]:
+    """A server, which ends by SIGTERM with nothing to complain of, where it was not killed.
+
+    :param recovers: it may say that it takes away what one before it left half made.
+    """
+    env, pipe = {**os.environ, "AIOVERBS_DEVICE": device}, subprocess.PIPE
+    with subprocess.Popen(command("serve", root, *options), env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield Process(process, root, device)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                _, complaints = process.communicate(timeout=patience(START_S))
+                if recovers:
+                    complaints = "".join(each for each in complaints.splitlines() if "it is taken away" not in each)
+                assert (process.returncode, complaints) == (0, "")
+        except BaseException:
+            process.kill()
+            print(process.communicate()[1])
+            raise
+        finally:
+            process.kill()

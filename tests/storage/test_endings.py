@@ -1,0 +1,311 @@
+"""Clients that say what they must not, go without a word or are cancelled; disks that fail; and who else is there."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anyio
+import pytest
+from storage_server.catalog import key_of
+from storage_server.commits import Commits
+from storage_server.errors import BusyError, ChangedError, Code, DiskError
+from storage_server.messages import (
+    Challenge,
+    Close,
+    Done,
+    Failed,
+    Flush,
+    Hello,
+    Message,
+    Mode,
+    Open,
+    Opened,
+    Read,
+    Write,
+)
+from storage_server.protocol import DATA_MOST, VERSION, pack, parse, proof_of
+
+import aioverbs
+from aioverbs import BrokenResourceError, Connection, Device
+from tests.connections.ends import until
+from tests.pace import patience
+from tests.storage.parts import BLOCK, HOST, Server, serve_here
+from tests.storage.power import Power
+
+SIZE = 16 * BLOCK
+
+
+class Raw:
+    """A client that says what a test wants."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    async def ask(self, message: Message) -> Message:
+        await self.connection.send(pack(1, message))
+        _, answer = parse(await self.connection.receive())
+        return answer
+
+    async def ended(self) -> bool:
+        """Whether the server says no more."""
+        try:
+            async with asyncio.timeout(patience(20)):
+                while True:
+                    await self.connection.receive()
+        except (anyio.EndOfStream, BrokenResourceError):
+            return True
+
+
+@contextlib.asynccontextmanager
+async def raw_client(server: Server, *, greets: bool = True) -> AsyncIterator[Raw]:
+    async with (
+        server.device.resource_domain() as domain,
+        aioverbs.connect(HOST, server.serving.port, domain=domain) as connection,
+    ):
+        _, challenge = parse(await connection.receive())
+        assert isinstance(challenge, Challenge)
+        raw = Raw(connection)
+        if greets:
+            key = key_of(server.serving.token_file.read_text())
+            assert await raw.ask(Hello(VERSION, proof_of(key, challenge.nonce), "owner")) == Done()
+        yield raw
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"nonsense", pack(1, Done())[:-1], pack(1, Close(1)) + b"x", bytes(DATA_MOST + 100)],
+    ids=["nothing", "nonsense", "half", "too much", "long"],
+)
+async def test_nonsense_ends_a_client_and_nobody_else(
+    device: Device, tmp_path: Path, backing: str, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve_here(device, tmp_path, backing) as server, server.client() as other:
+        await other.create("disk", SIZE)
+        async with other.open("disk", write=True) as volume, raw_client(server) as raw:
+            assert isinstance(await raw.ask(Open(Mode.WRITE, "disk")), Opened)
+            with contextlib.suppress(ValueError):  # longer than the server takes
+                await raw.connection.send(said)
+                assert await raw.ended()
+            await volume.write(0, b"still there")
+            await volume.flush()
+            assert await volume.read(0, 11) == b"still there"
+        await other.resize("disk", 2 * SIZE)
+    assert "Traceback" not in caplog.text
+
+
+async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backing: str) -> None:
+    """It is refused, and the connection goes on."""
+    async with serve_here(device, tmp_path, backing) as server, raw_client(server) as raw:
+        async with server.client() as storage:
+            await storage.create("disk", SIZE)
+        opened = await raw.ask(Open(Mode.WRITE, "disk"))
+        assert isinstance(opened, Opened)
+        for message in (
+            Read(opened.volume, SIZE, 1, False),
+            Read(opened.volume, 2**64 - 1, 2**32 - 1, False),
+            Read(opened.volume, 0, DATA_MOST + 1, False),
+            Read(opened.volume + 1, 0, 1, False),
+            Write(opened.volume, SIZE - 1, False, 0, b"xx"),
+            Write(opened.volume, 0, True, 7, b"arrived otherwise"),
+            Flush(opened.volume, ((0, SIZE + 1),)),
+            Flush(77, ()),
+            Close(77),
+            Done(),
+            Hello(VERSION, bytes(32), "again"),
+        ):
+            answer = await raw.ask(message)
+            assert isinstance(answer, Failed), message
+            assert answer.code == Code.INVALID, answer
+        assert await raw.ask(Write(opened.volume, 0, False, 0, b"fine")) == Done()
+        assert await raw.ask(Flush(opened.volume, ((0, 4),))) == Done()
+        assert await raw.ask(Close(opened.volume)) == Done()
+        for number in range(256):
+            opened = await raw.ask(Open(Mode.READ, "disk"))
+            assert isinstance(opened, Opened), number
+        assert isinstance(await raw.ask(Open(Mode.READ, "disk")), Failed), "it has enough of them"
+
+
+async def test_who_does_not_say_who_it_is(
+    device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage_server.session.HELLO_S", 0.2)
+    async with serve_here(device, tmp_path, backing) as server:
+        async with raw_client(server, greets=False) as silent:
+            assert await silent.ended()
+        async with raw_client(server, greets=False) as eager:
+            await eager.connection.send(pack(1, Open(Mode.READ, "disk")))
+            assert await eager.ended()
+        async with raw_client(server, greets=False) as other:
+            answer = await other.ask(Hello(VERSION + 1, bytes(32), "owner"))
+            assert isinstance(answer, Failed)
+            assert "speaks version 1" in answer.text
+
+
+async def test_who_goes_without_a_word_leaves_nothing(device: Device, tmp_path: Path, backing: str) -> None:
+    async with serve_here(device, tmp_path, backing) as server, server.client() as other:
+        await other.create("disk", SIZE)
+        async with other.open("disk", write=True) as volume:
+            async with raw_client(server) as raw:
+                opened = await raw.ask(Open(Mode.WRITE, "disk"))
+                assert isinstance(opened, Opened)
+                await raw.ask(Write(opened.volume, 0, False, 0, b"never flushed"))
+                await raw.connection.abort()
+            await volume.write(BLOCK, b"flushed")
+            await volume.flush()
+        await until(lambda: not server.metric("grants", mode="write") and server.metric("sessions") == 1)
+        await other.resize("disk", 2 * SIZE)
+        async with other.open("disk") as volume:
+            assert await volume.read(BLOCK, 7) == b"flushed"
+            assert await volume.read(0, 13) == b"never flushed", "nothing crashed"
+
+
+async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backing: str) -> None:
+    """At whatever it was: what it asked before is answered to nobody."""
+    async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
+        await storage.create("disk", SIZE)
+        async with storage.open("disk", write=True, by_messages=True) as volume:
+            begun = time.perf_counter()
+            await volume.write(0, b"x" * BLOCK)
+            await volume.flush()
+            usual = time.perf_counter() - begun
+            for turn in range(40):
+                tasks = [
+                    asyncio.create_task(each)
+                    for each in (volume.write(0, b"x" * BLOCK), volume.flush(), volume.read(0, SIZE), storage.volumes())
+                ]
+                await asyncio.sleep(usual * 2 * turn / 40)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            assert await volume.read(0, BLOCK, verify=True) == b"x" * BLOCK
+            await volume.flush()
+
+
+async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -> None:
+    """No flush succeeds afterwards; who reads still may."""
+    power = Power(tmp_path, 0)
+    async with serve_here(device, tmp_path, backing, power) as server, server.client() as storage:
+        await storage.create("disk", SIZE)
+        await storage.create("other", SIZE)
+        async with storage.open("disk", write=True) as volume:
+            await volume.write(0, b"good")
+            await volume.flush()
+            await volume.write(0, b"lost")
+            power.broken = 1
+            for _ in range(3):
+                with pytest.raises(DiskError, match="the disk failed"):
+                    await volume.flush()
+            assert await volume.read(0, 4) == b"lost"
+        with pytest.raises(DiskError):
+            async with storage.open("disk", write=True) as volume:
+                await volume.flush()
+        async with storage.open("other", write=True) as volume:
+            await volume.write(0, b"good")
+            await volume.flush()
+
+
+async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
+    device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush that hangs keeps a volume from being resized; when it is over nothing is left of that."""
+    monkeypatch.setattr("storage_server.volumes.LETTING_GO_S", 0.2)
+    power = Power(tmp_path, 0)
+    async with serve_here(device, tmp_path, backing, power) as server:
+        async with server.client() as owner, server.client() as other:
+            await owner.create("disk", SIZE)
+            async with other.open("disk", write=True) as volume:
+                power.go.clear()
+                flushing = asyncio.create_task(volume.flush())
+                await until(lambda: power.done[-1] == "datasync")
+                with pytest.raises(BusyError, match="does not let go"):
+                    await owner.resize("disk", 2 * SIZE)
+                power.go.set()
+                await flushing
+                await owner.resize("disk", 2 * SIZE)
+                with pytest.raises(ChangedError, match="resized"):
+                    await volume.read(0, 1)
+        assert server.metric("grants", mode="write") == 0
+
+
+class Disk:
+    """What is asked to make durable."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.at_once = 0
+        self.fails: Callable[[], bool] = lambda: False
+        self.go = threading.Event()
+        self.go.set()
+        self._lock = threading.Lock()
+
+    def sync(self) -> None:
+        with self._lock:
+            self.asked += 1
+            self.at_once += 1
+            assert self.at_once == 1
+        assert self.go.wait(20)
+        with self._lock:
+            self.at_once -= 1
+        if self.fails():
+            raise OSError(5, "broken")
+
+
+async def test_a_flush_never_joins_a_sync_that_runs() -> None:
+    disk, told = Disk(), list[int]()
+    with ThreadPoolExecutor(2) as threads:
+        commits = Commits(disk.sync, threads, lambda _, count: told.append(count))
+        disk.go.clear()
+        first = asyncio.create_task(commits.flush())
+        await until(lambda: disk.asked)
+        others = [asyncio.create_task(commits.flush(alone=True)) for _ in range(5)]
+        await asyncio.sleep(0.02)
+        assert disk.asked == 1
+        others[2].cancel()
+        disk.go.set()
+        await first
+        done = await asyncio.gather(*others, return_exceptions=True)
+        assert [type(each) for each in done] == [type(None)] * 2 + [asyncio.CancelledError] + [type(None)] * 2
+        assert (disk.asked, told) == (2, [1, 5])
+        await commits.flush(alone=True)
+        assert told == [1, 5, 1]
+
+
+async def test_flushes_of_many_loops() -> None:
+    """One sync at a time, and fewer of them than flushes."""
+    disk = Disk()
+
+    def sync() -> None:
+        disk.sync()
+        time.sleep(0.001)
+
+    with ThreadPoolExecutor(2) as threads:
+        commits = Commits(sync, threads)
+
+        async def flush_many() -> None:
+            for number in range(20):
+                await asyncio.gather(*(commits.flush(alone=bool(number % 2)) for _ in range(4)))
+
+        with ThreadPoolExecutor(3) as loops:
+            here = asyncio.get_running_loop()
+            await asyncio.gather(*(here.run_in_executor(loops, asyncio.run, flush_many()) for _ in range(3)))
+        assert 20 < disk.asked <= 120
+
+
+async def test_after_a_failure_nothing_is_durable() -> None:
+    disk = Disk()
+    with ThreadPoolExecutor(2) as threads:
+        commits = Commits(disk.sync, threads)
+        await commits.flush()
+        disk.fails = lambda: disk.asked == 2
+        with pytest.raises(DiskError, match="broken"):
+            await commits.flush()
+        for alone in (True, False):
+            with pytest.raises(DiskError, match="Start the server again"):
+                await commits.flush(alone=alone)
+        with pytest.raises(DiskError):
+            commits.exclusively(disk.sync)
+        assert disk.asked == 2

@@ -1,0 +1,123 @@
+"""The power is cut under load, at some step of the disk's: what was acknowledged is there when it is back."""
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+from storage_server.client import Storage
+from storage_server.errors import StorageError
+
+import aioverbs
+from aioverbs import BrokenResourceError
+from tests.conftest import LOOP_FACTORIES
+from tests.storage.model import BLOCK, Blocks
+from tests.storage.parts import Server, serve_here
+from tests.storage.power import Power
+
+pytestmark = pytest.mark.timeout(120)
+
+SEEDS = 50
+SHARE = 12  # blocks of each task
+WRITERS = 3
+SIZE = WRITERS * SHARE * BLOCK
+OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError)
+
+
+class Load:
+    """What clients do with a server until the power is cut, and what they know then."""
+
+    def __init__(self, server: Server, power: Power, seed: int) -> None:
+        self.server = server
+        self.power = power
+        self.random = random.Random(seed)
+        self.shares = [Blocks(range(each * SHARE, (each + 1) * SHARE)) for each in range(WRITERS)]
+        self.snapshots: dict[str, list[dict[int, int]]] = {}  # that were acknowledged; what was before them
+        self.there: dict[str, set[int | None]] = {}  # sizes that other volumes may have; None: it is not there
+
+    async def run(self, storage: Storage) -> None:
+        await storage.create("disk", SIZE)
+        async with asyncio.TaskGroup() as tasks:
+            for number, share in enumerate(self.shares):
+                tasks.create_task(self.write(share, by_messages=number == 1))
+            tasks.create_task(self.manage(storage))
+
+    async def write(self, share: Blocks, *, by_messages: bool) -> None:
+        with contextlib.suppress(*OVER):
+            async with (
+                self.server.client() as storage,
+                storage.open("disk", write=True, by_messages=by_messages) as volume,
+            ):
+                while self.power.image is None:
+                    for block in self.random.sample(share.blocks, self.random.randrange(1, 6)):
+                        await volume.write(block * BLOCK, share.write(block))
+                        share.wrote(block)
+                    if self.random.random() < 0.6:
+                        about = share.flush()
+                        await volume.flush()
+                        share.flushed(about)
+
+    async def manage(self, storage: Storage) -> None:
+        """Make, resize, copy and delete volumes."""
+        with contextlib.suppress(*OVER):
+            for number in range(1000):
+                await asyncio.sleep(self.random.random() * 0.01)
+                self.there[name := f"v{number}"] = {None, BLOCK}
+                await storage.create(name, BLOCK)
+                self.there[name] = {BLOCK, 3 * BLOCK}
+                await storage.resize(name, 3 * BLOCK)
+                self.there[name] = {3 * BLOCK}
+                before = [dict(share.acknowledged) for share in self.shares]
+                self.there[f"s{number}"] = {None, SIZE}
+                await storage.snapshot("disk", f"s{number}")
+                self.there[f"s{number}"] = {SIZE}
+                self.snapshots[f"s{number}"] = before
+                if number % 2:
+                    self.there[name] = {None, 3 * BLOCK}
+                    await storage.delete(name)
+                    self.there[name] = {None}
+
+    async def check(self, storage: Storage) -> None:
+        """What there is after it."""
+        sizes: dict[str, int | None] = {each.name: each.size for each in await storage.volumes()}
+        if sizes.pop("disk", None) is None:
+            assert not any(any(share.acknowledged.values()) for share in self.shares)
+            return
+        async with storage.open("disk") as volume:
+            content = await volume.read(0, SIZE, verify=True)
+            for share in self.shares:
+                share.check(content)
+        assert set(sizes) <= set(self.there)
+        for name, possible in self.there.items():
+            assert sizes.get(name) in possible, name
+        for name, before in self.snapshots.items():
+            async with storage.open(name) as volume:
+                content = await volume.read(0, SIZE)
+                for share, at_least in zip(self.shares, before, strict=True):
+                    share.check(content, at_least)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_what_was_acknowledged_is_there(seed: int, tmp_path: Path) -> None:
+    """On both loops, with both backings, in both ways of execution, in turn."""
+    factories = list(LOOP_FACTORIES.values())
+    with asyncio.Runner(loop_factory=factories[seed % len(factories)]) as runner:
+        runner.run(cut_and_look(tmp_path, seed, "cached" if seed // 2 % 2 else "mapped", engine=bool(seed // 4 % 2)))
+
+
+async def cut_and_look(path: Path, seed: int, backing: str, *, engine: bool) -> None:
+    here, there = path / "here", path / "there"
+    power = Power(here, random.Random(seed).choice([20, 80, 250]) * (seed % 10 + 1) // 10 + 1, seed, sync_s=0.003)
+    async with aioverbs.open_device("soft0", engine_mode=engine) as device:
+        async with serve_here(device, here, backing, power) as server, server.client() as storage:
+            load = Load(server, power, seed)
+            with contextlib.suppress(*OVER):
+                async with asyncio.timeout(30):
+                    await load.run(storage)
+            assert power.image is not None, "it ended before"
+        power.restore(there)
+        async with serve_here(device, there, backing) as server, server.client() as storage:
+            await load.check(storage)
+        async with serve_here(device, there, backing) as server, server.client() as storage:
+            await load.check(storage)

@@ -1,0 +1,181 @@
+"""What is said in bytes, and ranges: by properties."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from storage_server import messages
+from storage_server.errors import Code, StorageError, error_of
+from storage_server.messages import (
+    Challenge,
+    Checksum,
+    Close,
+    Copy,
+    Create,
+    Data,
+    Delete,
+    Done,
+    Failed,
+    Flush,
+    Hello,
+    Listing,
+    ListVolumes,
+    Message,
+    Mode,
+    Open,
+    Opened,
+    Read,
+    Reopen,
+    Resize,
+    VolumeInfo,
+    Write,
+)
+from storage_server.protocol import DATA_MOST, MESSAGE_MOST, TEXT_MOST, ProtocolError, pack, parse, proof_of
+from storage_server.ranges import RANGES_MOST, Ranges
+
+NUMBERS = st.integers(0, 2**32 - 1)
+LARGE = st.integers(0, 2**64 - 1)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
+DATA = st.binary(max_size=1000)
+MODES = st.sampled_from([Mode.READ, Mode.WRITE]).map(int)
+
+
+@st.composite
+def separate(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
+    bounds = sorted(draw(st.sets(LARGE, max_size=40)))
+    return tuple(zip(bounds[::2], bounds[1::2], strict=False))
+
+
+MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
+    Challenge: st.builds(Challenge, st.integers(0, 2**16 - 1), st.binary(min_size=16, max_size=16)),
+    Hello: st.builds(Hello, st.integers(0, 2**16 - 1), st.binary(min_size=32, max_size=32), TEXTS),
+    ListVolumes: st.builds(ListVolumes),
+    Create: st.builds(Create, LARGE, TEXTS),
+    Copy: st.builds(Copy, st.booleans(), st.tuples(TEXTS, TEXTS)),
+    Resize: st.builds(Resize, LARGE, TEXTS),
+    Delete: st.builds(Delete, TEXTS),
+    Open: st.builds(Open, MODES, TEXTS),
+    Reopen: st.builds(Reopen, NUMBERS),
+    Close: st.builds(Close, NUMBERS),
+    Read: st.builds(Read, NUMBERS, LARGE, NUMBERS, st.booleans()),
+    Write: st.builds(Write, NUMBERS, LARGE, st.booleans(), NUMBERS, DATA),
+    Checksum: st.builds(Checksum, NUMBERS, LARGE, NUMBERS),
+    Flush: st.builds(Flush, NUMBERS, separate()),
+    Done: st.builds(Done),
+    Failed: st.builds(Failed, st.sampled_from(Code).map(int), TEXTS),
+    Listing: st.builds(Listing, st.lists(st.builds(VolumeInfo, TEXTS, LARGE, st.booleans())).map(tuple)),
+    Opened: st.builds(Opened, NUMBERS, LARGE, MODES, st.booleans(), NUMBERS),
+    Data: st.builds(Data, NUMBERS, DATA),
+}
+ANY = st.one_of(*MESSAGES.values())
+
+
+def parsed(data: bytes) -> tuple[int, Message] | None:
+    try:
+        return parse(data)
+    except ProtocolError:
+        return None
+
+
+def test_all_messages_are_tried() -> None:
+    assert set(MESSAGES) == set(messages.Message.__args__)
+
+
+@given(NUMBERS, ANY)
+def test_what_is_packed_is_parsed(number: int, message: Message) -> None:
+    data = pack(number, message)
+    found = parse(data)
+    assert found == (number, message)
+    assert type(found[1]) is type(message)
+    assert len(data) <= MESSAGE_MOST
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_refused_or_packed_to_the_same(data: bytes) -> None:
+    found = parsed(data)
+    assert found is None or pack(*found) == data
+
+
+@given(NUMBERS, ANY, st.data())
+def test_what_is_changed_on_the_way_is_refused_or_another_message(
+    number: int, message: Message, data: st.DataObject
+) -> None:
+    whole = bytearray(pack(number, message))
+    match data.draw(st.sampled_from(["cut", "longer", "flipped"])):
+        case "cut":
+            del whole[data.draw(st.integers(0, len(whole) - 1)) :]
+        case "longer":
+            whole += data.draw(st.binary(min_size=1, max_size=20))
+        case "flipped":
+            whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    found = parsed(bytes(whole))
+    assert found is None or (found != (number, message) or type(found[1]) is not type(message))
+    assert found is None or pack(*found) == whole
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 5,
+        b"\xff" * 5,
+        pack(1, Open(1, "a")).replace(b"\x01a", b"\x03a"),
+        pack(1, Copy(True, ("a", "b"))).replace(b"\x01\x01\0", b"\x02\x01\0"),
+        pack(1, Failed(1, "a")).replace(b"\x01a", b"\x63a"),
+        pack(1, Flush(1, ((5, 6),))) + pack(1, Flush(1, ((5, 6),)))[9:],
+        pack(1, Flush(1, ((6, 5),))),
+        pack(1, Flush(1, ((5, 5),))),
+        pack(1, Flush(1, ((5, 6), (6, 7)))),
+        pack(1, Delete("ab"))[:-1] + b"\xff",
+        pack(1, Data(0, b"")) + bytes(DATA_MOST + 1),
+        pack(1, Delete("")) + b"a" * (TEXT_MOST + 1),
+        pack(1, Flush(1, tuple((2 * each, 2 * each + 1) for each in range(RANGES_MOST)))) + bytes(16),
+    ],
+)
+def test_what_is_almost_a_message(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse(data)
+
+
+def test_what_is_too_long_is_not_packed() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        pack(1, Data(0, bytes(DATA_MOST + 1)))
+    with pytest.raises(ValueError, match="too long"):
+        pack(1, Delete("x" * (TEXT_MOST + 1)))
+
+
+def test_a_proof_is_of_one_key_and_one_nonce() -> None:
+    proofs = {proof_of(key, nonce) for key in (b"a", b"b") for nonce in (b"1", b"2")}
+    assert len(proofs) == 4
+    assert proof_of(b"a", b"1") in proofs
+
+
+def test_each_code_has_its_error() -> None:
+    for code in Code:
+        error = error_of(code, "why")
+        assert isinstance(error, StorageError)
+        assert (error.code, str(error)) == (code, "why")
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 30))), st.integers(1, 12))
+def test_ranges_have_all_that_was_added(added: list[tuple[int, int]], most: int) -> None:
+    """In order, apart, and with nothing else in them as long as they are few."""
+    ranges = Ranges(most)
+    wanted: set[int] = set()
+    ever_many = False
+    for start, length in added:
+        ranges.add(start, start + length)
+        wanted |= set(range(start, start + length))
+        holes = {each for each in wanted if each + 1 not in wanted}
+        ever_many |= len(holes) > most
+        assert len(ranges) <= most
+    taken = ranges.take()
+    covered = {each for start, end in taken for each in range(start, end)}
+    assert covered >= wanted
+    assert ever_many or covered == wanted
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(taken))
+    assert len(ranges) == 0
+    if taken:
+        assert parse(pack(1, Flush(1, taken))) == (1, Flush(1, taken))

@@ -1,0 +1,205 @@
+"""The power is cut at each single step of what is done with volumes, and at each step of what puts that right."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from storage_server.catalog import VolumeRow
+from storage_server.errors import InvalidError
+from storage_server.files import Disk, File
+from storage_server.folder import Folder
+
+from tests.storage.parts import BLOCK
+from tests.storage.power import Power, PowerCutError, SteppedCatalog
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZE = 4 * BLOCK
+OLD = b"old." * (SIZE // 4)
+SEEDS = range(3)
+STEPS_MOST = 100
+
+State = dict[str, tuple[bytes, bool]]
+"""Volumes by name: what they have, and whether they are read only."""
+
+
+class Work(NamedTuple):
+    """What is done with a folder that has the volume "disk", and what is there afterwards."""
+
+    do: Callable[[Folder, VolumeRow], object]
+    after: State
+
+
+BEFORE: State = {"disk": (OLD, False)}
+WORK = {
+    "create": Work(
+        lambda folder, _: folder.make("new", BLOCK, lambda file: file.resize(BLOCK)),
+        {**BEFORE, "new": (bytes(BLOCK), False)},
+    ),
+    "delete": Work(lambda folder, row: folder.remove(row), {}),
+    "grow": Work(lambda folder, row: folder.resize(row, 2 * SIZE), {"disk": (OLD + bytes(SIZE), False)}),
+    "shrink": Work(lambda folder, row: folder.resize(row, BLOCK), {"disk": (OLD[:BLOCK], False)}),
+    "snapshot": Work(lambda folder, row: folder.copy(row, "then", read_only=True), {**BEFORE, "then": (OLD, True)}),
+    "clone": Work(lambda folder, row: folder.copy(row, "again", read_only=False), {**BEFORE, "again": (OLD, False)}),
+}
+
+
+@contextlib.contextmanager
+def powered(root: Path, cut_at: int, seed: int) -> Iterator[tuple[Power, Folder]]:
+    """A folder on such a disk; at the end the power is off."""
+    power = Power(root, cut_at, seed)
+    with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
+        catalog.power = power
+        yield power, Folder(root, power, catalog)
+        power.cut()
+
+
+def fill(file: File) -> None:
+    file.resize(SIZE)
+    file.write(OLD, 0)
+
+
+def prepared(root: Path) -> VolumeRow:
+    """A folder with a volume."""
+    (root / "volumes").mkdir(parents=True)
+    with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
+        folder = Folder(root, Disk(), catalog)
+        folder.start()
+        return folder.make("disk", SIZE, fill)
+
+
+def state(folder: Folder) -> State:
+    """What there is; that the files and the catalog fit."""
+    found: State = {}
+    for row in folder.catalog.volumes():
+        with contextlib.closing(folder.open(row)) as file:
+            content = bytearray(row.size)
+            file.read_into(memoryview(content), 0)
+            assert file.size() == row.size
+        found[row.name] = (bytes(content), row.read_only)
+    return found
+
+
+def recovered(root: Path) -> State:
+    with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
+        assert catalog._query("PRAGMA integrity_check") == [("ok",)]
+        folder = Folder(root, Disk(), catalog)
+        rows = folder.start()
+        assert catalog.unfinished() == []
+        assert {path.name for path in (root / "volumes").iterdir()} == {f"{row.id}.volume" for row in rows}
+        return state(folder)
+
+
+def cut_at(step: int, here: Path, seed: int, work: Work) -> tuple[Power, bool]:
+    """The disk, and whether the work was acknowledged. Where it has fewer steps the power is cut after it."""
+    row, done = prepared(here), False
+    with powered(here, step, seed) as (power, folder):
+        with contextlib.suppress(PowerCutError):
+            work.do(folder, row)
+            done = True
+        return power, done
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_it_is_as_before_or_as_after(name: str, tmp_path: Path) -> None:
+    work, seen, steps = WORK[name], [], 0
+    for step, seed in itertools.product(range(1, STEPS_MOST), SEEDS):
+        power, done = cut_at(step, tmp_path / f"{step}-{seed}", seed, work)
+        power.restore(tmp_path / f"{step}-{seed}-after")
+        found = recovered(tmp_path / f"{step}-{seed}-after")
+        assert found == work.after if done else found in (BEFORE, work.after)
+        seen.append(found)
+        steps = len(power.done)
+        if steps < step:
+            break
+    assert 3 <= steps < STEPS_MOST - 1
+    assert work.after in seen
+    assert BEFORE in seen
+
+
+def started(here: Path, step: int) -> Power:
+    """The disk, whose power is cut when a server starts there."""
+    with powered(here, step, step) as (power, folder):
+        with contextlib.suppress(PowerCutError):
+            folder.start()
+        return power
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_recovery_that_is_cut_short(name: str, tmp_path: Path) -> None:
+    """At each step of it, after each step of the work."""
+    work, cuts, steps = WORK[name], 0, 0
+    for step in range(1, STEPS_MOST):
+        power, done = cut_at(step, tmp_path / f"{step}", step, work)
+        for again in range(1, STEPS_MOST):
+            first, second = tmp_path / f"{step}-{again}-1", tmp_path / f"{step}-{again}-2"
+            power.restore(first)
+            later = started(first, again)
+            later.restore(second)
+            found = recovered(second)
+            assert found == work.after if done else found in (BEFORE, work.after)
+            if len(later.done) < again:
+                break
+            cuts += 1
+        steps = len(power.done)
+        if steps < step:
+            break
+    assert cuts > steps
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_disk_that_fails_once(name: str, tmp_path: Path) -> None:
+    """Who asked is told, and it is as before or as after, at once and at the next start."""
+    work = WORK[name]
+    for step in range(1, STEPS_MOST):
+        here = tmp_path / f"{step}"
+        row, done = prepared(here), False
+        power = FailsOnce(here, step)
+        with contextlib.closing(SteppedCatalog(here / "catalog.sqlite")) as catalog, contextlib.suppress(OSError):
+            work.do(Folder(here, power, catalog), row)
+            done = True
+        found = recovered(here)
+        assert found == work.after if done else found in (BEFORE, work.after)
+        if len(power.done) < step:
+            assert done
+            return
+    raise AssertionError("it has more steps than that")
+
+
+class FailsOnce(Power):
+    """A disk that fails at one step, and then works."""
+
+    def step(self, what: str) -> None:
+        self.done.append(what)
+        if len(self.done) == self._cut_at:
+            raise OSError(5, "the disk failed once")
+
+
+def test_a_file_that_is_missing_or_short_is_told(tmp_path: Path) -> None:
+    row = prepared(tmp_path)
+    path = tmp_path / "volumes" / f"{row.id}.volume"
+    with path.open("r+b") as file:
+        file.truncate(BLOCK)
+    with pytest.raises(InvalidError, match=r"has 4,096 of 16,384 bytes"):
+        recovered(tmp_path)
+    path.unlink()
+    with pytest.raises(InvalidError, match="has no file"):
+        recovered(tmp_path)
+
+
+def test_a_catalog_of_another_version(tmp_path: Path) -> None:
+    prepared(tmp_path)
+    with contextlib.closing(SteppedCatalog(tmp_path / "catalog.sqlite")) as catalog:
+        catalog._query("PRAGMA user_version = 7")
+    with pytest.raises(InvalidError, match="has version 7"):
+        SteppedCatalog(tmp_path / "catalog.sqlite")
+
+
+def test_commits_are_durable_when_they_return(tmp_path: Path) -> None:
+    with contextlib.closing(SteppedCatalog(tmp_path / "catalog.sqlite")) as catalog:
+        assert catalog._query("PRAGMA journal_mode") == [("wal",)]
+        assert catalog._query("PRAGMA synchronous") == [(2,)]
+        assert catalog._query("PRAGMA foreign_keys") == [(1,)]

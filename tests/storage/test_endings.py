@@ -31,10 +31,10 @@ from storage_server.protocol import DATA_MOST, VERSION, pack, parse, proof_of
 
 import aioverbs
 from aioverbs import BrokenResourceError, Connection, Device
-from tests.connections.ends import until
 from tests.pace import patience
 from tests.storage.parts import BLOCK, HOST, Server, serve_here
 from tests.storage.power import Power
+from tests.waiting import until
 
 SIZE = 16 * BLOCK
 

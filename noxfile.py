@@ -17,6 +17,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 EXTENSIONS = ("engine", "allocators", "domains", "work", "rdma_cm", "pyverbs_bridge")
 COMPILED = [f"aioverbs._core.{name}" for name in EXTENSIONS]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
@@ -93,9 +94,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Run a small real transfer on the software device."""
-    install_project(session)
-    session.run("python", "examples/first_transfer.py", *session.posargs)
+    """Have a storage server and clients move files on the best device there is; `-- --size 1000`."""
+    install_project(session, *EXTRAS["demo"], *EXTRAS["uvloop"])
+    session.run("aioverbs", "demo", *session.posargs)
 
 
 @nox.session
@@ -307,6 +308,8 @@ def build(session: nox.Session) -> None:
         with session.chdir(outside):
             session.run(python, "-c", "import aioverbs; print(aioverbs.__version__, aioverbs.__file__)", external=True)
             session.run(python, "first_transfer.py", external=True)
+            session.run(python, "-m", "pip", "install", "-q", f"{wheel}[demo]", external=True)
+            session.run(f"{outside}/venv/bin/aioverbs", "demo", "--size", "8", "--seconds", "0.5", external=True)
 
 
 def on_release(

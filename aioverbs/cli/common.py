@@ -22,7 +22,18 @@ from aioverbs.plain import plain
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Seconds", "Status", "UntilStopped", "console", "device_names", "json_option", "print_json", "report", "run"]
+__all__ = [
+    "Seconds",
+    "Status",
+    "UntilStopped",
+    "console",
+    "device_names",
+    "json_option",
+    "print_json",
+    "report",
+    "run",
+    "runner",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,17 +113,24 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 # ---- Running
 
 
-def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
-    """Run a coroutine on uvloop, or on asyncio where that is not installed, and exit with the status it returns."""
+def run(main: Coroutine[Any, Any, Status], *, fast: bool = True) -> NoReturn:
+    """Run a coroutine on uvloop, or on asyncio where that is not installed, and exit with the status it returns.
+
+    :param fast: whether uvloop is wanted: not by who starts processes. It does that by a fork whose child runs Python,
+        without having told Python before; asyncio's runs none.
+    """
+    with runner() if fast else asyncio.Runner() as chosen:
+        status = chosen.run(main)
+    click.get_current_context().exit(status)
+
+
+def runner() -> asyncio.Runner:
+    """One of uvloop, or of asyncio where that is not installed."""
     try:
         from uvloop import new_event_loop
     except ImportError:
-        runner = asyncio.Runner()
-    else:
-        runner = asyncio.Runner(loop_factory=new_event_loop)
-    with runner:
-        status = runner.run(main)
-    click.get_current_context().exit(status)
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=new_event_loop)
 
 
 class UntilStopped:

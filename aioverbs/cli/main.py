@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 # Of each one, `aioverbs.cli.NAME` has the command NAME. Such a file imports at its top no more than click and
 # `common`, nor rich or the compiled core: what the command does it imports when it is called.
-COMMANDS = ("bench", "completion", "devices", "doctor", "ping", "top")
+COMMANDS = ("bench", "completion", "demo", "devices", "doctor", "ping", "top")
 
 _STATUSES = """\b
 Exit status:

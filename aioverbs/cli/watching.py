@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -49,10 +50,10 @@ async def processes() -> list[Process]:
 
 
 @contextlib.contextmanager
-def _directory() -> Iterator[MonitorDirectory | None]:
+def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
     """None where nobody made it yet."""
     try:
-        directory = MonitorDirectory()
+        directory = MonitorDirectory(path)
     except FileNotFoundError:
         yield None
         return
@@ -71,14 +72,15 @@ async def _look_at(directory: MonitorDirectory, pid: int, name: str) -> Process 
         return Process(pid, "", str(error))
 
 
-async def open_watch(pid: int) -> "Watch":
+async def open_watch(pid: int, path: Path | None = None) -> "Watch":
     """Watch a process, to be used by ``async with``.
 
+    :param path: where its socket is; None: where those of this user are.
     :raises NotWatchableError: there is none, or it does not let itself be watched.
     :raises PermissionError: the directory, or who listens there, is not this user's.
     :raises TimeoutError: it does not answer.
     """
-    with _directory() as directory:
+    with _directory(path) as directory:
         if directory is not None:
             for number, name in directory.names():
                 connected = directory.connect(name, _CONNECT_S) if number == pid else None

@@ -28,6 +28,15 @@ def sdist_faults(names: set[str]) -> Iterator[str]:
     yield from (f"the sdist holds {name}" for name in unwanted)
 
 
+def _programs() -> Iterator[str]:
+    """The files of Python's that a wheel has: the package's, and the example that the demonstration starts."""
+    for path in ROOT.glob("aioverbs/**/*.py"):
+        if ROOT / "aioverbs" / "_build" not in path.parents:
+            yield path.relative_to(ROOT).as_posix()
+    for path in ROOT.glob("examples/storage_server/**/*.py"):
+        yield f"aioverbs/_{path.relative_to(ROOT).as_posix()}"
+
+
 def wheel_faults(names: set[str]) -> Iterator[str]:
     """What is wrong with the names in a wheel."""
     for path in ROOT.glob("aioverbs/**/*.pyx"):
@@ -36,9 +45,7 @@ def wheel_faults(names: set[str]) -> Iterator[str]:
             yield f"the wheel lacks {module}.*.so"
         if f"{module}.pyi" not in names:
             yield f"the wheel lacks {module}.pyi"
-    yield from (
-        f"the wheel lacks {name}" for name in ("aioverbs/__init__.py", "aioverbs/py.typed") if name not in names
-    )
+    yield from (f"the wheel lacks {name}" for name in (*_programs(), "aioverbs/py.typed") if name not in names)
     for name in names:
         outside = not name.startswith("aioverbs/") and ".dist-info/" not in name
         if outside or name.endswith(_SOURCES) or name.startswith(("aioverbs/_build", "aioverbs/_docs")):

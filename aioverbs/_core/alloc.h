@@ -64,6 +64,10 @@ void alloc_free(void *source, void *address, uint64_t resource_type);
 
 void alloc_count(struct alloc_source *source, struct alloc_counts *counts);
 
+/* Before anything else that runs code in the children of forks, so that it finds all as it should be there: 0 or an
+ * errno. */
+int alloc_watch_forks(void);
+
 /* The maker of a source is done with it. It goes when its last piece has come back and no source on top of it is left:
  * how many pieces keep it, where nothing else does. */
 size_t alloc_release(struct alloc_source *source);

@@ -176,10 +176,10 @@ void alloc_area_close(struct alloc_source *source)
 {
     struct area *area = (struct area *)source;
 
-    pthread_mutex_lock(&source->lock);
+    alloc_source_lock(source);
     if (!area->closed)
         area->closed = ENXIO;
     if (!area->table.used)
         let_go(area);
-    pthread_mutex_unlock(&source->lock);
+    alloc_source_unlock(source);
 }

@@ -147,7 +147,7 @@ int alloc_recording_note(struct alloc_source *source, const void *address, size_
     struct alloc_usage *usage;
     int error = 0;
 
-    pthread_mutex_lock(&source->lock);
+    alloc_source_lock(source);
     usage = usage_of(recording, resource_type);
     if (!usage || alloc_table_reserve(&recording->table))
         error = ENOMEM;
@@ -157,7 +157,7 @@ int alloc_recording_note(struct alloc_source *source, const void *address, size_
         note(recording, usage, address, size);
         source->pieces++;
     }
-    pthread_mutex_unlock(&source->lock);
+    alloc_source_unlock(source);
     return error;
 }
 
@@ -165,13 +165,13 @@ void alloc_recording_without(struct alloc_source *source, uint64_t resource_type
 {
     struct alloc_usage *usage;
 
-    pthread_mutex_lock(&source->lock);
+    alloc_source_lock(source);
     usage = usage_of((struct recording *)source, resource_type);
     if (usage && use_default)
         usage->defaults++;
     else if (usage)
         usage->failures++;
-    pthread_mutex_unlock(&source->lock);
+    alloc_source_unlock(source);
 }
 
 size_t alloc_recording_usage(struct alloc_source *source, struct alloc_usage *usages, size_t room)
@@ -179,10 +179,10 @@ size_t alloc_recording_usage(struct alloc_source *source, struct alloc_usage *us
     struct recording *recording = (struct recording *)source;
     size_t types;
 
-    pthread_mutex_lock(&source->lock);
+    alloc_source_lock(source);
     types = recording->types;
     if (types && room)
         memcpy(usages, recording->usages, (types < room ? types : room) * sizeof(*usages));
-    pthread_mutex_unlock(&source->lock);
+    alloc_source_unlock(source);
     return types;
 }

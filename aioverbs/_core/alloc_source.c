@@ -39,6 +39,32 @@ static struct {
     struct alloc_source *newest;
 } all = {PTHREAD_MUTEX_INITIALIZER, NULL};
 
+/* This thread forks, and has all locks: what others do in it meanwhile needs none. Handlers of other libraries may come
+ * between ours, and one of them may run Python, whose garbage collector may give a source back. */
+static _Thread_local bool forking;
+
+static void lock(pthread_mutex_t *mutex)
+{
+    if (!forking)
+        pthread_mutex_lock(mutex);
+}
+
+static void unlock(pthread_mutex_t *mutex)
+{
+    if (!forking)
+        pthread_mutex_unlock(mutex);
+}
+
+void alloc_source_lock(struct alloc_source *source)
+{
+    lock(&source->lock);
+}
+
+void alloc_source_unlock(struct alloc_source *source)
+{
+    unlock(&source->lock);
+}
+
 static void before_fork(void)
 {
     struct alloc_source *source;
@@ -46,12 +72,14 @@ static void before_fork(void)
     pthread_mutex_lock(&all.lock);
     for (source = all.newest; source; source = source->older)
         pthread_mutex_lock(&source->lock);
+    forking = true;
 }
 
 static void after_fork(void)
 {
     struct alloc_source *source;
 
+    forking = false;
     for (source = all.newest; source; source = source->older)
         pthread_mutex_unlock(&source->lock);
     pthread_mutex_unlock(&all.lock);
@@ -76,15 +104,19 @@ static void watch_forks(void)
     watch_error = pthread_atfork(before_fork, after_fork, after_fork_in_child);
 }
 
+int alloc_watch_forks(void)
+{
+    pthread_once(&watch_once, watch_forks);
+    return watch_error;
+}
+
 /* ---- Life ------------------------------------------------------------------------------------------------ */
 
 void *alloc_source_create(size_t size, const struct alloc_ops *ops)
 {
     struct alloc_source *source = NULL;
-    int error;
+    int error = alloc_watch_forks();
 
-    pthread_once(&watch_once, watch_forks);
-    error = watch_error;
     if (!error && !(source = calloc(1, size)))
         error = ENOMEM;
     if (!error)
@@ -95,33 +127,37 @@ void *alloc_source_create(size_t size, const struct alloc_ops *ops)
     }
     source->ops = ops;
     source->references = 1;
-    pthread_mutex_lock(&all.lock);
+    lock(&all.lock);
     source->older = all.newest;
     if (source->older)
         source->older->newer = source;
     all.newest = source;
-    pthread_mutex_unlock(&all.lock);
+    if (forking) /* it has this one, too */
+        pthread_mutex_lock(&source->lock);
+    unlock(&all.lock);
     return source;
 }
 
 void alloc_source_hold(struct alloc_source *source)
 {
-    pthread_mutex_lock(&source->lock);
+    lock(&source->lock);
     source->references++;
-    pthread_mutex_unlock(&source->lock);
+    unlock(&source->lock);
 }
 
 static void destroy(struct alloc_source *source)
 {
-    pthread_mutex_lock(&all.lock);
+    lock(&all.lock);
     if (source->newer)
         source->newer->older = source->older;
     else
         all.newest = source->older;
     if (source->older)
         source->older->newer = source->newer;
-    pthread_mutex_unlock(&all.lock);
+    unlock(&all.lock);
     source->ops->destroy(source);
+    if (forking)
+        pthread_mutex_unlock(&source->lock);
     pthread_mutex_destroy(&source->lock);
     free(source);
 }
@@ -131,10 +167,10 @@ size_t alloc_release(struct alloc_source *source)
     size_t kept;
     bool last;
 
-    pthread_mutex_lock(&source->lock);
+    lock(&source->lock);
     last = --source->references == 0;
     kept = last ? source->pieces : 0;
-    pthread_mutex_unlock(&source->lock);
+    unlock(&source->lock);
     if (last && !kept)
         destroy(source);
     return kept;
@@ -156,11 +192,11 @@ void *alloc_piece(void *self, size_t size, size_t alignment, uint64_t resource_t
         return alloc_fail(ALLOC_ARGUMENTS, EINVAL, alignment, 0, ALLOC_ANY_NODE);
     if (size > MOST_BYTES || alignment > MOST_BYTES)
         return alloc_fail(ALLOC_ARGUMENTS, ENOMEM, size, 0, ALLOC_ANY_NODE);
-    pthread_mutex_lock(&source->lock);
+    lock(&source->lock);
     address = source->ops->take(source, size, alignment, resource_type, &dirty);
     if (address && address != IBV_ALLOCATOR_USE_DEFAULT)
         source->pieces++;
-    pthread_mutex_unlock(&source->lock);
+    unlock(&source->lock);
     if (dirty) /* the piece is the caller's already, nobody needs to wait for this */
         memset(address, 0, size);
     return address;
@@ -171,11 +207,11 @@ int alloc_return(struct alloc_source *source, void *address, uint64_t resource_t
     bool last = false;
     int error;
 
-    pthread_mutex_lock(&source->lock);
+    lock(&source->lock);
     error = source->ops->give(source, address, resource_type);
     if (!error)
         last = --source->pieces == 0 && source->references == 0;
-    pthread_mutex_unlock(&source->lock);
+    unlock(&source->lock);
     if (last)
         destroy(source);
     return error;
@@ -189,8 +225,8 @@ void alloc_free(void *source, void *address, uint64_t resource_type)
 void alloc_count(struct alloc_source *source, struct alloc_counts *counts)
 {
     memset(counts, 0, sizeof(*counts));
-    pthread_mutex_lock(&source->lock);
+    lock(&source->lock);
     source->ops->count(source, counts);
     counts->pieces = source->pieces;
-    pthread_mutex_unlock(&source->lock);
+    unlock(&source->lock);
 }

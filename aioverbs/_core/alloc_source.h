@@ -30,6 +30,10 @@ struct alloc_source {
 void *alloc_source_create(size_t size, const struct alloc_ops *ops);
 void alloc_source_hold(struct alloc_source *source);
 
+/* Its lock. Nothing is done by a thread that forks just then: it has all of them. */
+void alloc_source_lock(struct alloc_source *source);
+void alloc_source_unlock(struct alloc_source *source);
+
 /* Notes why the call under way fails, and answers NULL with that errno. */
 void *alloc_fail(enum alloc_step step, int error, size_t size, size_t page_bytes, int node);
 

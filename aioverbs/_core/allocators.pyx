@@ -54,6 +54,7 @@ cdef extern from "alloc.h" nogil:
         ALLOC_ANY_NODE
         ALLOC_MAX_NODES
 
+    int alloc_watch_forks()
     const alloc_failure *alloc_last_failure()
     void alloc_clear_failure()
     void *alloc_piece(void *source, size_t size, size_t alignment, uint64_t resource_type) noexcept
@@ -89,6 +90,9 @@ class UseDefault:
 
 
 USE_DEFAULT = UseDefault()
+
+if alloc_watch_forks():
+    raise MemoryError("pthread_atfork")
 
 
 include "allocators_failures.pxi"

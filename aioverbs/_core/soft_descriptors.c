@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <unistd.h>
 
 enum { LIMIT = 1 << 20, WORD = sizeof(unsigned long) * CHAR_BIT };
@@ -13,14 +14,32 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int watch_error;
 
+/* This thread forks, and has the lock: what others do in it meanwhile needs none. A handler of another library may come
+ * between ours and run Python, whose garbage collector may close what it finds. */
+static _Thread_local bool forking;
+
 void soft_descriptors_hold(void)
 {
-    pthread_mutex_lock(&lock);
+    if (!forking)
+        pthread_mutex_lock(&lock);
 }
 
 void soft_descriptors_release(void)
 {
-    pthread_mutex_unlock(&lock);
+    if (!forking)
+        pthread_mutex_unlock(&lock);
+}
+
+static void before_fork(void)
+{
+    soft_descriptors_hold();
+    forking = true;
+}
+
+static void after_fork(void)
+{
+    forking = false;
+    soft_descriptors_release();
 }
 
 /* In the child, by the thread that held the lock in the parent. */
@@ -36,12 +55,12 @@ static void close_all(void)
     for (fd = 0; fd <= highest; fd += WORD)
         owned[fd / WORD] = 0;
     highest = -1;
-    pthread_mutex_unlock(&lock);
+    after_fork();
 }
 
 static void watch(void)
 {
-    watch_error = pthread_atfork(soft_descriptors_hold, soft_descriptors_release, close_all);
+    watch_error = pthread_atfork(before_fork, after_fork, close_all);
 }
 
 int soft_descriptors_watch_forks(void)
@@ -69,8 +88,8 @@ void soft_descriptor_close(int fd)
 {
     if (fd < 0)
         return;
-    pthread_mutex_lock(&lock);
+    soft_descriptors_hold();
     owned[fd / WORD] &= ~(1ul << fd % WORD);
     close(fd); /* under the lock: the number may be another's right after */
-    pthread_mutex_unlock(&lock);
+    soft_descriptors_release();
 }

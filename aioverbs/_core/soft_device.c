@@ -30,7 +30,7 @@ static void watch_forks(void)
 int soft_watch_forks(void)
 {
     pthread_once(&fork_once, watch_forks);
-    return fork_error;
+    return fork_error ? fork_error : soft_descriptors_watch_forks();
 }
 
 static struct soft_device *device_new(const struct soft_address *address)

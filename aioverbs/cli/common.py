@@ -113,13 +113,9 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 # ---- Running
 
 
-def run(main: Coroutine[Any, Any, Status], *, fast: bool = True) -> NoReturn:
-    """Run a coroutine on uvloop, or on asyncio where that is not installed, and exit with the status it returns.
-
-    :param fast: whether uvloop is wanted: not by who starts processes. It does that by a fork whose child runs Python,
-        without having told Python before; asyncio's runs none.
-    """
-    with runner() if fast else asyncio.Runner() as chosen:
+def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
+    """Run a coroutine on uvloop, or on asyncio where that is not installed, and exit with the status it returns."""
+    with runner() as chosen:
         status = chosen.run(main)
     click.get_current_context().exit(status)
 

@@ -46,7 +46,7 @@ def demo(device: str | None, size: int, clients: int, workers: int, seconds: flo
     from aioverbs.cli.demonstration.outcome import Plan
 
     plan = Plan(device, size << 20, clients, workers, seconds, seed)
-    run(_demo(plan, as_json), fast=False)
+    run(_demo(plan, as_json))
 
 
 async def _demo(plan: "Plan", as_json: bool) -> Status:

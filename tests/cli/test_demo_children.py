@@ -10,8 +10,6 @@ import pytest
 from aioverbs.cli.demonstration import children
 from aioverbs.cli.demonstration.children import Child, ChildEndedError, child, unless_ended
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # as the command: see `aioverbs.cli.common.run`
-
 
 def program(name: str, code: str, folder: Path) -> Any:
     return child(name, ["-c", code], folder, {})

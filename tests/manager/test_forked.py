@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import mmap
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from aioverbs.life import _tree
 from tests.core.children import in_child
 from tests.manager.test_write import REMOTE, ends
 from tests.pace import patience
+from tests.running import run
 
 
 async def write_once(device: Device) -> bytes:
@@ -139,3 +141,38 @@ async def test_no_call_is_carried_to_the_parent() -> None:
 
     assert not owner.inherited
     assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)
+
+
+# What is in no child of a fork when others are told of it: uvloop's own handler comes before aioverbs', or after it.
+COLLECTED_IN_BETWEEN = """
+import asyncio, gc, os, sys
+import uvloop
+
+async def spawn():
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    return await process.wait()
+
+async def main():
+    first = await spawn() if {before} else 0
+    import aioverbs
+    async with aioverbs.open_device("soft0") as device, device.protection_domain() as pd:
+        allocator = aioverbs.ArenaAllocator()
+        async with pd.parent_domain(allocator=allocator) as parent, parent.completion_queue(16) as cq:
+            pass
+        gc.disable()
+        round = [allocator, parent, cq]
+        round.append(round)
+        del allocator, parent, cq, round
+        os.register_at_fork(after_in_child=gc.collect)
+        print(first, await spawn())
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after aioverbs", "before aioverbs"])
+def test_what_is_collected_while_a_loop_forks(before: bool) -> None:
+    code = COLLECTED_IN_BETWEEN.format(before=before)
+    done = run([sys.executable, "-P", "-c", code], patience(20))
+    assert (done.returncode, done.stdout) == (0, "0 0\n")

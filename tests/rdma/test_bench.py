@@ -10,7 +10,7 @@ from tests.pace import patience
 from tests.rdma.cm import nothing_left
 from tests.rdma.seam import rdma_devices
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(400)]  # minutes, where it is emulated
 
 
 def test_devices_that_are_active_are_measured() -> None:

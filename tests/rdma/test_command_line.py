@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from aioverbs import devices
 from aioverbs.cli.inventory import FEATURES
-from aioverbs.cli.ping_request import Verb
 from tests.cli.processes import ask, lines, server, started
 from tests.rdma.cm import address_of, free_port, nothing_left
 from tests.rdma.seam import rdma_devices
@@ -60,8 +59,7 @@ def test_one_device() -> None:
     assert gid["address"] in text
 
 
-@pytest.mark.parametrize("transport", ["rdmacm", "tcp"])
-@pytest.mark.parametrize("verb", get_args(Verb))
+@pytest.mark.parametrize(("verb", "transport"), [("send", "rdmacm"), ("write", "tcp"), ("read", "rdmacm")])
 def test_ping(verb: str, transport: str) -> None:
     near, *_, far = rdma_devices() * 2
     port = str(free_port())

@@ -38,7 +38,7 @@ def write(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     reference = [f"reference/{theme.page}" for theme in THEMES] + ["reference/command"]
-    examples = [f"examples/{path.stem}" for path in sorted(EXAMPLES.glob("*.py"))]
+    examples = [f"examples/{path.stem}" for path in _all_examples()]
     tables = _markdown(folder, "README.md", "index.md")
     tables += _markdown(folder, "CHANGELOG.md", "CHANGELOG.md")
     contents = (("Reference", reference), ("Examples", ["examples/index", *examples]), ("More", ["CHANGELOG", *tables]))
@@ -48,9 +48,12 @@ def write(folder: Path) -> None:
     for theme in THEMES:
         _page(folder / "reference" / f"{theme.page}.rst", _theme(theme))
     _page(folder / "reference" / "command.rst", _command())
-    for path in sorted(EXAMPLES.glob("*.py")):
+    for path in _all_examples():
         _page(folder / "examples" / f"{path.stem}.rst", _example(path))
-        shutil.copy(path, folder / "examples")
+        if path.is_dir():
+            (folder / "examples" / path.name).mkdir()
+        for each in _files(path):
+            shutil.copy(each, folder / "examples" / each.relative_to(EXAMPLES))
     _page(folder / "examples" / "index.rst", _examples())
 
 
@@ -75,7 +78,7 @@ def _markdown(folder: Path, name: str, page: str) -> list[str]:
         path = ROOT / target
         if path == EXAMPLES:
             return "](examples/index.rst)"
-        if path.parent == EXAMPLES and path.suffix == ".py" and path.is_file():
+        if path in _all_examples():
             return f"](examples/{path.stem}.rst)"
         if not path.is_file():
             sys.exit(f"{name} has a link to {match[1]}, which is not there: correct it, or take it out")
@@ -148,7 +151,17 @@ def _command() -> Iterator[str]:
     yield from ("", ".. click:: aioverbs.cli.main:main", "   :prog: aioverbs", "   :nested: full")
 
 
-def _docstring(path: Path) -> str:
+def _all_examples() -> list[Path]:
+    """Programs of one file, and of a folder with several."""
+    return sorted([*EXAMPLES.glob("*.py"), *(each.parent for each in EXAMPLES.glob("*/__init__.py"))])
+
+
+def _files(example: Path) -> list[Path]:
+    return sorted(example.glob("*.py")) if example.is_dir() else [example]
+
+
+def _docstring(example: Path) -> str:
+    path = example / "__init__.py" if example.is_dir() else example
     text = ast.get_docstring(ast.parse(path.read_text()))
     if text is None:
         sys.exit(f"{path} has no docstring, which is the text of its page: say there what it shows")
@@ -158,14 +171,17 @@ def _docstring(path: Path) -> str:
 def _example(path: Path) -> Iterator[str]:
     yield from _title(path.name)
     yield to_rst(_docstring(path), references_from(""))
-    yield from ("", f".. literalinclude:: {path.name}", "   :language: python", "   :linenos:")
+    for each in _files(path):
+        if path.is_dir():
+            yield from ("", *_title(each.name, "-"))
+        yield from ("", f".. literalinclude:: {each.relative_to(EXAMPLES)}", "   :language: python", "   :linenos:")
 
 
 def _examples() -> Iterator[str]:
     yield from _title("Examples")
     yield "All of these are run by the tests."
     yield ""
-    for path in sorted(EXAMPLES.glob("*.py")):
+    for path in _all_examples():
         first = _docstring(path).splitlines()[0]
         yield f":doc:`{path.name} <{path.stem}>`"
         yield f"   {to_rst(first, references_from(''))}"

@@ -18,7 +18,7 @@ import stubs
 import surface
 import themes
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "storage_server"])
 
 
 def write(folder: Path, root: Path = ROOT) -> "subprocess.CompletedProcess[str]":
@@ -61,8 +61,10 @@ def test_methods_of_bases_that_are_not_public_are_shown(sources: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_has_a_page(sources: Path, path: Path) -> None:
     page = (sources / "examples" / f"{path.stem}.rst").read_text()
-    assert f".. literalinclude:: {path.name}\n" in page
-    assert (sources / "examples" / path.name).read_text() == path.read_text()
+    for each in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+        name = each.relative_to(ROOT / "examples")
+        assert f".. literalinclude:: {name}\n" in page
+        assert (sources / "examples" / name).read_text() == each.read_text()
     assert f"<{path.stem}>" in (sources / "examples" / "index.rst").read_text()
     assert f"\nexamples/{path.stem}\n" in (sources / "index.md").read_text()
 

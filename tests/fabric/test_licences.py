@@ -318,7 +318,7 @@ async def test_memory_that_becomes_something_else(model: MessageModel, direct: b
 async def test_the_owner_is_killed() -> None:
     async with other() as there, end() as here:
         (qp,) = here.qps
-        await there.connect(qp, timeout=10, retry_cnt=2)
+        await there.connect(qp)
         for _ in range(3):
             await qp.read(here.region[:PAGE], there.region[:PAGE])
         there.kill()

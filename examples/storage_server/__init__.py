@@ -15,8 +15,8 @@ byte for byte, as before or as written. A volume that was made, resized or delet
 it was before.
 
 Nobody may do anything without a token. The folder's own, of the client "owner", may do everything: so may whoever can
-read the folder. Other clients may do what the command ``access`` says; who loses a right loses it within a second or two, also where
-the volume is open.
+read the folder. Other clients may do what the command ``access`` says; who loses a right loses it within a second or
+two, also where the volume is open.
 
 Where to read on: server.py has how the parts hang together, client.py is what programs use, commits.py and backings.py
 have why a flush is durable, folder.py and catalog.py why nothing is half made. It wants prometheus-client and rich.

@@ -64,12 +64,22 @@ class RemoteVolume:
 
     # ---- One-sided, from and to registered memory
 
-    async def read_into(self, local: RegionSlice, offset: int) -> None:
+    def read_into(self, local: RegionSlice, offset: int) -> Awaitable[None]:
         """Read one-sidedly into registered memory: nothing is copied on the way, and no program of the server's runs.
 
-        :raises ChangedError: the volume was resized or deleted: open it again.
+        The read is posted when this is called, and what it returns is awaited.
+
+        :raises ChangedError: by the await: the volume was resized or deleted: open it again.
         """
-        self._check(offset, len(local))
+        length = len(local)
+        if not 0 <= offset <= self.size - length:
+            self._check(offset, length)
+        try:
+            return self._connection.read(local, self._granted[offset : offset + length])
+        except GrantRevokedError:
+            return self._read_again(local, offset)
+
+    async def _read_again(self, local: RegionSlice, offset: int) -> None:
         for _ in range(_TRIES):
             granted = self._granted
             try:

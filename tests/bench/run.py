@@ -96,7 +96,7 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "pool_run": on(partial(pools.calls, max(1, rounds // 5)), loops=LOOPS),
         "pool_of_two": on(*(partial(pools.scaling, 2 * short, processes=processes) for processes in (True, False))),
         "storage_reads": on(*(partial(storage.reads, short + 2, name) for name in storage.PATTERNS)),
-        "storage_flush": on(partial(storage.flushes, max(3, rounds // 50))),
+        "storage_flush": on(*(partial(storage.flushes, max(3, rounds // 100), each) for each in storage.WRITTEN)),
         "growth": partial(alone, partial(growth.growth, options.operations, seconds / 2), seconds),
         "outstanding": partial(alone, growth.outstanding, seconds),
         "parts": lambda: iter([basics.parts(fast=rounds < ROUNDS)]),

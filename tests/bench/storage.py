@@ -35,6 +35,9 @@ HOST = "127.0.0.1"
 SIZE = 64 << 20
 CLIENTS = 2
 TURN_S = 0.5
+FLUSHES = 16  # of a round
+SPIN_US = 2000  # both ends look for what comes for so long before they sleep
+WRITTEN = (4 << 10, 64 << 10, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,13 @@ def _only_volume(folder: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[Server]:
+async def serving(*options: str) -> AsyncIterator[Server]:
     """A storage server in a process of its own, and a volume of random bytes."""
-    command = [sys.executable, str(SERVER), "serve"]
+    command = [sys.executable, str(SERVER), "serve", *options, "--loop", "uvloop", "--metrics-port", "0"]
     with tempfile.TemporaryDirectory(prefix="aioverbs-bench-", dir=os.environ.get("AIOVERBS_BENCH_FOLDER")) as folder:
-        async with running(*command, folder, "--loop", "uvloop", "--metrics-port", "0", terminate=True) as process:
+        async with running(
+            *command, folder, "--loop", "uvloop", "--metrics-port", "0", *options, terminate=True
+        ) as process:
             metrics = (await process.hear()).rpartition(" ")[2]
             port = int((await process.hear()).rpartition(":")[2])
             token = (Path(folder) / "owner.token").read_text()
@@ -231,37 +236,38 @@ def _synced(metrics: str) -> tuple[float, int]:
     return float(total[1]), int(float(count[1]))
 
 
-async def flushes(rounds: int) -> Result:
-    """One client writes 64 KiB at random places and flushes: what the flush took, beside the fdatasync that it was."""
+async def flushes(rounds: int, written: int) -> Result:
+    """One client writes so many bytes, blocks at random places, and flushes: the flush beside the fdatasync beneath."""
     chance, block = random.Random(7), 4096
     over, took, beneath = [], [], []
+    settings = ConnectionSettings(spin_ns=SPIN_US * 1000)
     async with (
-        serving() as server,
+        serving("--spin-us", str(SPIN_US)) as server,
         open_device("soft0") as device,
         device.resource_domain(message_model=MessageModel.LOW_LATENCY) as domain,
-        connect(HOST, server.port, server.token, domain=domain) as storage,
+        connect(HOST, server.port, server.token, domain=domain, settings=settings) as storage,
         storage.open("disk", write=True) as volume,
     ):
         for _ in range(rounds):
             before, count = await asyncio.to_thread(_synced, server.metrics)
             seconds = 0.0
-            for _ in range(16):
-                for _ in range(16):
+            for _ in range(FLUSHES):
+                for _ in range(written // block):
                     await volume.write(chance.randrange(SIZE // block) * block, chance.randbytes(block))
                 begin = time.perf_counter()
                 await volume.flush()
                 seconds += time.perf_counter() - begin
             after, again = await asyncio.to_thread(_synced, server.metrics)
-            assert again - count == 16
+            assert again - count == FLUSHES
             over.append(seconds / (after - before))
-            took.append(seconds / 16)
-            beneath.append((after - before) / 16)
+            took.append(seconds / FLUSHES)
+            beneath.append((after - before) / FLUSHES)
     figures = {
         "flush_us": statistics.median(took) * 1e6,
         "fdatasync_us": statistics.median(beneath) * 1e6,
         "over_fdatasync": statistics.median(over),
     }
-    return Result("storage_flush", figures, {"over_fdatasync": Limit(at_most=1.2)})
+    return Result(f"storage_flush_{written >> 10}_kib", figures, {"over_fdatasync": Limit(at_most=1.2)})
 
 
 if __name__ == "__main__":

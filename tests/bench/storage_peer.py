@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import cast
 
@@ -101,13 +102,13 @@ class TcpVolume(asyncio.BufferedProtocol):
             if not done.done():
                 done.set_exception(exc or ConnectionResetError("the server is gone"))
 
-    async def read_into(self, into: memoryview, offset: int) -> None:
-        """Read a part of the file."""
+    def read_into(self, into: memoryview, offset: int) -> Awaitable[None]:
+        """Read a part of the file: what it returns is awaited."""
         self._number += 1
         done: asyncio.Future[None] = self._loop.create_future()
         self._asked[self._number] = done, into
         self._transport.write(_REQUEST.pack(self._number, offset, len(into)))
-        await done
+        return done
 
 
 def start(path: Path) -> tuple[str, ...]:

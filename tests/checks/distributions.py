@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 _SOURCES = (".c", ".h", ".pyx", ".pxd", ".pxi")
 _BESIDE = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "noxfile.py", "tests/conftest.py")
+_NOT_SHIPPED = ("_build", "_docs")  # folders of the package for who builds it and its documentation
 
 
 def sdist_faults(names: set[str]) -> Iterator[str]:
@@ -31,7 +32,7 @@ def sdist_faults(names: set[str]) -> Iterator[str]:
 def _programs() -> Iterator[str]:
     """The files of Python's that a wheel has: the package's, and the example that the demonstration starts."""
     for path in ROOT.glob("aioverbs/**/*.py"):
-        if ROOT / "aioverbs" / "_build" not in path.parents:
+        if not any(ROOT / "aioverbs" / name in path.parents for name in _NOT_SHIPPED):
             yield path.relative_to(ROOT).as_posix()
     for path in ROOT.glob("examples/storage_server/**/*.py"):
         yield f"aioverbs/_{path.relative_to(ROOT).as_posix()}"
@@ -48,7 +49,7 @@ def wheel_faults(names: set[str]) -> Iterator[str]:
     yield from (f"the wheel lacks {name}" for name in (*_programs(), "aioverbs/py.typed") if name not in names)
     for name in names:
         outside = not name.startswith("aioverbs/") and ".dist-info/" not in name
-        if outside or name.endswith(_SOURCES) or name.startswith(("aioverbs/_build", "aioverbs/_docs")):
+        if outside or name.endswith(_SOURCES) or name.startswith(tuple(f"aioverbs/{each}" for each in _NOT_SHIPPED)):
             yield f"the wheel holds {name}"
 
 

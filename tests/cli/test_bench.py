@@ -269,6 +269,8 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture
 def measuring_now() -> "Iterator[subprocess.Popen[str]]":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where all of it runs in the background: it is inherited
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [*COMMAND, "--seconds", "60"]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

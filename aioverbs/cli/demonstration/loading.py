@@ -39,7 +39,7 @@ Several = Callable[[Callable[[int], Coroutine[object, object, None]], Iterable[i
 class Volume(Protocol):
     """What is needed of a volume of the storage server."""
 
-    async def read_into(self, local: RegionSlice, offset: int) -> None:
+    def read_into(self, local: RegionSlice, offset: int) -> Awaitable[None]:
         """Read one-sidedly."""
 
     async def write_from(self, local: RegionSlice, offset: int) -> None:

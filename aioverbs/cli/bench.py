@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aioverbs.cli.common import Status, console, device_names, json_option, print_json
+from aioverbs.cli.common import Status, console, device_names, json_option, print_json, runner
 from aioverbs.cli.measuring import OPERATIONS, Figure, Operation, cells, size_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _measured(operations: "Sequence[Operation]", named: "Sequence[str]", model: str, seconds: float) -> "Report":
-    from aioverbs.cli.bench_run import chosen_devices, measure, runner
+    from aioverbs.cli.bench_run import chosen_devices, measure
     from aioverbs.completion import MessageModel
 
     devices, problems = chosen_devices(named)

@@ -12,8 +12,8 @@ from typing import Any
 
 from aioverbs.cli.bench_device import HERE, DeviceServer, device_server
 from aioverbs.cli.bench_memory import Memory
-from aioverbs.cli.bench_run import runner
 from aioverbs.cli.bench_stream import LIMIT, serve_stream
+from aioverbs.cli.common import runner
 from aioverbs.completion import MessageModel
 from aioverbs.errors import DeviceNotFoundError
 
@@ -91,5 +91,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    with runner() as _runner:
-        _runner.run(main())
+    with runner() as loop:
+        loop.run(main())

@@ -35,7 +35,7 @@ from aioverbs.completion import MessageModel
 from aioverbs.device import devices
 from aioverbs.errors import DeviceNotFoundError, StateError, WorkCompletionError
 
-__all__ = ["BASE", "STREAMS", "PeerGoneError", "Report", "chosen_devices", "loop_name", "measure", "runner"]
+__all__ = ["BASE", "STREAMS", "PeerGoneError", "Report", "chosen_devices", "loop_name", "measure"]
 
 BASE = "tcp"
 STREAMS = ("tcp", "unix")
@@ -56,15 +56,6 @@ _FAILURES = (
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
 )
-
-
-def runner() -> "asyncio.Runner":
-    """One that has uvloop where that is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        return asyncio.Runner()
-    return asyncio.Runner(loop_factory=new_event_loop)
 
 
 def loop_name() -> str:

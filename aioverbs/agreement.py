@@ -4,8 +4,8 @@ import errno
 
 from aioverbs import qp_states
 from aioverbs.attributes import AddressVector
+from aioverbs.connecting import limits_for
 from aioverbs.errors import TransitionError, VerbsError
-from aioverbs.ports import limits_of
 from aioverbs.qp_states import Changes, Limits
 from aioverbs.queue_pair import QueuePair
 from aioverbs.retries import RETRIES
@@ -45,7 +45,7 @@ def check_queue_pair(qp: QueuePair, attributes: Changes) -> None:
     try:
         if state not in (QpState.RESET, QpState.INIT):
             raise TransitionError(QpType.RC, state, QpState.RTR, reachable=qp_states.reachable(QpType.RC, state))
-        limits = limits_of(qp.handle.context, 1)
+        limits = limits_for(qp, 1)
         moves = (QpState.RTR, QpState.RTS)
         qp_states.plan(QpType.RC, QpState.INIT, moves, attributes, defaults=_TOLD, limits=limits)
     except TransitionError as error:

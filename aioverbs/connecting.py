@@ -15,9 +15,10 @@ from aioverbs.qp_states import Changes, Limits
 from aioverbs.refusals import attend
 from aioverbs.resource import Resource
 from aioverbs.retries import RETRIES
+from aioverbs.soft_roce import without_growth
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
-__all__ = ["Connectable"]
+__all__ = ["Connectable", "limits_for"]
 
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
@@ -40,6 +41,7 @@ class Connectable(Eventful[engine.QueuePair]):
         self._qkey = random.getrandbits(31)  # the upper half of the keys is for privileged users
         self._qp_state = QpState.RESET
         self._remote: Endpoint | None = None
+        self._served: int | None = None  # the last max_dest_rd_atomic that the device was told
 
     def _under_way(self) -> int:
         """How many work requests were posted and are not done."""
@@ -79,6 +81,9 @@ class Connectable(Eventful[engine.QueuePair]):
     def local_endpoint(self) -> Endpoint:
         """What a peer needs to know of it. `to_reset` makes that another one.
 
+        With soft-RoCE, whose kernel breaks otherwise, a queue pair that was connected before has no larger
+        `max_dest_rd_atomic` than it was connected with.
+
         :raises ValueError: the port has no GID, or none at the index that it was made with.
         """
         context = self.handle.context
@@ -89,7 +94,7 @@ class Connectable(Eventful[engine.QueuePair]):
                 f"port {self._port} of {context.name} has no GID at index {self.gid_index}: give its queue pairs the"
                 " gid_index of one that it has, or none, to have it chosen"
             )
-        limits = self._limits()
+        limits = limits_for(self, self._port)
         requests = "max_rd_atomic" in qp_states.needs(self.qp_type, _RTR, _RTS).required
         responds = "max_dest_rd_atomic" in qp_states.needs(self.qp_type, _INIT, _RTR).required
         return Endpoint(
@@ -213,9 +218,6 @@ class Connectable(Eventful[engine.QueuePair]):
 
     # ---- How
 
-    def _limits(self) -> Limits:
-        return limits_of(self.handle.context, self._port)
-
     def _check_peer(self, remote: Endpoint) -> None:
         if self.qp_type is QpType.UD:
             raise ValueError(f"{self!r} is of type UD: its datagrams go by address handles; activate() it")
@@ -257,7 +259,7 @@ class Connectable(Eventful[engine.QueuePair]):
     ) -> None:
         if remote is not None:
             self._check_peer(remote)
-        limits = self._limits()
+        limits = limits_for(self, self._port)
         defaults = self._defaults(limits, remote if remote is not None else self._remote)
         if remote is not None and "av" not in attributes:
             defaults["av"] = self.path_to(remote)
@@ -267,8 +269,11 @@ class Connectable(Eventful[engine.QueuePair]):
             )
         except TransitionError as error:
             error.subject = repr(self)
+            if limits != limits_of(self.handle.context, self._port) and "max_dest_rd_atomic" in error.wrong:
+                error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
             raise
         for wanted, changes in steps:
+            self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
             self.handle.modify(wanted, **changes)
             self._qp_state = wanted
             self._moved(wanted)
@@ -277,3 +282,9 @@ class Connectable(Eventful[engine.QueuePair]):
             if wanted is _RTR:
                 self._remote = remote
                 attend(self.handle.context)
+
+
+def limits_for(qp: Connectable, port: int) -> Limits:
+    """What its device, a port there, and what it was told before allow a queue pair."""
+    context = qp.handle.context
+    return without_growth(limits_of(context, port), context, qp._served)

@@ -16,6 +16,7 @@ from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Bell
 from aioverbs.agreement import settle
 from aioverbs.cm_events import CmEventType, Dispatcher
+from aioverbs.connecting import limits_for
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -28,7 +29,6 @@ from aioverbs.errors import (
     UnreachableError,
     VerbsError,
 )
-from aioverbs.ports import limits_of
 from aioverbs.qp_states import Changes
 from aioverbs.queue_pair import QueuePair
 from aioverbs.types import AccessFlags, QpState, QpType
@@ -216,7 +216,7 @@ class Conversation:
 
     def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
         """Take it to RTS, by what the managers agreed on; what it was given."""
-        limits = limits_of(qp.handle.context, self.handle.port_num)
+        limits = limits_for(qp, self.handle.port_num)
         self._qp = qp
         moves: tuple[tuple[QpState, QpState, Callable[..., None]], ...] = (
             (QpState.INIT, QpState.RTR, qp.to_rtr),

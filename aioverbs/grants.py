@@ -14,6 +14,7 @@ from aioverbs.errors import BrokenResourceError, ClosedResourceError, GrantRevok
 from aioverbs.frames import FrameKind, GrantNotice
 from aioverbs.memory import MemoryRegion, MemoryWindow
 from aioverbs.resource import Resource
+from aioverbs.soft_roce import is_soft_roce
 from aioverbs.traffic import Traffic
 from aioverbs.types import AccessFlags, MwType
 
@@ -25,7 +26,6 @@ __all__ = ["Grant", "Granted", "Grants"]
 _REMOTE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 _WINDOWS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 _NUMBERS = 1 << 16
-_SOFT_ROCE = 0xFFFFFF  # its vendor_id
 
 
 def has_windows(context: engine.Context) -> bool:
@@ -38,7 +38,7 @@ def _window_serves(context: engine.Context, piece: RegionSlice) -> bool:
     if not has_windows(context) or not piece.region.access & AccessFlags.MW_BIND:
         return False
     # soft-RoCE checks the bounds of a window's region in place of the window's own.
-    return context.attributes.vendor_id != _SOFT_ROCE or len(piece) == len(piece.region)
+    return not is_soft_roce(context) or len(piece) == len(piece.region)
 
 
 class Grant:

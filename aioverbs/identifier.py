@@ -11,6 +11,7 @@ from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Affinity, running_loop
 from aioverbs.agreement import check_queue_pair
 from aioverbs.cm_events import CmEventType, EventChannel
+from aioverbs.connecting import limits_for
 from aioverbs.conversation import Conversation, Stage
 from aioverbs.errors import StateError, UnreachableError, VerbsError
 from aioverbs.qp_states import Changes
@@ -206,14 +207,14 @@ class Identifier(Handled[core.Identifier]):
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
         conversation, data = self._ready("connect", Stage.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
-        limits = qp.handle.context.attributes
+        limits = limits_for(qp, self.handle.port_num)
         async with conversation.step("connect", Stage.RESOLVED, timeout_s):
             conversation.to_init(qp, access)
             self.handle.connect(
                 qp_num=qp.qp_num,
                 private_data=data,
-                responder_resources=attributes.get("max_dest_rd_atomic", min(limits.max_qp_rd_atom, 0xFF)),
-                initiator_depth=attributes.get("max_rd_atomic", min(limits.max_qp_init_rd_atom, 0xFF)),
+                responder_resources=attributes.get("max_dest_rd_atomic", limits.max_dest_rd_atomic),
+                initiator_depth=attributes.get("max_rd_atomic", limits.max_rd_atomic),
                 retry_count=attributes.get("retry_cnt", RETRIES["retry_cnt"]),
                 rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
                 srq=qp.handle.srq is not None,

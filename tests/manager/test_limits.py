@@ -11,6 +11,7 @@ from aioverbs import CompletionQueue, Device, QpCapabilities, QpType, ResourceDo
 from aioverbs.attributes import DeviceAttributes
 from aioverbs.limits import check_completion_queue, check_queue_pair, check_shared_receive_queue
 from tests.capabilities import Capability, capabilities
+from tests.core.pairs import wait_until
 
 
 @pytest_asyncio.fixture
@@ -116,6 +117,29 @@ async def test_reads_and_atomics_under_way(device: Device, domain: ResourceDomai
         near.connect(far.local_endpoint())
         found = near.query()
         assert (found.max_rd_atomic, found.max_dest_rd_atomic) == (min(requests, serves), min(requests, serves))
+
+
+async def test_soft_roce_serves_no_more_reads_than_at_first(
+    device: Device, domain: ResourceDomain, cq: CompletionQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told so, its kernel writes beyond the table that it has of them."""
+    monkeypatch.setattr("aioverbs.soft_roce.is_soft_roce", lambda context: True)
+    async with domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
+        remote = far.local_endpoint()
+        assert near.local_endpoint().max_dest_rd_atomic > 4, "it has no table yet"
+        near.connect(remote, max_dest_rd_atomic=4)
+        near.to_sqd()
+        wait_until(lambda: not near.query().sq_draining)
+        with no_verb(device, "modify_qp"), pytest.raises(TransitionError, match=r"5, .* 0 to 4: with soft-RoCE never"):
+            near.to_sqd(max_dest_rd_atomic=5)
+        near.to_sqd(max_dest_rd_atomic=2)
+        near.to_error()
+        near.to_reset()
+        assert near.local_endpoint().max_dest_rd_atomic == 2
+        with no_verb(device, "modify_qp"), pytest.raises(TransitionError, match=r"4, .* make a new queue pair"):
+            near.connect(remote, max_dest_rd_atomic=4)
+        near.connect(remote)
+        assert near.query().max_dest_rd_atomic == 2
 
 
 async def test_completion_queues(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:

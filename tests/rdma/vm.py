@@ -40,15 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     try:
-        try:
-            return _run(options)
-        except VmError as error:
-            # Nothing that a program does may end a kernel: its soft-RoCE has a fault that memory regions meet now and
-            # then when they are given back. Once more, and whoever reads this knows; twice in a row is another matter.
-            if error.failure is not Failure.PANIC or options.shell:
-                raise
-            print(f"vm: {error}\nvm: the guest is started once more", file=sys.stderr)
-            return _run(options)
+        return _run(options)
     except VmError as error:
         print(f"vm: {error}", file=sys.stderr)
         return error.failure

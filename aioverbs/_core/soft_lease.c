@@ -5,15 +5,13 @@
 #include "soft_stream.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "soft_descriptors.h"
+#include "soft_sealed.h"
 #include "soft_sync.h"
 
 enum { FREE, OPEN, BUSY };
@@ -40,20 +38,15 @@ static struct soft_lease_page *map(int fd)
 int soft_lease_make(struct soft_link *link)
 {
     struct soft_lease_page *page;
-    int fd, error;
+    int fd;
 
     if (link->stream.leases)
         return 0;
-    soft_descriptors_hold();
-    fd = soft_descriptor_own(memfd_create("aioverbs-leases", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    error = fd < 0 ? errno : 0;
-    soft_descriptors_release();
-    if (error)
-        return error;
-    page = ftruncate(fd, sizeof(*page)) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) ? NULL
-                                                                                                             : map(fd);
+    fd = soft_sealed_make("aioverbs-leases", sizeof(*page), F_SEAL_SEAL);
+    page = fd < 0 ? NULL : map(fd);
     if (!page) {
-        error = errno;
+        int error = errno;
+
         soft_descriptor_close(fd);
         return error;
     }
@@ -75,14 +68,9 @@ void soft_lease_unmake(struct soft_link *link)
 
 const char *soft_lease_take(struct soft_stream *stream)
 {
-    struct stat found;
-    int seals;
-
     if (stream->came_fd < 0)
         return "no leases came with the offer";
-    seals = fcntl(stream->came_fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(stream->came_fd, &found) ||
-        found.st_size != sizeof(*stream->leases))
+    if (soft_sealed_bytes(stream->came_fd) != (off_t)sizeof(*stream->leases))
         return "the leases that came are not what they should be"; /* it could be cut short under our hands */
     stream->leases = map(stream->came_fd);
     return stream->leases ? NULL : "the leases that came cannot be mapped";

@@ -8,17 +8,12 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "soft.h"
 #include "soft_descriptors.h"
+#include "soft_sealed.h"
 #include "soft_stream.h"
-
-#ifndef F_SEAL_FUTURE_WRITE
-#define F_SEAL_FUTURE_WRITE 0x0010 /* since Linux 5.1 */
-#endif
-#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
 
 enum { WORDS = 251 }; /* prime: numbers that are given out one after the other have words of their own */
 
@@ -50,20 +45,17 @@ static bool fill(struct soft_fabric *fabric, struct soft_licence_page *page)
 /* Under progress. */
 static bool make_page(struct soft_fabric *fabric)
 {
-    struct soft_licence_page *page = NULL;
+    struct soft_licence_page *page;
     int fd;
 
     if (fabric->licences_fd >= 0)
         return true;
-    soft_descriptors_hold();
-    fd = soft_descriptor_own(memfd_create("aioverbs-licences", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    soft_descriptors_release();
+    fd = soft_sealed_make("aioverbs-licences", sizeof(*page), 0);
     if (fd < 0)
         return false;
-    /* Mapped before it is sealed: nobody else can map it to be written. */
-    if (!ftruncate(fd, sizeof(*page)))
-        page = map(fd, PROT_READ | PROT_WRITE);
-    if (!page || !fill(fabric, page) || fcntl(fd, F_ADD_SEALS, SEALS)) {
+    /* Mapped before it is sealed against that: nobody else can map it to be written. */
+    page = map(fd, PROT_READ | PROT_WRITE);
+    if (!page || !fill(fabric, page) || fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)) {
         if (page)
             munmap(page, sizeof(*page));
         soft_descriptor_close(fd);
@@ -160,15 +152,6 @@ static void free_licensor(struct soft_licensor *licensor)
     free(licensor);
 }
 
-static bool is_sealed(int fd)
-{
-    struct stat found;
-    int seals = fcntl(fd, F_GET_SEALS);
-
-    return seals >= 0 && seals & F_SEAL_SHRINK && !fstat(fd, &found) &&
-           found.st_size >= (off_t)sizeof(struct soft_licence_page);
-}
-
 static int open_memory(uint32_t pid)
 {
     char path[32];
@@ -196,7 +179,7 @@ static struct soft_licensor *make_licensor(const struct soft_stream *stream, int
     static atomic_ullong serials = 1;
     struct soft_licensor *licensor;
 
-    if (!stream->pid || !is_sealed(fd))
+    if (!stream->pid || soft_sealed_bytes(fd) < (off_t)sizeof(struct soft_licence_page))
         return NULL;
     licensor = calloc(1, sizeof(*licensor));
     if (!licensor)

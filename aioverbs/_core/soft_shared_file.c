@@ -13,6 +13,7 @@
 
 #include "soft.h"
 #include "soft_descriptors.h"
+#include "soft_sealed.h"
 
 #define MAGIC "aioshpd1"
 #define MEMBERS 4096 /* the byte that all processes with an instance lock together */
@@ -278,20 +279,12 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
 {
     struct soft_shared *file = begin(device);
     uint64_t bytes = memory_bytes();
-    int error = 0;
+    int error;
 
     if (!file)
         return NULL;
-    soft_descriptors_hold();
-    file->fd = soft_descriptor_own(memfd_create("aioverbs-domain", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (file->fd < 0)
-        error = errno;
-    soft_descriptors_release();
-    if (!error && (ftruncate(file->fd, (off_t)(memory_at(bytes) + bytes)) ||
-                   fcntl(file->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)))
-        error = errno;
-    if (!error)
-        error = map(file, bytes);
+    file->fd = soft_sealed_make("aioverbs-domain", (off_t)(memory_at(bytes) + bytes), F_SEAL_SEAL);
+    error = file->fd < 0 ? errno : map(file, bytes);
     if (!error) {
         memcpy(file->page->head.magic, MAGIC, sizeof(file->page->head.magic));
         file->page->head.bytes = bytes;
@@ -303,13 +296,11 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
 static int check(const struct soft_shared *file, uint64_t *bytes)
 {
     struct soft_shared_head head;
-    struct stat found;
-    int seals = fcntl(file->fd, F_GET_SEALS);
+    off_t size = soft_sealed_bytes(file->fd);
 
-    if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW) ||
-        fstat(file->fd, &found) || pread(file->fd, &head, sizeof(head), 0) != (ssize_t)sizeof(head) ||
+    if (size < 0 || pread(file->fd, &head, sizeof(head), 0) != (ssize_t)sizeof(head) ||
         memcmp(head.magic, MAGIC, sizeof(head.magic)) || !possible(head.bytes) ||
-        (uint64_t)found.st_size != memory_at(head.bytes) + head.bytes)
+        (uint64_t)size != memory_at(head.bytes) + head.bytes)
         return EPROTO;
     *bytes = head.bytes;
     return 0;

@@ -1,0 +1,19 @@
+/* Files without a name whose size is settled: who was handed one by a peer and has mapped it is never cut short. */
+#ifndef AIOVERBS_SOFT_SEALED_H
+#define AIOVERBS_SOFT_SEALED_H
+
+#include <fcntl.h>
+#include <sys/types.h>
+
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010 /* since Linux 5.1 */
+#endif
+
+/* One of so many bytes, all zero, which neither shrinks nor grows: an owned descriptor, or -1 and errno. `more` are
+ * seals besides: F_SEAL_SEAL, where none is to come later. */
+int soft_sealed_make(const char *name, off_t bytes, int more);
+
+/* How many bytes one has; -1: it is no such file. */
+off_t soft_sealed_bytes(int fd);
+
+#endif

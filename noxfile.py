@@ -351,7 +351,8 @@ def rdma(session: nox.Session) -> None:
 
     `-- --matrix` runs what is about RDMA devices there with the rdma-core and pyverbs of later Debian releases as well.
     `-- --soak` runs what takes long instead: 10,000 connects and disconnects, and storms. `-- --bench` runs the
-    benchmarks on RDMA devices instead, with `-- --bench window` some of them.
+    benchmarks on RDMA devices instead, with `-- --bench window` some of them. `-- --power-cuts` cuts the power of the
+    virtual machine 50 times under a storage server's load instead, with `-- --power-cuts --rounds 5` less often.
     """
     python = f"{session.bin}/python"
     vm = ("python", "tests/rdma/vm.py", "--cwd", str(ROOT))
@@ -364,6 +365,12 @@ def rdma(session: nox.Session) -> None:
     if not here:  # also installs what the tests need of the distribution, pyverbs among it
         session.run(*vm, "--prepare")
     session.run("python", "tests/rdma/pyverbs_path.py")
+    if "--power-cuts" in session.posargs:
+        if here:
+            session.error("--power-cuts is for the virtual machine, and there is an RDMA device here")
+        rounds = [each for each in session.posargs if each != "--power-cuts"]
+        session.run("python", "-P", "tests/rdma/power_cuts.py", *rounds)
+        return
     if bench:
         program = bench_program(session)
         arguments = [each for each in session.posargs if each != "--bench"]

@@ -59,7 +59,8 @@ def _run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="rdma-vm-") as name:
         share = Path(name)
         _fill_share(share, options, pace)
-        guest = Guest(image, accelerator, share, terminal=options.shell)
+        cut = share / "results" / options.cut if options.cut is not None else None
+        guest = Guest(image, accelerator, share, terminal=options.shell, disk=options.disk, cut=cut)
         try:
             return guest.run(options.timeout)
         except VmError as error:
@@ -147,6 +148,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="DIR",
         help="copy to DIR what the command leaves in $AIOVERBS_RESULTS",
+    )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FILE",
+        help="a file that is the guest's disk, /dev/vda",
+    )
+    parser.add_argument(
+        "--cut",
+        metavar="NAME",
+        help="cut the machine's power when the command has made this file in $AIOVERBS_RESULTS",
     )
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     options = parser.parse_args(arguments)

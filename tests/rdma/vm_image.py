@@ -36,6 +36,8 @@ MODULES = (
     "veth",
     "rdma_rxe",
     "rdma_ucm",
+    "virtio_blk",
+    "ext4",
 )
 # rxe on Linux 6.1 cannot be made without crc32_generic, later kernels have none; the others are
 # for tests to use: another interface, and loss and delay on the veth pair.
@@ -61,7 +63,7 @@ def prepare_image(cache: Path) -> Image:
     """
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / "lock"):
-        kernel = cache / "kernel"
+        kernel = cache / f"kernel-{hashlib.sha256(repr((OPTIONAL_MODULES, MODULES)).encode()).hexdigest()[:16]}"
         if not kernel.is_dir():
             print("vm: fetching a kernel", file=sys.stderr, flush=True)
             with _scratch(cache) as scratch:

@@ -16,6 +16,7 @@ from tests.rdma.vm_errors import Failure, VmError
 PACKAGES = (
     "busybox-static",
     "cpio",
+    "e2fsprogs",
     "ibverbs-providers",
     "ibverbs-utils",
     "iproute2",

@@ -34,17 +34,23 @@ class Guest:
         share: the directory that the guest may write to; it finds its second stage there and
             leaves the files `booted`, `failure` and `status`.
         terminal: whether the guest's console is our terminal, rather than a pipe.
+        disk: what the guest has as /dev/vda, a file of a whole file system.
+        cut: QEMU is killed when this file is there, as if the guest's power were cut: what its kernel
+            holds in memory is lost, what it gave to the disk is not. The command was successful then.
     """
 
     image: Image
     accelerator: tuple[str, ...]
     share: Path
     terminal: bool
+    disk: Path | None = None
+    cut: Path | None = None
 
     def command(self) -> list[str]:
         """QEMU's command line; the guest's output is its standard output."""
         # A console is a terminal but passes 16 bytes at a time, a port is neither.
         output = "virtconsole" if self.terminal else "virtserialport"
+        drive = f"file={self.disk},format=raw,if=none,id=disk,cache=writeback"
         return [
             *_base_command(self.image, self.accelerator, self.share / "console", KERNEL_LINE),
             *("-smp", "2", "-m", str(MEMORY_MIB)),
@@ -54,6 +60,7 @@ class Guest:
             *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
             *("-fsdev", f"local,id=run,path={self.share},security_model=none"),
             *("-device", "virtio-9p-pci,fsdev=run,mount_tag=run"),
+            *(("-drive", drive, "-device", "virtio-blk-pci,drive=disk") if self.disk else ()),
         ]
 
     def run(self, timeout_s: float) -> int:
@@ -77,24 +84,33 @@ class Guest:
             copier = threading.Thread(target=_copy_output, args=(process,), daemon=True)
             copier.start()
             failure = self._wait(process, timeout_s)
+            if self._is_cut():
+                process.kill()
         # A reader of our output that has stalled must not stall us for ever.
         copier.join(10.0)
+        if self._is_cut():
+            return 0
         with contextlib.suppress(FileNotFoundError, ValueError):
             return int((self.share / "status").read_text())
         raise self._error(failure, timeout_s)
+
+    def _is_cut(self) -> bool:
+        return self.cut is not None and self.cut.exists()
 
     def _wait(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> Failure | None:
         """Wait for the end of QEMU; the answer says which limit was passed, if one was."""
         deadline = time.monotonic() + BOOT_LIMIT_S
         booted = False
         while process.poll() is None:
+            if self._is_cut():
+                return None
             if not booted and (self.share / "booted").exists():
                 booted = True
                 deadline = time.monotonic() + timeout_s
             if time.monotonic() > deadline:
                 return Failure.TIMED_OUT if booted else Failure.NOT_BOOTED
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
+                process.wait(0.005 if self.cut is not None else 0.05)
         return None
 
     def _error(self, failure: Failure | None, timeout_s: float) -> VmError:

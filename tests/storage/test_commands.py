@@ -8,20 +8,17 @@ import pty
 import random
 import signal
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from storage_server.client import connect
-from storage_server.errors import StorageError
 
 import aioverbs
-from aioverbs import BrokenResourceError
 from tests.conftest import LOOP_FACTORIES
 from tests.pace import fewer, patience
-from tests.storage.model import BLOCK, Blocks
-from tests.storage.processes import Process, command, here, run, served
+from tests.storage.loading import load, look, shares_of_two
+from tests.storage.processes import command, here, run, served
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -123,10 +120,10 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [["--flush-every", 20], ["--by-messages"]], ids=["one-sided", "messages"])
 def test_load(device_name: str, tmp_path: Path, options: list[object]) -> None:
-    load = ("load", "disk", "--clients", 2, "--seconds", 0.3, "--window", 8, *options)
+    loading = ("load", "disk", "--clients", 2, "--seconds", 0.3, "--window", 8, *options)
     with served(tmp_path / "root", device=device_name) as server:
         server.done("client", "create", "disk", "1M")
-        found = json.loads(server.done(*load, "--reads", 50))
+        found = json.loads(server.done(*loading, "--reads", 50))
         assert found["wrong_blocks"] == 0
         assert found["operations"] > 20
         took = found["latency_us"]
@@ -136,7 +133,7 @@ def test_load(device_name: str, tmp_path: Path, options: list[object]) -> None:
         file.seek(100)
         file.write(b"not what was written there")
     with served(tmp_path / "root", device=device_name) as server:
-        done = server.run(*load, "--no-fill", "--pattern", "sequential")
+        done = server.run(*loading, "--no-fill", "--pattern", "sequential")
         assert done.returncode == 1
         assert "block 0 is not whole" in done.stdout
         assert "were not what was written" in done.stderr
@@ -158,89 +155,30 @@ def test_a_server_that_is_killed_many_times(backing: str, number: int, tmp_path:
 def kill_and_look(path: Path, backing: str, seed: int) -> None:
     """SIGKILL under load, twice in a row; what was acknowledged is there each time."""
     root = path / "root"
-    shares = [Blocks(range(each * 16, (each + 1) * 16)) for each in range(2)]
+    shares = shares_of_two()
     chance = random.Random(seed)
     factories = list(LOOP_FACTORIES.values())
+
+    async def kill() -> None:
+        await asyncio.sleep(chance.random() * 0.3)
+        server.kill()
+
     with asyncio.Runner(loop_factory=factories[seed % len(factories)]) as runner:
         for turn in range(2):
             with served(root, "--backing", backing, recovers=True) as server:
-                runner.run(load_and_kill(server, shares, chance, turn))
+                runner.run(load(server, shares, chance, kill, turn=turn, create=not turn))
         with served(root, "--backing", backing, recovers=True) as server:
             runner.run(look(server, shares))
     assert any(any(share.acknowledged.values()) for share in shares)
-
-
-async def load_and_kill(server: Process, shares: list[Blocks], chance: random.Random, turn: int) -> None:
-    token = (server.root / "owner.token").read_text()
-    async with aioverbs.open_device("soft0") as device, device.resource_domain() as domain:
-        async with connect(server.host, server.port, token, domain=domain) as storage:
-            if not turn:
-                await storage.create("disk", 32 * BLOCK)
-            await look(server, shares)
-
-        async def write(share: Blocks, *, by_messages: bool) -> None:
-            with contextlib.suppress(BrokenResourceError, aioverbs.WorkCompletionError):
-                async with (
-                    connect(server.host, server.port, token, domain=domain) as storage,
-                    storage.open("disk", write=True, by_messages=by_messages) as volume,
-                ):
-                    while True:
-                        for block in chance.sample(share.blocks, chance.randrange(1, 6)):
-                            await volume.write(block * BLOCK, share.write(block))
-                            share.wrote(block)
-                        about = share.flush()
-                        await volume.flush()
-                        share.flushed(about)
-
-        async def manage() -> None:
-            with contextlib.suppress(BrokenResourceError, StorageError):
-                async with connect(server.host, server.port, token, domain=domain) as storage:
-                    for number in range(10_000):
-                        name = f"{turn}-{number}"
-                        await storage.create(name, BLOCK)
-                        await storage.snapshot("disk", f"s{name}")
-                        await storage.resize(name, 5 * BLOCK)
-                        await storage.delete(name)
-                        await storage.delete(f"s{name}")
-
-        async with asyncio.TaskGroup() as tasks:
-            for number, share in enumerate(shares):
-                tasks.create_task(write(share, by_messages=bool(number)))
-            tasks.create_task(manage())
-            begun = time.monotonic()
-            while not all(any(share.acknowledged.values()) for share in shares):
-                await asyncio.sleep(0.01)
-                assert time.monotonic() - begun < patience(30)
-            await asyncio.sleep(chance.random() * 0.3)
-            server.kill()
-
-
-async def look(server: Process, shares: list[Blocks]) -> None:
-    """See that all is there, and that nothing is half made."""
-    token = (server.root / "owner.token").read_text()
-    async with (
-        aioverbs.open_device("soft0") as device,
-        device.resource_domain() as domain,
-        connect(server.host, server.port, token, domain=domain) as storage,
-    ):
-        volumes = await storage.volumes()
-        assert len(list((server.root / "volumes").iterdir())) == len(volumes)
-        for name, size, _ in volumes:
-            assert size in ((BLOCK, 5 * BLOCK) if name[0].isdigit() else (32 * BLOCK,))
-        async with storage.open("disk") as volume:
-            content = await volume.read(0, volume.size, verify=True)
-        for share in shares:
-            share.check(content)
-            share.go_on(content)
 
 
 async def test_a_client_that_is_killed(tmp_path: Path) -> None:
     """What it had open is closed, and others go on."""
     with served(tmp_path / "root") as server:
         server.done("client", "create", "disk", "16M")
-        load = command("load", "disk", "--clients", 1, "--seconds", 60, "--reads", 50, "--flush-every", 5)
+        loading = command("load", "disk", "--clients", 1, "--seconds", 60, "--reads", 50, "--flush-every", 5)
         env = {**os.environ, **server.env, "AIOVERBS_DEVICE": "soft0"}
-        loading = await asyncio.create_subprocess_exec(*load, env=env, start_new_session=True)
+        clients = await asyncio.create_subprocess_exec(*loading, env=env, start_new_session=True)
         token = (server.root / "owner.token").read_text()
         try:
             async with (
@@ -249,7 +187,7 @@ async def test_a_client_that_is_killed(tmp_path: Path) -> None:
                 connect(server.host, server.port, token, domain=domain) as storage,
             ):
                 await asyncio.sleep(1.5)
-                os.killpg(loading.pid, signal.SIGKILL)
+                os.killpg(clients.pid, signal.SIGKILL)
                 async with storage.open("disk", write=True) as volume:
                     await volume.write(0, b"mine")
                     await volume.flush()
@@ -259,5 +197,5 @@ async def test_a_client_that_is_killed(tmp_path: Path) -> None:
                     assert await volume.read(0, 4) == b"mine"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(loading.pid, signal.SIGKILL)
-            await loading.wait()
+                os.killpg(clients.pid, signal.SIGKILL)
+            await clients.wait()

@@ -1,0 +1,60 @@
+"""Cut the power of a virtual machine whose storage server is under load, many times, and see what is left.
+
+    python tests/rdma/power_cuts.py --rounds 50
+
+The server's volumes are on an ext4 file system on a disk of the machine's. Each round boots it, serves them again, sees
+that all is there that was acknowledged before, and loads the server until QEMU is killed: what the guest's kernel had
+not given to the disk by then is lost. `power_guest.py` is what runs in there. Rounds take turns among both backings on
+the software device, and the cache on soft-RoCE.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DISK_MIB = 256
+ROUND_LIMIT_S = 300
+WAYS = (("mapped", "soft0"), ("cached", "soft0"), ("cached", "rxe0"))
+
+
+def main(rounds: int, folder: Path) -> int:
+    """Run them; the status of the first that fails."""
+    disk, results = folder / "disk", folder / "results"
+    with disk.open("wb") as file:
+        file.truncate(DISK_MIB << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", disk], check=True)
+    results.mkdir()
+    last = results / "none"
+    acknowledged = 0
+    for number in range(rounds + 1):
+        ends = number == rounds
+        journal = results / ("-1" if ends else str(number))
+        backing, device = WAYS[number % len(WAYS)]
+        vm = [sys.executable, str(ROOT / "tests/rdma/vm.py"), "--cwd", str(ROOT), "--timeout", str(ROUND_LIMIT_S)]
+        vm += ["--disk", str(disk), "--results", str(results), *(() if ends else ("--cut", "cut"))]
+        guest = [sys.executable, "-P", str(ROOT / "tests/rdma/power_guest.py"), str(last), journal.name]
+        status = subprocess.run([*vm, "--", *guest, backing, device], check=False).returncode
+        (results / "cut").unlink(missing_ok=True)
+        if status:
+            print(f"round {number}, {backing} on {device}: failed, {status}; after {acknowledged} blocks", flush=True)
+            return status
+        if not ends:
+            said = journal.read_text()
+            count = said.count("flushed") - said[: said.index("written", said.index("flushed"))].count("flushed")
+            acknowledged += count
+            print(
+                f"round {number}, {backing} on {device}: cut after {count} blocks of acknowledged flushes", flush=True
+            )
+        last = journal
+    print(f"{rounds} power cuts, {acknowledged} blocks acknowledged, none lost")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Cut the power of a virtual machine with a storage server under load.")
+    parser.add_argument("--rounds", type=int, default=50, help="how often (default: 50)")
+    with tempfile.TemporaryDirectory(prefix="power-cuts-") as name:
+        sys.exit(main(parser.parse_args().rounds, Path(name)))

@@ -1,0 +1,94 @@
+"""In the virtual machine: see what the last power cut left of a storage server's volumes, then load it until the next.
+
+    python tests/rdma/power_guest.py LAST-JOURNAL JOURNAL BACKING DEVICE
+
+What clients know is in a journal, a file of the host's, which a power cut of this machine does not touch. It begins
+with what was there; a line is added before a block is written, and one for each block whose flush was acknowledged.
+"""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+# This is run as a script; aioverbs is the one that is installed.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+from tests.pace import PACE
+from tests.storage.loading import load, look, shares_of_two
+from tests.storage.model import Blocks
+from tests.storage.processes import served
+
+DISK = Path("/run/disk")
+RESULTS = Path(os.environ.get("AIOVERBS_RESULTS", "/run/vm/results"))
+CUT = "cut"
+
+
+class Journalled(Blocks):
+    """Blocks whose state is written down where it outlives this machine.
+
+    :param last: what was written down before.
+    :param journal: the file to go on with.
+    """
+
+    def __init__(self, blocks: range, last: str, journal: int) -> None:
+        super().__init__(blocks)
+        self._journal = journal
+        for line in last.splitlines(keepends=True):
+            kind, block, writing = line.split()
+            if line.endswith("\n") and int(block) in blocks:
+                known = self.latest if kind in ("asked", "write") else self.acknowledged
+                known[int(block)] = int(writing)
+
+    def _note(self, kind: str, writings: dict[int, int]) -> None:
+        text = "".join(f"{kind} {block} {writing}\n" for block, writing in writings.items()).encode()
+        while text:
+            text = text[os.write(self._journal, text) :]
+
+    def write(self, block: int) -> bytes:
+        """A block's next bytes: this is written down before they are."""
+        data = super().write(block)
+        self._note("write", {block: self.latest[block]})
+        return data
+
+    def flushed(self, about: dict[int, int]) -> None:
+        """That was acknowledged."""
+        changed = {block: writing for block, writing in about.items() if writing != self.acknowledged[block]}
+        super().flushed(about)
+        self._note("flushed", changed)
+
+    def go_on(self, volume: bytes) -> None:
+        """This is there now."""
+        super().go_on(volume)
+        self._note("asked", self.latest)
+        self._note("there", self.acknowledged)
+
+
+async def _cut(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    (RESULTS / CUT).touch()
+    await asyncio.sleep(600)
+
+
+def main(last: Path, journal: Path, backing: str, device: str) -> None:
+    """See, and load. It returns only where there is nothing before and nothing to come."""
+    DISK.mkdir()
+    subprocess.run(["mount", "-t", "ext4", "/dev/vda", DISK], check=True)
+    descriptor = os.open(RESULTS / journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    before = last.read_text() if last.exists() else ""
+    shares = shares_of_two(lambda blocks: Journalled(blocks, before, descriptor))
+    seed = int(journal.stem)
+    chance = random.Random(seed)
+    with served(DISK / "root", "--backing", backing, device=device, recovers=True) as server:
+        if seed < 0:
+            asyncio.run(look(server, shares))
+        else:
+            delay = chance.random() * 0.3 * PACE
+            asyncio.run(load(server, shares, chance, lambda: _cut(delay), turn=seed, create=not before))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,108 @@
+"""What clients do with a server that is a process, until it dies, and what is to be there when another one serves."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from storage_server.client import connect
+from storage_server.errors import StorageError
+
+import aioverbs
+from aioverbs import BrokenResourceError, ResourceDomain
+from tests.pace import patience
+from tests.storage.model import BLOCK, Blocks
+from tests.storage.processes import Process
+
+__all__ = ["load", "look", "shares_of_two"]
+
+SHARE = 16
+SIZE = 2 * SHARE * BLOCK
+GROWN = 5 * BLOCK
+
+
+def shares_of_two(blocks: Callable[[range], Blocks] = Blocks) -> list[Blocks]:
+    """What each of two writers has of the volume."""
+    return [blocks(range(each * SHARE, (each + 1) * SHARE)) for each in range(2)]
+
+
+async def load(
+    server: Process,
+    shares: list[Blocks],
+    chance: random.Random,
+    end: Callable[[], Awaitable[None]],
+    *,
+    turn: int,
+    create: bool,
+) -> None:
+    """Write, flush, make volumes and delete them, until the server's end; at first see what is there.
+
+    :param end: called when something was acknowledged to each writer, to bring that end about.
+    :param turn: names what is made, as none before it did.
+    :param create: the volume is not there yet.
+    """
+    token = (server.root / "owner.token").read_text()
+    async with aioverbs.open_device(server.device) as device, device.resource_domain() as domain:
+        async with connect(server.host, server.port, token, domain=domain) as storage:
+            if create:
+                await storage.create("disk", SIZE)
+        await look(server, shares)
+        known = [sum(share.acknowledged.values()) for share in shares]
+        async with asyncio.TaskGroup() as tasks:
+            for number, share in enumerate(shares):
+                tasks.create_task(_write(server, token, domain, share, chance, by_messages=bool(number)))
+            tasks.create_task(_manage(server, token, domain, turn))
+            begun = time.monotonic()
+            while any(sum(share.acknowledged.values()) <= before for share, before in zip(shares, known, strict=True)):
+                await asyncio.sleep(0.01)
+                assert time.monotonic() - begun < patience(30)
+            await end()
+
+
+async def _write(
+    server: Process, token: str, domain: ResourceDomain, share: Blocks, chance: random.Random, *, by_messages: bool
+) -> None:
+    with contextlib.suppress(BrokenResourceError, aioverbs.WorkCompletionError):
+        async with (
+            connect(server.host, server.port, token, domain=domain) as storage,
+            storage.open("disk", write=True, by_messages=by_messages) as volume,
+        ):
+            while True:
+                for block in chance.sample(share.blocks, chance.randrange(1, 6)):
+                    await volume.write(block * BLOCK, share.write(block))
+                    share.wrote(block)
+                about = share.flush()
+                await volume.flush()
+                share.flushed(about)
+
+
+async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int) -> None:
+    with contextlib.suppress(BrokenResourceError, StorageError):
+        async with connect(server.host, server.port, token, domain=domain) as storage:
+            for number in range(10_000):
+                name = f"{turn}-{number}"
+                await storage.create(name, BLOCK)
+                await storage.snapshot("disk", f"s{name}")
+                await storage.resize(name, GROWN)
+                await storage.delete(name)
+                await storage.delete(f"s{name}")
+
+
+async def look(server: Process, shares: list[Blocks]) -> None:
+    """See that all is there, and that nothing is half made."""
+    token = (server.root / "owner.token").read_text()
+    async with (
+        aioverbs.open_device(server.device) as device,
+        device.resource_domain() as domain,
+        connect(server.host, server.port, token, domain=domain) as storage,
+    ):
+        volumes = await storage.volumes()
+        assert len(list((server.root / "volumes").iterdir())) == len(volumes)
+        for name, size, _ in volumes:
+            assert size in ((BLOCK, GROWN) if name[0].isdigit() else (SIZE,))
+        async with storage.open("disk") as volume:
+            content = await volume.read(0, volume.size, verify=True)
+        for share in shares:
+            share.check(content)
+            share.go_on(content)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from tests.pace import patience
 
-__all__ = ["COMMAND", "ask", "ended", "environment", "line_of", "lines", "server", "started"]
+__all__ = ["COMMAND", "ask", "ended", "environment", "line_of", "lines", "on_a_terminal", "server", "started"]
 
 COMMAND = [sys.executable, "-P", "-m", "aioverbs.cli"]
 PATIENCE_S = 30
@@ -41,6 +42,20 @@ def ask(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]"
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, output, complaints)
+
+
+def on_a_terminal(command: list[str], **variables: str) -> str:
+    """What a command prints to its end where its input and output are a terminal."""
+    ours, theirs = pty.openpty()
+    env = environment(**variables)
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=env):
+        os.close(theirs)
+        parts = []
+        with contextlib.suppress(OSError):  # the last one who could write is gone
+            while part := os.read(ours, 4096):
+                parts.append(part)
+    os.close(ours)
+    return b"".join(parts).decode()
 
 
 def line_of(process: "subprocess.Popen[str]") -> str:

@@ -4,11 +4,8 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
-import pty
 import signal
 import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ from aioverbs.cli.bench_memory import Memory
 from aioverbs.cli.bench_stream import StreamClient, serve_stream
 from aioverbs.cli.common import Status
 from aioverbs.completion import MessageModel
+from tests.cli.processes import COMMAND, environment, on_a_terminal
 from tests.pace import patience
 
 ESCAPE = "\x1b["
@@ -233,11 +231,7 @@ class TestFailures:
 # ---- Signals, terminals
 
 
-def environment(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
-
-
-COMMAND = [sys.executable, "-P", "-m", "aioverbs.cli", "bench", "--device", "soft0", "write"]
+BENCH = [*COMMAND, "bench", "--device", "soft0", "write"]
 
 
 def child_of(process: "subprocess.Popen[str]") -> int:
@@ -271,7 +265,7 @@ def gone(pid: int) -> bool:
 def measuring_now() -> "Iterator[subprocess.Popen[str]]":
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where all of it runs in the background: it is inherited
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [*COMMAND, "--seconds", "60"]
+    command = [*BENCH, "--seconds", "60"]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -294,25 +288,10 @@ def test_it_is_interrupted(measuring_now: "subprocess.Popen[str]") -> None:
     assert gone(child)
 
 
-def on_a_terminal(**variables: str) -> str:
-    ours, theirs = pty.openpty()
-    command = [*COMMAND, "--seconds", "1"]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment(**variables)
-    ):
-        os.close(theirs)
-        parts = []
-        with contextlib.suppress(OSError):  # the last one who could write is gone
-            while part := os.read(ours, 4096):
-                parts.append(part)
-    os.close(ours)
-    return b"".join(parts).decode()
-
-
 def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert ESCAPE in on_a_terminal(TERM="xterm")
-    plain = on_a_terminal(TERM="xterm", NO_COLOR="1")
+    assert ESCAPE in on_a_terminal([*BENCH, "--seconds", "1"], TERM="xterm")
+    plain = on_a_terminal([*BENCH, "--seconds", "1"], TERM="xterm", NO_COLOR="1")
     assert f"{ESCAPE}3" not in plain
     assert "write, one at a time" in plain
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from aioverbs import LibraryNotFoundError
 from aioverbs._core import engine
 from aioverbs.cli import doctor, machine, main
 from aioverbs.cli.machine import Trial
+from tests.cli.processes import COMMAND, environment, on_a_terminal
 from tests.cli.trees import Tree
 
 ESCAPE = "\x1b["
@@ -78,35 +78,13 @@ def test_json(tree: Tree) -> None:
     assert told["machine"]["devices"][0]["ports"][0]["gids"][1]["index"] == 1
 
 
-def on_a_terminal(**environment: str) -> str:
-    """What the command prints on one; on this machine, whatever that has."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "aioverbs.cli", "doctor"]
-    path = os.pathsep.join(filter(None, sys.path))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env):
-        os.close(theirs)
-        parts = []
-        while True:
-            try:
-                part = os.read(ours, 4096)
-            except OSError:  # the last one who could write is gone
-                break
-            parts.append(part)
-    os.close(ours)
-    return b"".join(parts).decode()
-
-
 def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert ESCAPE in on_a_terminal(TERM="xterm")
-    plain = on_a_terminal(TERM="xterm", NO_COLOR="1")
+    assert ESCAPE in on_a_terminal([*COMMAND, "doctor"], TERM="xterm")
+    plain = on_a_terminal([*COMMAND, "doctor"], TERM="xterm", NO_COLOR="1")
     assert ESCAPE not in plain
     assert "soft0  usable" in plain
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-m", "aioverbs.cli", "doctor"], env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*COMMAND, "doctor"], env=environment(), capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode in (0, 1, 3)
     assert done.stdout == plain.replace("\r\n", "\n")

@@ -17,7 +17,7 @@ from storage_server.errors import DiskError
 
 __all__ = ["Commits"]
 
-_SHORT_S = 0.005
+_SHORT_S = 0.02  # for one client's loop; disks take longer now and then
 
 
 class Commits:
@@ -37,14 +37,12 @@ class Commits:
         self._lock = threading.Lock()
         self._busy = False
         self._waiting: list[Future[None]] = []  # for the next sync
-        self._lasted_s = 0.0
+        self._lasted_s = self._lasted_before_s = 0.0  # the last two syncs
         self._failure: OSError | None = None
 
-    async def flush(self, *, alone: bool = False) -> None:
+    async def flush(self) -> None:
         """Return when all that was written before this was called is durable. Where it is cancelled the sync goes on.
 
-        :param alone: nobody else has a use for the running loop: it may wait for the disk itself, as long as that is
-            quick. A thread would cost a good part of a sync.
         :raises DiskError: the disk failed, now or before. A disk that failed once may have lost any of what it was
             given, and says so only once: so no later flush of the volume succeeds, until the server is started again.
         """
@@ -54,17 +52,29 @@ class Commits:
             self._busy = True
             if not leads:
                 self._waiting.append(done)
-        if not leads:
-            await asyncio.wrap_future(done)
-        elif alone and self._lasted_s < _SHORT_S:
-            self._commit([done])
-            done.result()
-        else:
+        if leads:
             self._executor.submit(self._commit, [done])
-            await asyncio.wrap_future(done)
+        await asyncio.wrap_future(done)
+
+    def flush_here(self) -> bool:
+        """The same in this thread, where the disk is quick and asked by nobody else: whether that was done.
+
+        For a loop that nobody else has a use for. A thread would cost a good part of a sync.
+
+        :raises DiskError: as `flush`.
+        """
+        with self._lock:
+            if self._busy or min(self._lasted_s, self._lasted_before_s) >= _SHORT_S:
+                return False
+            self._busy = True
+        try:
+            self._sync_once(1, self._sync)
+        finally:
+            self._over()
+        return True
 
     def _commit(self, group: list[Future[None]]) -> None:
-        """One sync, for all of these; those that came meanwhile get the next, in a thread."""
+        """One sync, for all of these; those that came meanwhile get the next."""
         failure: Exception | None = None
         try:
             self._sync_once(len(group), self._sync)
@@ -77,6 +87,10 @@ class Commits:
                 done.set_result(None)
             else:
                 done.set_exception(failure)
+        self._over()
+
+    def _over(self) -> None:
+        """A sync is: those that came meanwhile get the next, in a thread."""
         with self._lock:
             group, self._waiting = self._waiting, []
             self._busy = bool(group)
@@ -97,7 +111,7 @@ class Commits:
                 sync()
             except OSError as error:
                 self._failure = error
-            self._lasted_s = time.perf_counter() - began
+            self._lasted_before_s, self._lasted_s = self._lasted_s, time.perf_counter() - began
             self._observe(self._lasted_s, count)
         if self._failure is not None:
             raise DiskError(

@@ -3,10 +3,12 @@
 One-sided reads and writes are not here: no program of the server's is there to count them.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, start_http_server
+from prometheus_client.registry import Collector
 
 __all__ = ["Metrics"]
 
@@ -14,11 +16,16 @@ _SYNC_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 _GROUP = (1, 2, 4, 8, 16, 32, 64)
 
 
-class Metrics:
+_UNCOUNTED_MOST = 64
+
+
+class Metrics(Collector):
     """The counts of one server. Any thread may count."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(self)  # before all that it counts late
+        self._synced: deque[tuple[float, int]] = deque()
         to: Any = {"namespace": "storage", "registry": self.registry}
         self.requests = Counter("requests", "Requests that were answered", ["kind", "outcome"], **to)
         self.read_bytes = Counter("message_read_bytes", "Bytes that were read by messages", **to)
@@ -31,9 +38,28 @@ class Metrics:
         self.groups = Histogram("sync_flushes", "Flushes that one of these was for", buckets=_GROUP, **to)
 
     def synced(self, lasted_s: float, flushes: int) -> None:
-        """The disk was asked to make something durable."""
-        self.syncs.observe(lasted_s)
-        self.groups.observe(flushes)
+        """The disk was asked to make something durable. A client waits for that to be answered: it is counted later."""
+        self._synced.append((lasted_s, flushes))
+
+    def answered(self, kind: str, outcome: str) -> None:
+        """A client has the answer to a request."""
+        self.requests.labels(kind, outcome).inc()
+        if len(self._synced) >= _UNCOUNTED_MOST:
+            self._count()
+
+    def collect(self) -> Iterable[Metric]:
+        """Nothing of its own, but what follows is all that there is to know."""
+        self._count()
+        return ()
+
+    def _count(self) -> None:
+        while True:
+            try:
+                lasted_s, flushes = self._synced.popleft()
+            except IndexError:
+                return
+            self.syncs.observe(lasted_s)
+            self.groups.observe(flushes)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         """Answer `GET /metrics`, in a thread; the port, and what ends that."""

@@ -89,18 +89,15 @@ class Session:
         try:
             async for data in self.connection:
                 number, request = parse(data)
-                if isinstance(request, Read | Write | Flush | Checksum):
-                    answer = self._at_once(request)
-                    if answer is not None:
-                        await self._answer(number, request, answer)
-                        continue
-                    if isinstance(request, Flush) and self._is_alone():
-                        await self._take(number, request)
-                        continue
+                answer = self._at_once(request)
+                if answer is not None:
+                    await self._answer(number, request, answer)
+                    continue
                 await self._room.acquire()
                 task = asyncio.create_task(self._take(number, request))
                 self._tasks.add(task)
                 task.add_done_callback(self._over)
+                await asyncio.sleep(0)  # it begins now, and not when a connection that polls has looked long enough
         finally:
             with anyio.CancelScope(shield=True):
                 await self._end()
@@ -140,6 +137,11 @@ class Session:
         """The answer, where nothing is to be waited for."""
         try:
             match request:
+                case Flush(number, written):
+                    handle = self._handle(number)
+                    if self._is_alone() and handle.usable:
+                        self._note(handle, written)
+                        return Done() if handle.volume.commits.flush_here() else None
                 case Read(number, offset, length, checked):
                     handle = self._handle(number)
                     return self._read(handle, offset, length, checked) if handle.usable else None
@@ -158,9 +160,9 @@ class Session:
         await self._answer(number, request, answer)
 
     async def _answer(self, number: int, request: Message, answer: Answer) -> None:
-        outcome = "failed" if isinstance(answer, Failed) else "done"
-        self.shared.metrics.requests.labels(type(request).__name__.lower(), outcome).inc()
         await self.connection.send(pack(number, answer))
+        outcome = "failed" if isinstance(answer, Failed) else "done"
+        self.shared.metrics.answered(type(request).__name__.lower(), outcome)
 
     def _failed(self, error: Exception) -> Failed:
         known = told(error)
@@ -262,14 +264,17 @@ class Session:
         return Done()
 
     async def _flush(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
+        async with handle.use(self._volumes):
+            self._note(handle, written)
+            await handle.volume.commits.flush()
+
+    def _note(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
+        """What a flush says that its client wrote one-sidedly."""
         handle.check_writable()
         for start, end in written[-1:]:  # they are in order
             handle.piece(start, end - start)
-        async with handle.use(self._volumes):
-            backing = handle.volume.backing
-            assert backing is not None
-            backing.written(written)
-            await handle.volume.commits.flush(alone=self._is_alone())
+        assert handle.volume.backing is not None
+        handle.volume.backing.written(written)
 
 
 async def _known(connection: Connection, shared: Shared) -> str:

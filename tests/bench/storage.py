@@ -36,7 +36,7 @@ SIZE = 64 << 20
 CLIENTS = 2
 TURN_S = 0.5
 FLUSHES = 16  # of a round
-SPIN_US = 2000  # both ends look for what comes for so long before they sleep
+SPIN_US = 20000  # both ends look for what comes for so long before they sleep
 WRITTEN = (4 << 10, 64 << 10, 1 << 20)
 
 
@@ -174,9 +174,7 @@ async def serving(*options: str) -> AsyncIterator[Server]:
     """A storage server in a process of its own, and a volume of random bytes."""
     command = [sys.executable, str(SERVER), "serve", *options, "--loop", "uvloop", "--metrics-port", "0"]
     with tempfile.TemporaryDirectory(prefix="aioverbs-bench-", dir=os.environ.get("AIOVERBS_BENCH_FOLDER")) as folder:
-        async with running(
-            *command, folder, "--loop", "uvloop", "--metrics-port", "0", *options, terminate=True
-        ) as process:
+        async with running(*command, folder, terminate=True) as process:
             metrics = (await process.hear()).rpartition(" ")[2]
             port = int((await process.hear()).rpartition(":")[2])
             token = (Path(folder) / "owner.token").read_text()

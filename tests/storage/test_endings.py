@@ -261,8 +261,9 @@ async def test_a_flush_never_joins_a_sync_that_runs() -> None:
         disk.go.clear()
         first = asyncio.create_task(commits.flush())
         await until(lambda: disk.asked)
-        others = [asyncio.create_task(commits.flush(alone=True)) for _ in range(5)]
+        others = [asyncio.create_task(commits.flush()) for _ in range(5)]
         await asyncio.sleep(0.02)
+        assert not commits.flush_here()
         assert disk.asked == 1
         others[2].cancel()
         disk.go.set()
@@ -270,8 +271,30 @@ async def test_a_flush_never_joins_a_sync_that_runs() -> None:
         done = await asyncio.gather(*others, return_exceptions=True)
         assert [type(each) for each in done] == [type(None)] * 2 + [asyncio.CancelledError] + [type(None)] * 2
         assert (disk.asked, told) == (2, [1, 5])
-        await commits.flush(alone=True)
+        assert commits.flush_here()
         assert told == [1, 5, 1]
+
+
+async def test_who_comes_during_a_flush_of_a_loop_gets_the_next() -> None:
+    disk = Disk()
+    with ThreadPoolExecutor(3) as threads:
+        commits = Commits(disk.sync, threads)
+        disk.go.clear()
+        here = asyncio.get_running_loop().run_in_executor(threads, commits.flush_here)
+        await until(lambda: disk.asked)
+        other = asyncio.create_task(commits.flush())
+        await asyncio.sleep(0.02)
+        disk.go.set()
+        assert await here
+        await other
+        assert disk.asked == 2
+
+
+async def test_a_slow_disk_is_not_waited_for_by_a_loop() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        takes_s = iter((0.0, 0.03, 0.0, 0.03, 0.03))
+        commits = Commits(lambda: time.sleep(next(takes_s)), threads)
+        assert [commits.flush_here() for _ in range(6)] == [True] * 5 + [False], "once is not enough"
 
 
 async def test_flushes_of_many_loops() -> None:
@@ -287,7 +310,8 @@ async def test_flushes_of_many_loops() -> None:
 
         async def flush_many() -> None:
             for number in range(20):
-                await asyncio.gather(*(commits.flush(alone=bool(number % 2)) for _ in range(4)))
+                if not (number % 2 and commits.flush_here()):
+                    await asyncio.gather(*(commits.flush() for _ in range(4)))
 
         with ThreadPoolExecutor(3) as loops:
             here = asyncio.get_running_loop()
@@ -303,9 +327,10 @@ async def test_after_a_failure_nothing_is_durable() -> None:
         disk.fails = lambda: disk.asked == 2
         with pytest.raises(DiskError, match="broken"):
             await commits.flush()
-        for alone in (True, False):
-            with pytest.raises(DiskError, match="Start the server again"):
-                await commits.flush(alone=alone)
+        with pytest.raises(DiskError, match="Start the server again"):
+            await commits.flush()
+        with pytest.raises(DiskError, match="Start the server again"):
+            commits.flush_here()
         with pytest.raises(DiskError):
             commits.exclusively(disk.sync)
         assert disk.asked == 2

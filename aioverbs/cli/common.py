@@ -29,6 +29,7 @@ __all__ = [
     "console",
     "device_names",
     "json_option",
+    "kernel_devices",
     "print_json",
     "report",
     "run",
@@ -85,8 +86,12 @@ class Seconds(click.FloatRange):
 
 def device_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """What completes a device's name: those that the kernel knows and the software device. None of them is opened."""
-    there = sorted(path.name for path in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
-    return [name for name in (*there, "soft0") if name.startswith(incomplete)]
+    return [name for name in (*kernel_devices(), "soft0") if name.startswith(incomplete)]
+
+
+def kernel_devices() -> list[str]:
+    """The RDMA devices that the kernel knows, whether or not a program can use them."""
+    return sorted(path.name for path in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
 
 
 # ---- Printing

@@ -9,9 +9,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import asdict, dataclass, field
 
 from aioverbs.allocators import ArenaAllocator
+from aioverbs.cli.common import kernel_devices
 from aioverbs.completion import MessageModel
 from aioverbs.device import Device, open_device
-from aioverbs.errors import DeviceNotFoundError, VerbsError
+from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 from aioverbs.gids import preferred
 from aioverbs.grants import has_windows
 from aioverbs.ports import gid_table
@@ -101,6 +102,11 @@ async def look_at(name: str) -> DeviceReport:
                 return await _report(device, provider)
     except DeviceNotFoundError:
         raise
+    except LibraryNotFoundError as error:  # which would know whether it is there
+        known = kernel_devices()
+        if name not in known:
+            raise DeviceNotFoundError(name, (*known, *software.names())) from error
+        return DeviceReport(name, provider, str(error))
     except (OSError, ValueError) as error:  # the latter: of the software device's environment
         return DeviceReport(name, provider, str(error))
 

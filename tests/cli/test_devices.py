@@ -82,6 +82,22 @@ def test_rdma_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such module" in json.loads(invoke("--json").stdout)["rdma_problem"]
 
 
+def test_what_only_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no library can be asked, it tells what is there and cannot be used from what is not there."""
+
+    def fail(name: str) -> engine.Context:
+        raise LibraryNotFoundError("pyverbs", "no such module")
+
+    monkeypatch.setattr(hardware, "open_context", fail)
+    monkeypatch.setattr(inventory, "kernel_devices", lambda: ["mlx5_0"])
+    there = invoke("mlx5_0")
+    assert there.exit_code == 1
+    assert there.stdout.startswith("mlx5_0 (hardware)\npyverbs cannot be loaded")
+    nowhere = invoke("mlx5_9")
+    assert (nowhere.exit_code, nowhere.stdout) == (3, "")
+    assert nowhere.stderr == "aioverbs: there is no device 'mlx5_9'; here are: mlx5_0, soft0\n"
+
+
 def test_one_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> engine.Context:
         raise VerbsError("ibv_open_device", errno.EACCES)

@@ -19,6 +19,7 @@ from aioverbs.completion import MessageModel
 from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.gids import preferred
+from aioverbs.kernel_devices import kernel_devices
 from aioverbs.life import ResourceInfo, State, reap
 from aioverbs.monitoring import start_where_wanted
 from aioverbs.peers import Peer, Refusal
@@ -425,7 +426,9 @@ def _first_active() -> str:
     try:
         names = hardware.names()
     except OSError as error:
-        names, reason = [], str(error)
+        names = []
+        if kernel_devices():  # else nothing that could be installed leads to one
+            reason = str(error)
     for name in names:
         found = _look_at(name)
         if found.active:

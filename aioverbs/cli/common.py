@@ -11,12 +11,12 @@ import os
 import signal
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from aioverbs.kernel_devices import kernel_devices
 from aioverbs.plain import plain
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ __all__ = [
     "console",
     "device_names",
     "json_option",
-    "kernel_devices",
     "print_json",
     "report",
     "run",
@@ -38,7 +37,6 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _WIDE = 1_000  # columns, where nobody looks: tables are as wide as what they hold
 
@@ -87,11 +85,6 @@ class Seconds(click.FloatRange):
 def device_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """What completes a device's name: those that the kernel knows and the software device. None of them is opened."""
     return [name for name in (*kernel_devices(), "soft0") if name.startswith(incomplete)]
-
-
-def kernel_devices() -> list[str]:
-    """The RDMA devices that the kernel knows, whether or not a program can use them."""
-    return sorted(path.name for path in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
 
 
 # ---- Printing

@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import asdict, dataclass, field
 
 from aioverbs.allocators import ArenaAllocator
-from aioverbs.cli.common import kernel_devices
 from aioverbs.completion import MessageModel
 from aioverbs.device import Device, open_device
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 from aioverbs.gids import preferred
 from aioverbs.grants import has_windows
+from aioverbs.kernel_devices import kernel_devices
 from aioverbs.ports import gid_table
 from aioverbs.providers import hardware, software
 from aioverbs.types import PortState

@@ -109,9 +109,15 @@ async def test_a_missing_library_is_the_reason(
 
     monkeypatch.setattr(hardware, "names", missing)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    monkeypatch.setattr("aioverbs.device.kernel_devices", lambda: ["mlx5_0"])
     async with open_device():
         pass
     assert "install the package libibverbs1" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("aioverbs.device.kernel_devices", list)
+    async with open_device():
+        pass
+    assert caplog.messages == ["opening the software device soft0: there is no RDMA device"]
     with pytest.raises(LibraryNotFoundError, match="install the package libibverbs1"):
         await open_device("mlx5_0").open()
 

@@ -37,9 +37,9 @@ class Journalled(Blocks):
     def __init__(self, blocks: range, last: str, journal: int) -> None:
         super().__init__(blocks)
         self._journal = journal
-        for line in last.splitlines(keepends=True):
+        for line in last.split("\n")[:-1]:  # what follows the last of them was never written to its end
             kind, block, writing = line.split()
-            if line.endswith("\n") and int(block) in blocks:
+            if int(block) in blocks:
                 known = self.latest if kind in ("asked", "write") else self.acknowledged
                 known[int(block)] = int(writing)
 
@@ -74,7 +74,7 @@ async def _cut(seconds: float) -> None:
 
 
 def main(last: Path, journal: Path, backing: str, device: str) -> None:
-    """See, and load. It returns only where there is nothing before and nothing to come."""
+    """See, and load until the machine has no power any more. Where the journal's name is negative, only see."""
     DISK.mkdir()
     subprocess.run(["mount", "-t", "ext4", "/dev/vda", DISK], check=True)
     descriptor = os.open(RESULTS / journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -82,7 +82,7 @@ class Connectable(Eventful[engine.QueuePair]):
         """What a peer needs to know of it. `to_reset` makes that another one.
 
         With soft-RoCE, whose kernel breaks otherwise, a queue pair that was connected before has no larger
-        `max_dest_rd_atomic` than it was connected with.
+        ``max_dest_rd_atomic`` than it was connected with.
 
         :raises ValueError: the port has no GID, or none at the index that it was made with.
         """

@@ -259,7 +259,9 @@ class Connectable(Eventful[engine.QueuePair]):
     ) -> None:
         if remote is not None:
             self._check_peer(remote)
-        limits = limits_for(self, self._port)
+        context = self.handle.context
+        of_device = limits_of(context, self._port)
+        limits = without_growth(of_device, context, self._served)
         defaults = self._defaults(limits, remote if remote is not None else self._remote)
         if remote is not None and "av" not in attributes:
             defaults["av"] = self.path_to(remote)
@@ -269,7 +271,7 @@ class Connectable(Eventful[engine.QueuePair]):
             )
         except TransitionError as error:
             error.subject = repr(self)
-            if limits != limits_of(self.handle.context, self._port) and "max_dest_rd_atomic" in error.wrong:
+            if limits != of_device and "max_dest_rd_atomic" in error.wrong:
                 error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
             raise
         for wanted, changes in steps:
@@ -281,7 +283,7 @@ class Connectable(Eventful[engine.QueuePair]):
             self._qkey = changes.get("qkey", self._qkey)
             if wanted is _RTR:
                 self._remote = remote
-                attend(self.handle.context)
+                attend(context)
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:

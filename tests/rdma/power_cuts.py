@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DISK_MIB = 256
 ROUND_LIMIT_S = 300
+CUT = "cut"
 WAYS = (("mapped", "soft0"), ("cached", "soft0"), ("cached", "rxe0"))
 
 
@@ -31,13 +32,14 @@ def main(rounds: int, folder: Path) -> int:
     acknowledged = 0
     for number in range(rounds + 1):
         ends = number == rounds
-        journal = results / ("-1" if ends else str(number))
+        journal = results / str(number)
         backing, device = WAYS[number % len(WAYS)]
         vm = [sys.executable, str(ROOT / "tests/rdma/vm.py"), "--cwd", str(ROOT), "--timeout", str(ROUND_LIMIT_S)]
-        vm += ["--disk", str(disk), "--results", str(results), *(() if ends else ("--cut", "cut"))]
+        vm += ["--disk", str(disk), "--results", str(results), *(() if ends else ("--cut", CUT))]
         guest = [sys.executable, "-P", str(ROOT / "tests/rdma/power_guest.py"), str(last), journal.name]
-        status = subprocess.run([*vm, "--", *guest, backing, device], check=False).returncode
-        (results / "cut").unlink(missing_ok=True)
+        guest += [backing, device, "" if ends else CUT]
+        status = subprocess.run([*vm, "--", *guest], check=False).returncode
+        (results / CUT).unlink(missing_ok=True)
         if status:
             print(f"round {number}, {backing} on {device}: failed, {status}; after {acknowledged} blocks", flush=True)
             return status

@@ -1,6 +1,6 @@
 """In the virtual machine: see what the last power cut left of a storage server's volumes, then load it until the next.
 
-    python tests/rdma/power_guest.py LAST-JOURNAL JOURNAL BACKING DEVICE
+    python tests/rdma/power_guest.py LAST-JOURNAL JOURNAL BACKING DEVICE CUT
 
 What clients know is in a journal, a file of the host's, which a power cut of this machine does not touch. It begins
 with what was there; a line is added before a block is written, and one for each block whose flush was acknowledged.
@@ -24,7 +24,6 @@ from tests.storage.processes import served
 
 DISK = Path("/run/disk")
 RESULTS = Path(os.environ.get("AIOVERBS_RESULTS", "/run/vm/results"))
-CUT = "cut"
 
 
 class Journalled(Blocks):
@@ -67,28 +66,31 @@ class Journalled(Blocks):
         self._note("there", self.acknowledged)
 
 
-async def _cut(seconds: float) -> None:
+async def _cut(name: str, seconds: float) -> None:
     await asyncio.sleep(seconds)
-    (RESULTS / CUT).touch()
+    (RESULTS / name).touch()
     await asyncio.sleep(600)
 
 
-def main(last: Path, journal: Path, backing: str, device: str) -> None:
-    """See, and load until the machine has no power any more. Where the journal's name is negative, only see."""
+def main(last: Path, journal: Path, backing: str, device: str, cut: str) -> None:
+    """See, and load until the machine has no power any more; only see where `cut` names no file that brings that about.
+
+    :param journal: its name is the number of the round.
+    """
     DISK.mkdir()
     subprocess.run(["mount", "-t", "ext4", "/dev/vda", DISK], check=True)
     descriptor = os.open(RESULTS / journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     before = last.read_text() if last.exists() else ""
     shares = shares_of_two(lambda blocks: Journalled(blocks, before, descriptor))
-    seed = int(journal.stem)
-    chance = random.Random(seed)
+    number = int(journal.name)
+    chance = random.Random(number)
     with served(DISK / "root", "--backing", backing, device=device, recovers=True) as server:
-        if seed < 0:
+        if not cut:
             asyncio.run(look(server, shares))
         else:
             delay = chance.random() * 0.3 * PACE
-            asyncio.run(load(server, shares, chance, lambda: _cut(delay), turn=seed, create=not before))
+            asyncio.run(load(server, shares, chance, lambda: _cut(cut, delay), turn=number, create=not before))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from storage_server.client import connect
 from storage_server.errors import StorageError
+from storage_server.remote_volume import RemoteVolume
 
 import aioverbs
 from aioverbs import BrokenResourceError, ResourceDomain
@@ -15,7 +16,7 @@ from tests.pace import patience
 from tests.storage.model import BLOCK, Blocks
 from tests.storage.processes import Process
 
-__all__ = ["load", "look", "shares_of_two"]
+__all__ = ["flush", "load", "look", "shares_of_two", "write_some"]
 
 SHARE = 16
 SIZE = 2 * SHARE * BLOCK
@@ -60,6 +61,20 @@ async def load(
             await end()
 
 
+async def write_some(volume: RemoteVolume, share: Blocks, chance: random.Random) -> None:
+    """Write a few of the blocks."""
+    for block in chance.sample(share.blocks, chance.randrange(1, 6)):
+        await volume.write(block * BLOCK, share.write(block))
+        share.wrote(block)
+
+
+async def flush(volume: RemoteVolume, share: Blocks) -> None:
+    """Flush what was written, and know that."""
+    about = share.flush()
+    await volume.flush()
+    share.flushed(about)
+
+
 async def _write(
     server: Process, token: str, domain: ResourceDomain, share: Blocks, chance: random.Random, *, by_messages: bool
 ) -> None:
@@ -69,12 +84,8 @@ async def _write(
             storage.open("disk", write=True, by_messages=by_messages) as volume,
         ):
             while True:
-                for block in chance.sample(share.blocks, chance.randrange(1, 6)):
-                    await volume.write(block * BLOCK, share.write(block))
-                    share.wrote(block)
-                about = share.flush()
-                await volume.flush()
-                share.flushed(about)
+                await write_some(volume, share, chance)
+                await flush(volume, share)
 
 
 async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int) -> None:

@@ -12,6 +12,7 @@ from storage_server.errors import StorageError
 import aioverbs
 from aioverbs import BrokenResourceError
 from tests.conftest import LOOP_FACTORIES
+from tests.storage.loading import flush, write_some
 from tests.storage.model import BLOCK, Blocks
 from tests.storage.parts import Server, serve_here
 from tests.storage.power import Power
@@ -50,13 +51,9 @@ class Load:
                 storage.open("disk", write=True, by_messages=by_messages) as volume,
             ):
                 while self.power.image is None:
-                    for block in self.random.sample(share.blocks, self.random.randrange(1, 6)):
-                        await volume.write(block * BLOCK, share.write(block))
-                        share.wrote(block)
+                    await write_some(volume, share, self.random)
                     if self.random.random() < 0.6:
-                        about = share.flush()
-                        await volume.flush()
-                        share.flushed(about)
+                        await flush(volume, share)
 
     async def manage(self, storage: Storage) -> None:
         """Make, resize, copy and delete volumes."""

@@ -26,14 +26,20 @@ class Commits:
     :param sync: makes durable what was written before it was called; it blocks.
     :param executor: where that is done if a loop cannot wait for it.
     :param observe: is told of each sync: how long it took, in seconds, and how many flushes it was for.
+    :param clock: by which that is measured.
     """
 
     def __init__(
-        self, sync: Callable[[], None], executor: Executor, observe: Callable[[float, int], object] = lambda *_: None
+        self,
+        sync: Callable[[], None],
+        executor: Executor,
+        observe: Callable[[float, int], object] = lambda *_: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._sync = sync
         self._executor = executor
         self._observe = observe
+        self._clock = clock
         self._lock = threading.Lock()
         self._busy = False
         self._waiting: list[Future[None]] = []  # for the next sync
@@ -80,6 +86,7 @@ class Commits:
             self._sync_once(len(group), self._sync)
         except Exception as error:
             failure = error
+        self._over()  # before who waited is told: he may want to flush here
         for done in group:
             if not done.set_running_or_notify_cancel():
                 continue  # its client is gone
@@ -87,7 +94,6 @@ class Commits:
                 done.set_result(None)
             else:
                 done.set_exception(failure)
-        self._over()
 
     def _over(self) -> None:
         """A sync is: those that came meanwhile get the next, in a thread."""
@@ -106,12 +112,12 @@ class Commits:
 
     def _sync_once(self, count: int, sync: Callable[[], None]) -> None:
         if self._failure is None:
-            began = time.perf_counter()
+            began = self._clock()
             try:
                 sync()
             except OSError as error:
                 self._failure = error
-            self._lasted_before_s, self._lasted_s = self._lasted_s, time.perf_counter() - began
+            self._lasted_before_s, self._lasted_s = self._lasted_s, self._clock() - began
             self._observe(self._lasted_s, count)
         if self._failure is not None:
             raise DiskError(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -257,7 +258,7 @@ class Disk:
 async def test_a_flush_never_joins_a_sync_that_runs() -> None:
     disk, told = Disk(), list[int]()
     with ThreadPoolExecutor(2) as threads:
-        commits = Commits(disk.sync, threads, lambda _, count: told.append(count))
+        commits = Commits(disk.sync, threads, lambda _, count: told.append(count), clock=lambda: 0.0)
         disk.go.clear()
         first = asyncio.create_task(commits.flush())
         await until(lambda: disk.asked)
@@ -273,6 +274,20 @@ async def test_a_flush_never_joins_a_sync_that_runs() -> None:
         assert (disk.asked, told) == (2, [1, 5])
         assert commits.flush_here()
         assert told == [1, 5, 1]
+
+
+async def test_who_was_told_of_a_flush_may_flush_here() -> None:
+    """At once: what he was told of is over."""
+    disk, interval_s = Disk(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            commits = Commits(disk.sync, threads, clock=lambda: 0.0)
+            for _ in range(200):
+                await commits.flush()
+                assert commits.flush_here()
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 async def test_who_comes_during_a_flush_of_a_loop_gets_the_next() -> None:
@@ -291,9 +306,14 @@ async def test_who_comes_during_a_flush_of_a_loop_gets_the_next() -> None:
 
 
 async def test_a_slow_disk_is_not_waited_for_by_a_loop() -> None:
+    now_s, takes_s = 0.0, iter((0.0, 0.03, 0.0, 0.03, 0.03))
+
+    def sync() -> None:
+        nonlocal now_s
+        now_s += next(takes_s)
+
     with ThreadPoolExecutor(1) as threads:
-        takes_s = iter((0.0, 0.03, 0.0, 0.03, 0.03))
-        commits = Commits(lambda: time.sleep(next(takes_s)), threads)
+        commits = Commits(sync, threads, clock=lambda: now_s)
         assert [commits.flush_here() for _ in range(6)] == [True] * 5 + [False], "once is not enough"
 
 

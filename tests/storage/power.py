@@ -140,6 +140,11 @@ class Power:
 
     # ---- Its end
 
+    def on(self) -> bool:
+        """Whether it is, and not being cut just now: all that was done before is in what survives."""
+        with self.lock:
+            return self.image is None
+
     def check(self) -> None:
         """Raise an error where the power is off."""
         if self.image is not None:

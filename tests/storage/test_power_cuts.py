@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.conftest import LOOP_FACTORIES
 from tests.storage.loading import flush, write_some
 from tests.storage.model import BLOCK, Blocks
 from tests.storage.parts import Server, serve_here
-from tests.storage.power import Power
+from tests.storage.power import Power, PowerCutError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,7 +24,7 @@ SEEDS = 50
 SHARE = 12  # blocks of each task
 WRITERS = 3
 SIZE = WRITERS * SHARE * BLOCK
-OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError)
+OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError, PowerCutError)
 
 
 class Load:
@@ -55,24 +56,30 @@ class Load:
                     if self.random.random() < 0.6:
                         await flush(volume, share)
 
+    async def done(self, asked: Awaitable[None]) -> None:
+        """Wait until it is. A server that does not know yet that the power is off answers, too: that tells nothing."""
+        await asked
+        if not self.power.on():
+            raise PowerCutError
+
     async def manage(self, storage: Storage) -> None:
         """Make, resize, copy and delete volumes."""
         with contextlib.suppress(*OVER):
             for number in range(1000):
                 await asyncio.sleep(self.random.random() * 0.01)
                 self.there[name := f"v{number}"] = {None, BLOCK}
-                await storage.create(name, BLOCK)
+                await self.done(storage.create(name, BLOCK))
                 self.there[name] = {BLOCK, 3 * BLOCK}
-                await storage.resize(name, 3 * BLOCK)
+                await self.done(storage.resize(name, 3 * BLOCK))
                 self.there[name] = {3 * BLOCK}
                 before = [dict(share.acknowledged) for share in self.shares]
                 self.there[f"s{number}"] = {None, SIZE}
-                await storage.snapshot("disk", f"s{number}")
+                await self.done(storage.snapshot("disk", f"s{number}"))
                 self.there[f"s{number}"] = {SIZE}
                 self.snapshots[f"s{number}"] = before
                 if number % 2:
                     self.there[name] = {None, 3 * BLOCK}
-                    await storage.delete(name)
+                    await self.done(storage.delete(name))
                     self.there[name] = {None}
 
     async def check(self, storage: Storage) -> None:

@@ -47,7 +47,9 @@ class Commits:
         self._failure: OSError | None = None
 
     async def flush(self) -> None:
-        """Return when all that was written before this was called is durable. Where it is cancelled the sync goes on.
+        """Return when all that was written before this was called is durable.
+
+        Where it is cancelled it ends when the sync does: until then what is made durable is in use.
 
         :raises DiskError: the disk failed, now or before. A disk that failed once may have lost any of what it was
             given, and says so only once: so no later flush of the volume succeeds, until the server is started again.
@@ -60,7 +62,7 @@ class Commits:
                 self._waiting.append(done)
         if leads:
             self._executor.submit(self._commit, [done])
-        await asyncio.wrap_future(done)
+        await _to_its_end(asyncio.wrap_future(done))
 
     def flush_here(self) -> bool:
         """The same in this thread, where the disk is quick and asked by nobody else: whether that was done.
@@ -88,8 +90,6 @@ class Commits:
             failure = error
         self._over()  # before who waited is told: he may want to flush here
         for done in group:
-            if not done.set_running_or_notify_cancel():
-                continue  # its client is gone
             if failure is None:
                 done.set_result(None)
             else:
@@ -124,3 +124,18 @@ class Commits:
                 f"the disk failed: {self._failure}; what was not flushed before may be lost. Start the server again "
                 "when the disk is well"
             ) from self._failure
+
+
+async def _to_its_end(sync: asyncio.Future[None]) -> None:
+    """Wait for it, and only then tell that this was cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while not sync.done():
+        try:
+            await asyncio.wait([sync])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failure = sync.exception()
+    if cancelled is not None:
+        raise cancelled
+    if failure is not None:
+        raise failure

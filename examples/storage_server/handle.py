@@ -33,6 +33,7 @@ class Handle:
         self._connection = connection
         self._gauge = metrics.grants.labels(mode.name.lower())
         self._paused = False
+        self._changing = asyncio.Lock()  # what was given up may be at it still: it hears of that later
         self._uses = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -41,17 +42,18 @@ class Handle:
 
     async def begin(self, volume: Volume) -> None:
         """Grant the client the volume's memory."""
-        if self.why:
-            raise ChangedError(self.why)
-        self._paused = False
-        if self.grant is not None:
-            return
-        self.opened = volume
-        backing = volume.backing
-        assert backing is not None
-        writes = AccessFlags.REMOTE_WRITE if self.mode is Mode.WRITE else AccessFlags(0)
-        self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
-        self._gauge.inc()
+        async with self._changing:
+            if self.why:
+                raise ChangedError(self.why)
+            self._paused = False
+            if self.grant is not None:
+                return
+            self.opened = volume
+            backing = volume.backing
+            assert backing is not None
+            writes = AccessFlags.REMOTE_WRITE if self.mode is Mode.WRITE else AccessFlags(0)
+            self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
+            self._gauge.inc()
 
     async def pause(self) -> None:
         """Nothing of this client's reads or writes the memory when this returns.
@@ -59,15 +61,16 @@ class Handle:
         Who waited too long and gave up may ask again: the grant is there until it is revoked.
         """
         self._paused = True
-        await self._unused.wait()
-        if self.grant is not None:
-            try:
-                # Where the connection is broken the client has no key either.
-                with contextlib.suppress(BrokenResourceError, ClosedResourceError):
-                    await self.grant.revoke(timeout_s=_REVOKE_S)
-            finally:
-                self.grant = None
-                self._gauge.dec()
+        async with self._changing:
+            await self._unused.wait()
+            if self.grant is not None:
+                try:
+                    # Where the connection is broken the client has no key either.
+                    with contextlib.suppress(BrokenResourceError, ClosedResourceError):
+                        await self.grant.revoke(timeout_s=_REVOKE_S)
+                finally:
+                    self.grant = None
+                    self._gauge.dec()
 
     async def expel(self, why: str) -> None:
         """It is open no more."""

@@ -8,12 +8,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import pytest
-from storage_server.catalog import key_of
+from storage_server.catalog import VolumeRow, key_of
 from storage_server.commits import Commits
 from storage_server.errors import BusyError, ChangedError, Code, DiskError
+from storage_server.handle import Handle
 from storage_server.messages import (
     Challenge,
     Close,
@@ -28,7 +31,9 @@ from storage_server.messages import (
     Read,
     Write,
 )
+from storage_server.metrics import Metrics
 from storage_server.protocol import DATA_MOST, VERSION, pack, parse, proof_of
+from storage_server.volumes import Volume
 
 import aioverbs
 from aioverbs import BrokenResourceError, Connection, Device
@@ -133,10 +138,11 @@ async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backi
 async def test_who_does_not_say_who_it_is(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage_server.session.HELLO_S", 0.2)
     async with serve_here(device, tmp_path, backing) as server:
-        async with raw_client(server, greets=False) as silent:
-            assert await silent.ended()
+        with monkeypatch.context() as patch:
+            patch.setattr("storage_server.session.HELLO_S", 0.2)
+            async with raw_client(server, greets=False) as silent:
+                assert await silent.ended()
         async with raw_client(server, greets=False) as eager:
             await eager.connection.send(pack(1, Open(Mode.READ, "disk")))
             assert await eager.ended()
@@ -213,7 +219,6 @@ async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flush that hangs keeps a volume from being resized; when it is over nothing is left of that."""
-    monkeypatch.setattr("storage_server.volumes.LETTING_GO_S", 0.2)
     power = Power(tmp_path, 0)
     async with serve_here(device, tmp_path, backing, power) as server:
         async with server.client() as owner, server.client() as other:
@@ -222,14 +227,63 @@ async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
                 power.go.clear()
                 flushing = asyncio.create_task(volume.flush())
                 await until(lambda: power.done[-1] == "datasync")
-                with pytest.raises(BusyError, match="does not let go"):
-                    await owner.resize("disk", 2 * SIZE)
+                with monkeypatch.context() as patch:
+                    patch.setattr("storage_server.volumes.LETTING_GO_S", 0.2)
+                    with pytest.raises(BusyError, match="does not let go"):
+                        await owner.resize("disk", 2 * SIZE)
                 power.go.set()
                 await flushing
                 await owner.resize("disk", 2 * SIZE)
                 with pytest.raises(ChangedError, match="resized"):
                     await volume.read(0, 1)
         assert server.metric("grants", mode="write") == 0
+
+
+async def test_who_was_given_up_may_still_be_at_it() -> None:
+    """A grant is taken back once, though the one who waited first has not heard yet that it is not waited for."""
+
+    class Grant:
+        async def revoke(self, *, timeout_s: float) -> None:
+            await asyncio.sleep(0)
+
+    class Peer:
+        async def grant(self, *_: object) -> Grant:
+            return Grant()
+
+    metrics = Metrics()
+    handle = Handle(cast(Any, Peer()), "owner", 1, Mode.WRITE, metrics)
+    volume = Volume(VolumeRow(1, "disk", SIZE, read_only=False), cast(Any, None), metrics)
+    volume.backing = cast(Any, SimpleNamespace(region=None))
+    await handle.begin(volume)
+    await asyncio.gather(handle.pause(), handle.pause())
+    assert handle.grant is None
+    assert metrics.registry.get_sample_value("storage_grants", {"mode": "write"}) == 0
+
+
+async def test_what_is_flushed_is_kept_until_it_is(device: Device, tmp_path: Path, backing: str) -> None:
+    """Though who asked for that is gone meanwhile, as is who waits for the next sync."""
+    power = Power(tmp_path, 0)
+    async with serve_here(device, tmp_path, backing, power, workers=1) as server, server.client() as other:
+        await other.create("disk", SIZE)
+        async with raw_client(server) as raw:
+            opened = await raw.ask(Open(Mode.WRITE, "disk"))
+            assert isinstance(opened, Opened)
+            before = len(power.done)
+            power.go.clear()
+            for number in (2, 3):
+                await raw.connection.send(pack(number, Flush(opened.volume, ((0, 1),))))
+            await until(lambda: power.done[before:] and power.done[-1] == "datasync")
+            steps = len(power.done)
+            await raw.connection.abort()
+            resizing = asyncio.create_task(other.resize("disk", 2 * SIZE))
+            await asyncio.sleep(0.2)
+            assert len(power.done) == steps, "nobody else is at the file"
+            assert not resizing.done()
+            power.go.set()
+            await resizing
+        await until(lambda: server.metric("sessions") == 1)
+        async with other.open("disk", write=True) as volume:
+            await volume.flush()
 
 
 class Disk:

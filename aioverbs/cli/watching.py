@@ -16,7 +16,7 @@ from aioverbs.monitor_server import VERSION
 
 __all__ = ["NotWatchableError", "Process", "Watch", "open_watch", "processes"]
 
-_CONNECT_S = 1.0
+_CONNECT_S = 5.0  # a busy process's monitor has to wait for its interpreter
 _LONGEST = 64 << 20  # bytes of a line
 
 

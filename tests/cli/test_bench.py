@@ -82,7 +82,7 @@ class TestWhatIsMeasured:
     def test_it_takes_about_as_long_as_it_is_told(self) -> None:
         began = time.monotonic()
         assert invoke("write", "--seconds", "3").exit_code == Status.OK
-        assert 1 < time.monotonic() - began < patience(15)
+        assert 1 < time.monotonic() - began < patience(60)
 
 
 class TestPlots:
@@ -173,7 +173,7 @@ class TestFailures:
         self, calls: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls(lambda: asyncio.sleep(60))
-        monkeypatch.setattr(bench_run, "_STUCK_S", patience(1))
+        monkeypatch.setattr(bench_run, "_STUCK_S", patience(4))
         done = invoke("write", "--seconds", "1")
         assert done.exit_code == Status.NO
         assert "unix: it is stuck: a turn took more than " in done.stdout

@@ -9,6 +9,7 @@ import pytest
 
 from aioverbs.cli.demonstration import children
 from aioverbs.cli.demonstration.children import Child, ChildEndedError, child, unless_ended
+from tests.pace import patience
 
 
 def program(name: str, code: str, folder: Path) -> Any:
@@ -68,7 +69,11 @@ async def test_work_ends_when_the_process_does(tmp_path: Path) -> None:
     assert ended
 
 
-async def test_the_end_of_the_process_is_told_and_not_what_came_of_it(tmp_path: Path) -> None:
+async def test_the_end_of_the_process_is_told_and_not_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_NOTICED_S", patience(20))
+
     async def work(one: Child) -> None:
         await one.line()
         one.order("end")

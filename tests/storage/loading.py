@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+import anyio
 from storage_server.client import connect
 from storage_server.errors import StorageError
 from storage_server.remote_volume import RemoteVolume
@@ -89,7 +90,7 @@ async def _write(
 
 
 async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int) -> None:
-    with contextlib.suppress(BrokenResourceError, StorageError):
+    with contextlib.suppress(BrokenResourceError, StorageError, OSError, anyio.EndOfStream):  # before it is connected
         async with connect(server.host, server.port, token, domain=domain) as storage:
             for number in range(10_000):
                 name = f"{turn}-{number}"

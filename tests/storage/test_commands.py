@@ -19,6 +19,7 @@ from tests.conftest import LOOP_FACTORIES
 from tests.pace import fewer, patience
 from tests.storage.loading import load, look, shares_of_two
 from tests.storage.processes import command, here, run, served
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -40,11 +41,16 @@ def test_volumes_by_commands(device_name: str, tmp_path: Path) -> None:
         server.done("client", "get", "then", copy, "--verify")
         assert copy.read_bytes() == data.read_bytes() + bytes((4 << 20) - 3_000_000)
         url = server.said[0].split()[-1]
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=20) as answer:
-            metrics = answer.read().decode()
-        assert 'storage_requests_total{kind="flush",outcome="done"} 1.0' in metrics
-        assert "storage_sync_seconds_count" in metrics
-        assert "storage_sessions 0.0" in metrics
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+        def metrics() -> str:
+            with opener.open(url, timeout=20) as answer:
+                told: str = answer.read().decode()
+                return told
+
+        wait_until(lambda: "storage_sessions 0.0" in metrics())  # the last command does not wait for that
+        assert 'storage_requests_total{kind="flush",outcome="done"} 1.0' in metrics()
+        assert "storage_sync_seconds_count" in metrics()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "data", "root"]
     with served(root, device=device_name) as server:
         assert [each["name"] for each in json.loads(server.done("client", "list", "--json"))] == ["again", "then"]

@@ -13,6 +13,7 @@ from storage_server.errors import StorageError
 import aioverbs
 from aioverbs import BrokenResourceError
 from tests.conftest import LOOP_FACTORIES
+from tests.pace import patience
 from tests.storage.loading import flush, write_some
 from tests.storage.model import BLOCK, Blocks
 from tests.storage.parts import Server, serve_here
@@ -117,7 +118,7 @@ async def cut_and_look(path: Path, seed: int, backing: str, *, engine: bool) -> 
         async with serve_here(device, here, backing, power) as server, server.client() as storage:
             load = Load(server, power, seed)
             with contextlib.suppress(*OVER):
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(patience(60)):
                     await load.run(storage)
             assert power.image is not None, "it ended before"
         power.restore(there)

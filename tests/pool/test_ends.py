@@ -25,10 +25,13 @@ from aioverbs import (
     WorkerDiedError,
     open_device,
 )
+from aioverbs.crew import Stage
 from aioverbs.pool import StartedCall, WorkerPool, current_worker
+from aioverbs.thread_worker import _ThreadJob
 from aioverbs.worker import Worker
 from tests.capabilities import Capability, needs
 from tests.data_path_endings.pair import until
+from tests.pace import patience
 from tests.pool.test_calls import number, number_later, stay
 
 
@@ -137,6 +140,30 @@ async def test_its_own_functions_do_not_close_it(device: Device) -> None:
             with pytest.raises(BusyResourceError, match="have it closed from without"):
                 await pool.run(call)
         assert await pool.run(number) == 0
+
+
+async def test_a_call_that_another_thread_is_about_to_post(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the pool is stopped its worker has it already, and the worker's loop does not."""
+    about, go_on = threading.Event(), threading.Event()
+    post = _ThreadJob.post
+
+    def post_later(job: _ThreadJob) -> None:
+        about.set()
+        assert go_on.wait(patience(10))
+        post(job)
+
+    pool = await WorkerPool(device, 1).open()
+    monkeypatch.setattr(_ThreadJob, "post", post_later)
+    began: list[int] = []
+    starting = asyncio.create_task(asyncio.to_thread(pool.start_soon, began.append, 1))
+    await until(about.is_set)
+    stopping = asyncio.create_task(pool.stop(0))
+    await until(lambda: pool._crew.stage is Stage.STOPPED)
+    go_on.set()
+    started = await starting
+    await stopping
+    assert isinstance(started.exception(), ClosedResourceError)
+    assert (began, worker_threads(), pool.state) == ([], [], State.CLOSED)
 
 
 async def test_two_close_it(device: Device) -> None:

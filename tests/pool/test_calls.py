@@ -4,8 +4,7 @@ import asyncio
 import collections
 import contextvars
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -25,8 +24,8 @@ from aioverbs import (
 from aioverbs.placement import LeastLoaded, rendezvous
 from aioverbs.pool import StartedCall, WorkerPool, current_worker
 from tests.core.children import in_child
-from tests.data_path_endings.pair import until
 from tests.pace import patience
+from tests.waiting import until
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE")
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -48,6 +47,35 @@ async def stay(started: threading.Event, ended: list[str]) -> None:
     finally:
         await asyncio.sleep(0.02)
         ended.append("ended there")
+
+
+async def cancelled_when(begun: threading.Event, call: Coroutine[Any, Any, object]) -> bool:
+    """Cancel the scope of a call when the call has begun; whether that was its end."""
+    scope = anyio.CancelScope()
+
+    async def wait() -> None:
+        with scope:
+            await call
+
+    waiting = asyncio.create_task(wait())
+    assert await asyncio.to_thread(begun.wait, patience(10))
+    scope.cancel()
+    await waiting
+    return scope.cancelled_caught
+
+
+async def cancelled_before(release: Callable[[], object], pool: WorkerPool, *calls: Callable[[], Any]) -> bool:
+    """Cancel calls of worker 0, which has one that blocks it, and release it then; whether that was their end."""
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            for call in calls:
+                group.start_soon(call)
+            await until(lambda: pool.statistics().workers[0].calls == 1 + len(calls))
+            scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.sleep(0.01)  # a turn of the loop, in which the worker is told
+                release()
+    return scope.cancelled_caught
 
 
 async def test_each_worker_has_a_loop_a_thread_and_a_domain_of_its_own(pool: WorkerPool, loop_name: str) -> None:
@@ -100,9 +128,11 @@ async def test_one_after_the_other_unless_said_otherwise(pool: WorkerPool) -> No
 
 async def test_the_least_loaded_gets_the_call(device: Device) -> None:
     async with WorkerPool(device, 3, placement=LeastLoaded()) as pool:
-        started, ended = threading.Event(), list[str]()
-        blocking = [pool.start_soon(stay, started, ended, worker=number) for number in (0, 2)]
+        begun, ended = {0: threading.Event(), 2: threading.Event()}, list[str]()
+        blocking = [pool.start_soon(stay, each, ended, worker=number) for number, each in begun.items()]
         assert {await pool.run(number_later) for _ in range(5)} == {1}
+        for event in begun.values():
+            assert await asyncio.to_thread(event.wait, patience(10))
         for each in blocking:
             assert each.cancel()
     assert ended == ["ended there"] * 2
@@ -143,37 +173,34 @@ async def test_what_it_raises_is_raised_here(pool: WorkerPool, asynchronous: boo
 async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool, kind: str) -> None:
     started, ended = threading.Event(), list[str]()
     if kind == "anyio":
-        with anyio.move_on_after(0.05) as scope:
-            await pool.run(stay, started, ended)
-        assert scope.cancelled_caught
-    elif kind == "wait_for":
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(pool.run(stay, started, ended), 0.05)
+        assert await cancelled_when(started, pool.run(stay, started, ended))
     else:
         task = asyncio.create_task(pool.run(stay, started, ended))
-        await asyncio.to_thread(started.wait, patience(10))
-        for _ in range(5 if "often" in kind else 1):
-            task.cancel()
-            await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        assert await asyncio.to_thread(started.wait, patience(10))
+        if kind == "wait_for":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(task, 0.01)
+        else:
+            for _ in range(5 if "often" in kind else 1):
+                task.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
     assert ended == ["ended there"]
     assert sum(worker.cancelled for worker in pool.statistics().workers) == 1
 
 
 async def test_one_that_is_cancelled_before_it_began_does_not_begin(pool: WorkerPool) -> None:
     began: list[int] = []
-    blocking = pool.start_soon(time.sleep, 0.1, worker=0)
+    go_on = threading.Event()
+    blocking = pool.start_soon(go_on.wait, patience(30), worker=0)
 
     async def begin() -> None:
         began.append(1)
 
-    with anyio.move_on_after(0.01) as scope:
-        async with anyio.create_task_group() as group:
-            group.start_soon(partial(pool.run, begin, worker=0))
-            group.start_soon(partial(pool.run, began.append, 1, worker=0))
-    assert scope.cancelled_caught
-    await blocking.wait()
+    calls = partial(pool.run, begin, worker=0), partial(pool.run, began.append, 1, worker=0)
+    assert await cancelled_before(go_on.set, pool, *calls)
+    assert await blocking.wait()
     assert began == []
 
 
@@ -292,12 +319,14 @@ async def test_items_are_asked_for_as_they_are_needed(pool: WorkerPool) -> None:
 
 
 async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None:
+    begun: list[int] = []
     ended: list[int] = []
 
     async def fail(item: int) -> None:
         if item == 5:
-            await asyncio.sleep(0.02)
+            await until(lambda: len(begun) == 9)
             raise ZeroDivisionError(f"{item}")
+        begun.append(item)
         try:
             await asyncio.sleep(30)
         finally:
@@ -341,8 +370,7 @@ async def test_a_started_call_is_awaited_asked_or_cancelled(pool: WorkerPool) ->
 async def test_who_awaits_it_and_is_cancelled_cancels_it(pool: WorkerPool) -> None:
     begun, ended = threading.Event(), list[str]()
     staying = pool.start_soon(stay, begun, ended)
-    with anyio.move_on_after(0.05):
-        await staying.wait()
+    assert await cancelled_when(begun, staying.wait())
     await pool.drain()
     assert ended == ["ended there"]
 

@@ -30,9 +30,9 @@ from aioverbs.pool import StartedCall, WorkerPool, current_worker
 from aioverbs.thread_worker import _ThreadJob
 from aioverbs.worker import Worker
 from tests.capabilities import Capability, needs
-from tests.data_path_endings.pair import until
 from tests.pace import patience
 from tests.pool.test_calls import number, number_later, stay
+from tests.waiting import until
 
 
 def worker_threads() -> list[str]:
@@ -116,11 +116,11 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
 
 async def test_functions_that_run_may_call_others_while_it_drains(device: Device) -> None:
     async with WorkerPool(device, 2) as pool:
-        begun = threading.Event()
+        begun, go_on = threading.Event(), threading.Event()
 
         async def nested() -> int:
             begun.set()
-            await asyncio.sleep(0.05)
+            await until(go_on.is_set)
             return await pool.run(number_later, worker=1)
 
         running = asyncio.create_task(pool.run(nested, worker=0))
@@ -130,6 +130,7 @@ async def test_functions_that_run_may_call_others_while_it_drains(device: Device
         with pytest.raises(ClosedResourceError, match="takes no more calls"):
             await pool.run(number)
         assert not draining.done()
+        go_on.set()
         assert await running == 1
         await draining
 
@@ -383,10 +384,10 @@ async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
 async def test_a_pool_that_is_to_fail_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     async def use() -> None:
         async with WorkerPool(device, 2, on_worker_death="fail") as pool:
-            others = asyncio.create_task(pool.run(number_later, worker=1))
+            others = pool.start_soon(number_later, worker=1)
             with pytest.raises(WorkerDiedError):
                 await pool.run(leave, worker=0)
-            assert await others == 1
+            assert await others.wait() == 1
             for worker in (0, 1, None):
                 with pytest.raises(BrokenResourceError, match="is broken"):
                     await pool.run(number, worker=worker)

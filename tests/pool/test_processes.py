@@ -32,10 +32,11 @@ from aioverbs import (
 from aioverbs.placement import rendezvous
 from tests.conftest import ROOT
 from tests.core.children import in_child
-from tests.data_path_endings.pair import until
 from tests.pace import patience
-from tests.pool import work
+from tests.pool import handlers, work
+from tests.pool.test_calls import cancelled_before
 from tests.running import run
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -135,11 +136,11 @@ async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool,
 
 
 async def test_cancelled_before_it_began_or_by_itself(pool: WorkerPool, tmp_path: Path) -> None:
-    blocking = pool.start_soon(work.block, 0.2, str(tmp_path), worker=0)
+    folder = str(tmp_path)
+    blocking = pool.start_soon(handlers.block, folder, worker=0)
     await until((tmp_path / "blocking").exists)
-    with anyio.move_on_after(0.05) as scope:
-        await pool.run(work.stay, str(tmp_path), worker=0)
-    assert scope.cancelled_caught
+    stay = partial(pool.run, work.stay, folder, worker=0)
+    assert await cancelled_before(partial(work.mark, folder, "go on"), pool, stay)
     await blocking.wait()
     assert not (tmp_path / "begun").exists()
     with pytest.raises(BrokenResourceError, match="cancelled what was called there"):
@@ -235,14 +236,14 @@ async def test_a_pool_that_is_to_fail_fails(device: Device) -> None:
 
 
 async def test_a_deadline_cancels_and_then_kills(device: Device, tmp_path: Path) -> None:
-    pool = await WorkerPool(device, 2, processes=True, grace_s=0.3).open()
+    pool = await WorkerPool(device, 2, processes=True, grace_s=2.0).open()
     ids = processes(pool)
     staying = pool.start_soon(work.stay, str(tmp_path), worker=0)
-    blocking = pool.start_soon(work.block, 60.0, worker=1)
-    await until((tmp_path / "begun").exists)
+    blocking = pool.start_soon(work.block, 60.0, str(tmp_path), worker=1)
+    await until(lambda: (tmp_path / "begun").exists() and (tmp_path / "blocking").exists())
     begin = time.monotonic()
     await pool.stop(0.1)
-    assert time.monotonic() - begin < patience(5)
+    assert time.monotonic() - begin < patience(20)
     assert (tmp_path / "ended").exists()
     assert isinstance(staying.exception(), ClosedResourceError)
     assert isinstance(blocking.exception(), WorkerDiedError)

@@ -32,7 +32,7 @@ async def handle(connection: Connection) -> None:
 
 
 async def main() -> None:
-    settings = ConnectionSettings(buffer_size=4096, keep_alive_s=1.0)
+    settings = ConnectionSettings(buffer_size=4096)
     async with (
         open_device() as device,
         device.resource_domain() as domain,

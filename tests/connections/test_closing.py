@@ -104,7 +104,8 @@ async def test_both_close_at_once(device: Device) -> None:
 async def test_an_abort_is_told(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"this was delivered")
-        await asyncio.sleep(0.02)
+        assert ends.near._traffic is not None
+        await ends.near._traffic.delivered()
         await ends.near.abort()
         assert await ends.far.receive() == b"this was delivered"
         with pytest.raises(BrokenResourceError, match="gone"):

@@ -21,7 +21,7 @@ from aioverbs import (
     connect,
 )
 from tests.conftest import ROOT
-from tests.connections.ends import HOST
+from tests.connections.ends import HOST, deeper
 from tests.connections.other import SIZE
 from tests.pace import fewer, patience
 
@@ -29,7 +29,7 @@ START = (
     f"import sys, runpy; sys.path.append({str(ROOT)!r}); "
     "runpy.run_module('tests.connections.other', run_name='__main__')"
 )
-SETTINGS = ConnectionSettings(buffer_size=4096, keep_alive_s=1.0)
+SETTINGS = ConnectionSettings(buffer_size=4096)
 
 
 @dataclass
@@ -67,10 +67,12 @@ async def other(device: Device) -> AsyncIterator[Other]:
 
 
 @contextlib.asynccontextmanager
-async def talking(device: Device, there: Other, what: bytes) -> AsyncIterator[tuple[Connection, ResourceDomain]]:
+async def talking(
+    device: Device, there: Other, what: bytes, settings: ConnectionSettings = SETTINGS
+) -> AsyncIterator[tuple[Connection, ResourceDomain]]:
     async with (
         device.resource_domain() as domain,
-        connect(HOST, there.port, domain=domain, settings=SETTINGS) as connection,
+        connect(HOST, there.port, domain=domain, settings=settings) as connection,
     ):
         await connection.send(what)
         yield connection, domain
@@ -105,7 +107,8 @@ async def test_memory(device: Device) -> None:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 async def test_killed(device: Device, busy: bool) -> None:
-    """The kernel closes its TCP connection: that is heard at once, whatever is under way."""
+    """The kernel closes its TCP connection: that is heard at once, whatever is under way, and long before its device is
+    found to be silent."""
     async with other(device) as there, talking(device, there, b"echo" if busy else b"silent") as (connection, _):
         loop = asyncio.get_running_loop()
 
@@ -120,7 +123,7 @@ async def test_killed(device: Device, busy: bool) -> None:
         await there.kill()
         with pytest.raises(BrokenResourceError):
             await receiving
-        assert loop.time() - began < patience(0.3)
+        assert loop.time() - began < patience(2)
         with contextlib.suppress(BrokenResourceError):
             await loading
         with pytest.raises(BrokenResourceError):
@@ -160,12 +163,13 @@ async def test_killed_again_and_again(device: Device) -> None:
 async def test_one_that_is_stopped(device: Device) -> None:
     """It says nothing, and its kernel keeps the TCP connection: it is dead within the stated time. An RDMA device goes
     on answering for a process that is stopped, which is alive therefore."""
-    async with other(device) as there, talking(device, there, b"echo") as (connection, _):
+    keep_alive_s = 2.0
+    settings = deeper(SETTINGS, keep_alive_s=keep_alive_s)
+    async with other(device) as there, talking(device, there, b"echo", settings) as (connection, _):
         await asyncio.sleep(0.05)
         there.process.send_signal(signal.SIGSTOP)
         try:
-            assert SETTINGS.keep_alive_s is not None
-            limit_s = patience(SETTINGS.keep_alive_s) if device.software else 2 * SETTINGS.keep_alive_s
+            limit_s = patience(2 * keep_alive_s) if device.software else 2 * keep_alive_s
             with pytest.raises(BrokenResourceError if device.software else TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await connection.receive()

@@ -155,13 +155,12 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
     async with device.resource_domain() as domain:
         near: list[Connection] = []
 
-        async def serving() -> None:
+        with anyio.CancelScope() as scope:
             async with served(domain, handler, drain_timeout_s=60) as server:
                 near.append(await asked(server, domain))
                 await until(lambda: server.statistics().connections)
-
-        with anyio.move_on_after(0.2):
-            await serving()
+                scope.deadline = anyio.current_time() + 0.2
+        assert scope.cancelled_caught
         with pytest.raises(BrokenResourceError):
             await near[0].receive()
         await near[0].aclose()

@@ -1,7 +1,5 @@
 """Two software devices that reach each other as those of two processes do, though both are of this one."""
 
-import functools
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest_asyncio
 
 from aioverbs import Device, open_device
 from tests.devices import far_devices
-from tests.sockets import direct, directory_of_sockets, short_path
+from tests.sockets import direct, directory_of_sockets, own_address, short_path
 
 __all__ = ["device", "direct", "directory_of_sockets", "pytest_collection_modifyitems", "short_path"]
 
@@ -31,11 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-@functools.cache
-def _name(which: str) -> str:
-    """Of a device with a port that was free; one for all tests, for a device's number tables stay with the process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"soft0@127.0.0.1:{free.getsockname()[1]}"
+# One name for all tests, for a device's number tables stay with the process.
+_NEAR, _FAR = f"soft0@{own_address()}:7474", f"soft0@{own_address()}:7475"
 
 
 # How bytes come over: moved by the peer, through a Unix socket, through TCP; and who executes.
@@ -48,10 +43,10 @@ async def device(
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "1" if way == "direct" else "0")
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "near")))
     # Over TCP both need an address: without one only processes of this host find a device.
-    async with open_device(_name("near") if way == "tcp" else "soft0", engine_mode=execution == "engine") as near:
+    async with open_device(_NEAR if way == "tcp" else "soft0", engine_mode=execution == "engine") as near:
         if way == "tcp":  # then no Unix socket is found
             monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "far")))
-        async with open_device(_name("far"), engine_mode=execution == "engine") as far:
+        async with open_device(_FAR, engine_mode=execution == "engine") as far:
             far_devices[near] = far
             try:
                 yield near

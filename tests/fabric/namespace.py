@@ -6,13 +6,17 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 import pytest
 
 __all__ = ["HOSTS", "Network", "network"]
 
-HOSTS = {"ipv4": ("10.213.70.1", "10.213.70.2"), "ipv6": ("fd00:213:70::1", "fd00:213:70::2")}
+# Networks of this process's own: this end of the cable, and the one over there.
+_IPV4 = IPv4Address("10.128.0.0") + 4 * (os.getpid() % 2**21)
+_IPV6 = IPv6Address("fd00:213::") + (os.getpid() << 64)
+HOSTS = {"ipv4": (str(_IPV4 + 1), str(_IPV4 + 2)), "ipv6": (str(_IPV6 + 1), str(_IPV6 + 2))}
 
 # Classic BPF: a random number; whether it is above a limit; -1: it is a match; 0: it is none.
 _BY_CHANCE = "4,32 0 0 4294963256,37 1 0 {limit},6 0 0 4294967295,6 0 0 0"

@@ -33,6 +33,7 @@ from tests.conftest import LOOP_FACTORIES
 from tests.data_path.ends import ACCESS, Ends, ends
 from tests.devices import far_device, far_devices
 from tests.pace import fewer, patience
+from tests.sockets import own_address
 from tests.waiting import until
 
 SIZE = 1 << 20
@@ -446,7 +447,7 @@ async def meet(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
             del far_devices[near]
 
 
-OTHER = "soft0@127.90.90.90:7471"  # its own number; both find each other by their Unix sockets
+OTHER = f"soft0@{own_address()}:7476"  # its own number; both find each other by their Unix sockets
 
 
 @pytest.mark.parametrize("loop", LOOP_FACTORIES)

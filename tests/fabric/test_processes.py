@@ -150,8 +150,9 @@ async def test_one_that_is_stopped_and_goes_on() -> None:
     """Silent for longer than all repetitions take; then what was asked is not done any more."""
     async with other() as there, end(queue_pairs=2) as here:
         first, second = here.qps
-        await there.connect(first, **QUICK)
         await there.connect(second)
+        await second.write(here.region[:8], there.region[:8])  # both are at work, and connected with each other
+        await there.connect(first, timeout=14, retry_cnt=2)  # 67 ms, three times
         await first.write(here.region[:8], there.region[:8])
         stop(there.process.pid)
         try:

@@ -17,6 +17,7 @@ from tests.holding import hold, unhold
 from tests.manager.test_domains import Elsewhere
 from tests.manager.test_write import REMOTE, Ends, ends
 from tests.pace import patience
+from tests.waiting import until
 
 
 async def begin_write(device: Device, pair: Ends) -> None:
@@ -29,62 +30,72 @@ async def begin_write(device: Device, pair: Ends) -> None:
     assert len(pair.source.pins) == 1
 
 
+async def begin_closing(pair: Ends) -> "asyncio.Task[None]":
+    """Close a queue pair whose work is held: that waits until it may go on."""
+    closing = asyncio.create_task(pair.near.aclose())
+    await until(lambda: pair.near.state is State.CLOSING)
+    return closing
+
+
 @needs(Capability.FAULT_PLAN)
-async def test_who_closes_second_waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+async def test_who_closes_second_waits(device: Device) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
-        first = asyncio.create_task(pair.near.aclose())
+        first = await begin_closing(pair)
+        second = asyncio.create_task(pair.near.aclose())
         await asyncio.sleep(0.01)
-        assert pair.near.state is State.CLOSING
-        await pair.near.aclose()
+        assert not second.done()
+        unhold(device, pair.near)
+        await second
         assert pair.near.closed
         await first
-        unhold(device, pair.near)
 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_parent_waits_for_a_child_that_is_being_closed(
-    device: Device, monkeypatch: pytest.MonkeyPatch, cancelled: bool
-) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+async def test_a_parent_waits_for_a_child_that_is_being_closed(device: Device, cancelled: bool) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
-        first = asyncio.create_task(pair.near.aclose())
-        await asyncio.sleep(0.01)
+        first = await begin_closing(pair)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             second = asyncio.create_task(pair.domain.aclose())
+            await until(lambda: pair.far.closed)  # after that one it comes to the other, and waits
             for _ in range(2):
-                await asyncio.sleep(0.01)
                 if cancelled:
                     second.cancel()
+                await asyncio.sleep(0.01)
+            assert not second.done()
+            unhold(device, pair.near)
             await asyncio.wait([second])
         assert second.cancelled() == cancelled
         if not cancelled:
             second.result()
         await first
         assert pair.domain.closed
-        unhold(device, pair.near)
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is_being_closed(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is_being_closed(device: Device) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
-        first = asyncio.create_task(pair.near.aclose())
-        await asyncio.sleep(0.01)
-        with warnings.catch_warnings(), anyio.move_on_after(0.01) as scope:
+        first = await begin_closing(pair)
+
+        async def cancel() -> None:
+            await until(lambda: pair.far.closed)  # as above
+            scope.cancel()
+            await asyncio.sleep(0.01)
+            assert pair.domain.state is State.CLOSING
+            unhold(device, pair.near)
+
+        with warnings.catch_warnings(), anyio.CancelScope() as scope:
             warnings.simplefilter("ignore", ResourceWarning)
+            cancelling = asyncio.create_task(cancel())
             await pair.domain.aclose()
         assert scope.cancelled_caught
         assert pair.domain.closed
+        await cancelling
         await first
-        unhold(device, pair.near)
 
 
 async def test_a_cancelled_opener_of_many_closes_what_it_opened(device: Device) -> None:

@@ -6,7 +6,7 @@ import time
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core import engine
 from tests.core.contexts import opened
-from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end
+from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 SIGNALED = SendFlags.SIGNALED
@@ -76,14 +76,25 @@ async def test_nothing_is_missed_between_asking_and_sleeping(context: engine.Con
 async def test_the_loop_really_sleeps(kind: str) -> None:
     """While the device takes its time, the loop runs nothing; it polls no more often than it is woken up."""
     delay_s, rounds = 0.02, 5
-    with opened("engine-delayed", delay_ns=int(delay_s * 1e9)) as context:
+    with opened("engine") as context:
         near, _ = connected(context, kind)
         sleeper = Sleeper(near.cq)
+
+        def take_time() -> None:
+            """In a thread: nothing is done before the loop sleeps, however late that is."""
+            for number in range(1, rounds + 1):
+                wait_until(lambda number=number: sleeper.sleeps == number)
+                time.sleep(delay_s)
+                context.faults.unhold()
+
+        device = asyncio.create_task(asyncio.to_thread(take_time))
         start, busy = time.monotonic(), time.thread_time()
         for _ in range(rounds):
+            context.faults.hold(near.qp)
             near.qp.post_send(WRITE, flags=SIGNALED)
             await sleeper.completion()
         elapsed, busy = time.monotonic() - start, time.thread_time() - busy
+        await device
     assert elapsed >= rounds * delay_s
     assert busy < elapsed / 2
     assert sleeper.sleeps == rounds
@@ -91,16 +102,18 @@ async def test_the_loop_really_sleeps(kind: str) -> None:
 
 
 async def test_other_tasks_run_meanwhile() -> None:
-    with opened("engine-delayed", delay_ns=30_000_000) as context:
+    with opened("engine") as context:
         near, _ = connected(context, "plain")
+        context.faults.hold(near.qp)
         near.qp.post_send(WRITE, flags=SIGNALED)
-        waiting = asyncio.create_task(Sleeper(near.cq).completion())
-        turns = 0
-        while not waiting.done():
+        sleeper = Sleeper(near.cq)
+        waiting = asyncio.create_task(sleeper.completion())
+        for _ in range(4):
             await asyncio.sleep(0.001)
-            turns += 1
+        assert sleeper.sleeps == 1
+        assert not waiting.done()
+        context.faults.unhold()
         await waiting
-    assert turns > 3
 
 
 async def test_one_loop_sleeps_for_several_queues() -> None:

@@ -15,6 +15,7 @@ from tests.core.pairs import wait_until
 from tests.data_path.ends import Ends, ends
 from tests.holding import hold, unhold
 from tests.pace import patience
+from tests.waiting import until
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
@@ -130,8 +131,7 @@ async def test_awaited_once(device: Device) -> None:
         with pytest.raises(RuntimeError, match="was awaited before"):
             await twice
         unhold(device, pair.near)
-        await asyncio.sleep(0.01)
-        assert twice.done()
+        await until(twice.done)
         assert twice.result() == 1
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import select
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -76,7 +77,6 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
         many = QpCapabilities(max_send_wr=2 * cq.cqe)
         near, far = (engine.QueuePair(pd, cq, cq, each, affinity=pair.domain.owner) for each in (many, None))
         connect(near, far)
-        # The loop does not come to look before all of them are done.
         hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))
         await asyncio.sleep(0.01)
@@ -89,6 +89,8 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
                 remote_addr=target.address,
                 rkey=target.rkey,
             )
+        # The loop, which would make room, does not come to look before there was too little.
+        assert select.select([device.handle.async_fd], [], [], patience(10))[0]
         unhold(device, pair.near)
         async with contextlib.aclosing(pair.cq.events()) as events:
             assert (await anext(events)).event_type is EventType.CQ_ERR

@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import threading
-import time
 import weakref
+from collections.abc import Callable
 
 import anyio
 import pytest
@@ -29,19 +29,27 @@ async def standing() -> tuple[asyncio.AbstractEventLoop, Affinity]:
 @pytest.mark.parametrize("kind", ["native", "anyio"])
 async def test_one_that_is_cancelled_before_it_began_ends(kind: str) -> None:
     called: list[int] = []
+    go_on = threading.Event()
+
+    async def withdraw(cancel: Callable[[], object]) -> None:
+        cancel()
+        await asyncio.sleep(0.01)  # a turn later it is withdrawn
+        go_on.set()
+
     with Elsewhere() as elsewhere:
-        elsewhere.loop.call_soon_threadsafe(time.sleep, 0.1)  # what is sent there comes in one turn
+        elsewhere.loop.call_soon_threadsafe(go_on.wait, patience(10))  # what is sent there comes in one turn
         async with asyncio.timeout(patience(5)):
             if kind == "anyio":
-                with anyio.move_on_after(0.01) as scope:
+                with anyio.CancelScope() as scope:
+                    withdrawing = asyncio.create_task(withdraw(scope.cancel))
                     await run_on_owner(elsewhere.owner, called.append, 1)
                 assert scope.cancelled_caught
             else:
                 task = asyncio.create_task(run_on_owner(elsewhere.owner, called.append, 1))
-                await asyncio.sleep(0.01)
-                task.cancel()
+                withdrawing = asyncio.create_task(withdraw(task.cancel))
                 with pytest.raises(asyncio.CancelledError):
                     await task
+            await withdrawing
     assert called == []
 
 

@@ -1,12 +1,19 @@
-"""TCP ports of this host."""
+"""Addresses and TCP ports of this host."""
 
 import contextlib
+import os
 import socket
+from ipaddress import IPv4Address
 from pathlib import Path
 
-__all__ = ["free_port", "listens"]
+__all__ = ["free_port", "listens", "own_address"]
 
 _LISTENING = "0A"
+
+
+def own_address() -> str:
+    """Of the loopback network, and no other process's tests': all of its ports are these tests' own."""
+    return str(IPv4Address((127 << 24) + 0x800000 + os.getpid()))
 
 
 def free_port() -> int:

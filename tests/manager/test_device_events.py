@@ -234,6 +234,7 @@ def descriptors() -> set[str]:
 
 @pytest.mark.parametrize("loop_is", ["running", "standing", "closed"])
 async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
+    gc.collect()
     before = descriptors()
     device = await open_device("soft0").open()
     loop = asyncio.new_event_loop()

@@ -2,10 +2,9 @@
 
 import errno
 import logging
-import os
 import sys
 import types
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv6Address
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError
 from aioverbs.device import devices, open_device
 from aioverbs.providers import hardware
+from tests.listening import own_address
 
 
 @pytest.fixture
@@ -20,11 +20,6 @@ def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "names", list)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     monkeypatch.delenv("AIOVERBS_SOFT_ADDRESS", raising=False)
-
-
-def own_address() -> IPv4Address:
-    """Of the loopback network, and no other test's that runs now."""
-    return IPv4Address((127 << 24) + 0x800000 + os.getpid())
 
 
 def test_the_software_device_is_listed(no_hardware: None) -> None:

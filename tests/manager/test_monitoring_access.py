@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import os
 import socket
@@ -92,6 +93,7 @@ def test_what_is_no_folder(folder: Path, kind: str) -> None:
         folder.touch()
     else:
         folder.symlink_to(folder.parent)
+    gc.collect()
     before = descriptors()
     with pytest.raises(PermissionError, match="is no directory"):
         MonitorDirectory(make=True)

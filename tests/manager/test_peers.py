@@ -8,23 +8,18 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
-from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
 
 from aioverbs import Device, VerbsError, open_device, refusals
+from tests.listening import own_address
 from tests.pace import patience
 from tests.waiting import until
 
 PATIENCE_S = patience(20)
 _ports = itertools.count(7480)  # a device's counts are the process's: each test has its own
 WRONG = 128 * b"this is no handshake"
-
-
-def own_address() -> str:
-    """Of the loopback network, and no other test's that runs now."""
-    return str(IPv4Address((127 << 24) + 0x800000 + os.getpid()))
 
 
 @pytest.fixture

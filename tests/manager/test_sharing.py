@@ -7,6 +7,7 @@ import array
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import socket
@@ -38,6 +39,7 @@ from aioverbs.sharing import Share
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
+from tests.listening import own_address
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -126,6 +128,7 @@ def close(given: Given | GivenSoft) -> None:
 
 
 async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    gc.collect()
     before = descriptors()
     made = await exchange(ends, stand_in, shared)
     new = descriptors() - before
@@ -217,6 +220,7 @@ async def test_what_the_socket_takes_in_pieces(ends: Ends, stand_in: StandIn, sh
     with Narrow(fileno=os.dup(ends[0].fileno())) as near, Narrow(fileno=os.dup(ends[1].fileno())) as far:
         near.setblocking(False)
         far.setblocking(False)
+        gc.collect()
         before = descriptors()
         made = await exchange((near, far), stand_in, shared)
         assert len(descriptors() - before) == 2
@@ -443,6 +447,7 @@ def test_ids_tell_the_device() -> None:
 
 
 def test_the_last_one_is_one(shared: Share) -> None:
+    gc.collect()
     before = descriptors()
     first, second, third = shared.join(), shared.join(), shared.join()
     assert not second.is_last()
@@ -523,9 +528,7 @@ async def test_the_software_device_with_itself(device: Device, ends: Ends) -> No
 @software
 async def test_another_software_device_of_this_process(device: Device, ends: Ends) -> None:
     """That is as if it were another process': it has memory of its own in the domain, and maps that of the other."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        name = f"soft0@127.0.0.1:{free.getsockname()[1]}"
-    async with imported(device, ends, name) as (pd, instance):
+    async with imported(device, ends, f"soft0@{own_address()}:7472") as (pd, instance):
         async with pd.register(100, ACCESS, pd.shared_memory) as region:
             async with instance.import_memory_region(region.rkey) as there:
                 assert there.handle.here != there.address == region.address
@@ -626,6 +629,7 @@ async def test_two_who_open_it_at_once(
     """Each asks; one of them gets it, and of the other's nothing is left."""
     monkeypatch.setattr(Given, "open_context", lambda self, name: engine.Context.open_software())
     device = import_device(ends[1], ID, KEY)
+    gc.collect()
     before = descriptors()
 
     monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared))
@@ -656,6 +660,7 @@ def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., A
 
 async def test_a_device_that_is_not_imported_leaves_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     """Everything is right but what the descriptor is of."""
+    gc.collect()
     before = descriptors()
     device = import_device(ends[1], ID, KEY)
     opening = asyncio.create_task(device.open())

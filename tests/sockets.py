@@ -1,20 +1,12 @@
-"""Addresses and fixtures for tests with software devices of several processes, for the folders and files that import
-them."""
+"""Fixtures for tests with software devices of several processes, for the folders and files that import them."""
 
-import os
 import tempfile
 from collections.abc import Iterator
-from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
 
-__all__ = ["direct", "directory_of_sockets", "own_address", "short_path"]
-
-
-def own_address() -> IPv4Address:
-    """Of the loopback network, and of no other process that runs tests now: all ports are free there."""
-    return IPv4Address("127.128.0.0") + os.getpid()
+__all__ = ["direct", "directory_of_sockets", "short_path"]
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest_asyncio
 
 from aioverbs import Device, open_device
 from tests.devices import far_devices
-from tests.sockets import direct, directory_of_sockets, own_address, short_path
+from tests.listening import own_address
+from tests.sockets import direct, directory_of_sockets, short_path
 
 __all__ = ["device", "direct", "directory_of_sockets", "pytest_collection_modifyitems", "short_path"]
 

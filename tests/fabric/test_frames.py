@@ -32,12 +32,12 @@ from aioverbs.attributes import FrameKind
 from tests.conftest import LOOP_FACTORIES
 from tests.data_path.ends import ACCESS, Ends, ends
 from tests.devices import far_device, far_devices
+from tests.listening import own_address
 from tests.pace import fewer, patience
-from tests.sockets import own_address
 from tests.waiting import until
 
 SIZE = 1 << 20
-QUICK: dict[str, Any] = {"timeout": 12, "retry_cnt": 7, "rnr_retry": 7}  # 17 ms, eight times
+QUICK: dict[str, Any] = {"timeout": 13, "retry_cnt": 7, "rnr_retry": 7}  # 34 ms, eight times
 MS = 1_000_000
 KINDS = engine.FaultPlan.frames
 MISHAPS: dict[str, Callable[..., None]] = {

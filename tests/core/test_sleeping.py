@@ -80,21 +80,20 @@ async def test_the_loop_really_sleeps(kind: str) -> None:
         near, _ = connected(context, kind)
         sleeper = Sleeper(near.cq)
 
-        def take_time() -> None:
+        def take_time(number: int) -> None:
             """In a thread: nothing is done before the loop sleeps, however late that is."""
-            for number in range(1, rounds + 1):
-                wait_until(lambda number=number: sleeper.sleeps == number)
-                time.sleep(delay_s)
-                context.faults.unhold()
+            wait_until(lambda: sleeper.sleeps == number)
+            time.sleep(delay_s)
+            context.faults.unhold()
 
-        device = asyncio.create_task(asyncio.to_thread(take_time))
         start, busy = time.monotonic(), time.thread_time()
-        for _ in range(rounds):
+        for number in range(1, rounds + 1):
             context.faults.hold(near.qp)
             near.qp.post_send(WRITE, flags=SIGNALED)
+            taking_time = asyncio.create_task(asyncio.to_thread(take_time, number))
             await sleeper.completion()
+            await taking_time
         elapsed, busy = time.monotonic() - start, time.thread_time() - busy
-        await device
     assert elapsed >= rounds * delay_s
     assert busy < elapsed / 2
     assert sleeper.sleeps == rounds

@@ -23,7 +23,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 import urllib.request
 import zlib
 from collections import deque
@@ -309,32 +308,22 @@ def use(url: str) -> None:
 
 
 def everything(host: str = "127.0.0.1") -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [sys.executable, __file__, "store", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as storing:
         assert storing.stdout is not None
         env = {**os.environ, "STORE": storing.stdout.readline().strip()}
-        command = ["--app-dir", str(Path(__file__).parent), "--workers", "2", "--port", str(port), "asgi:app"]
-        server = subprocess.Popen([sys.executable, "-P", "-m", "uvicorn", "--log-level", "warning", *command], env=env)
+        # The server is given a socket that listens: who comes early waits there for a worker.
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port, fd = listening.getsockname()[1], listening.fileno()
+            command = [sys.executable, "-P", "-m", "uvicorn", "--log-level", "warning", "--workers", "2"]
+            command += ["--app-dir", str(Path(__file__).parent), "--fd", str(fd), "asgi:app"]
+            server = subprocess.Popen(command, env=env, pass_fds=[fd])
         try:
-            wait_for(port, server)
             use(f"http://127.0.0.1:{port}")
         finally:
             server.terminate()
             server.wait()
             storing.communicate()
-
-
-def wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
-    """Until the server answers."""
-    while server.poll() is None:
-        try:
-            with socket.create_connection(("127.0.0.1", port)):
-                return
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    raise RuntimeError(f"the server ended with the status {server.returncode}")
 
 
 def main() -> None:

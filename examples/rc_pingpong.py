@@ -129,10 +129,11 @@ async def main(options: argparse.Namespace) -> None:
             await run_end(device, None, options)
             return
         with listen(options.port) as listener:
+            options.port = listener.getsockname()[1]
+            print(f"waiting at port {options.port}", flush=True)
             async with asyncio.TaskGroup() as ends:
                 ends.create_task(run_end(device, listener, options))
                 if options.both:
-                    options.port = listener.getsockname()[1]
                     ends.create_task(run_end(device, None, options))
 
 
@@ -140,7 +141,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Ping-pong over RC, also with rdma-core's ibv_rc_pingpong.")
     parser.add_argument("host", nargs="?", help="where the other end waits; without it, wait here")
     parser.add_argument("--both", action="store_true", help="be both ends")
-    parser.add_argument("-p", "--port", type=int, default=18515, help="of TCP (%(default)s)")
+    parser.add_argument("-p", "--port", type=int, default=18515, help="of TCP; 0: any, when waiting (%(default)s)")
     parser.add_argument("-d", "--device", "--ib-dev", help="RDMA device (the first active one)")
     parser.add_argument("-i", "--ib-port", type=int, default=1, help="port of the device (%(default)s)")
     parser.add_argument("-g", "--gid-idx", type=int, help="index of the port's GID (the best one)")

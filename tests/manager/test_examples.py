@@ -4,13 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.listening import free_port, listens
 from tests.pace import patience
 from tests.running import run
 
@@ -78,12 +76,10 @@ def test_a_users_tests_of_a_service(tmp_path: Path) -> None:
 
 
 def test_ping_pong_between_two_processes() -> None:
-    port = str(free_port())
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "-p", port, "-n", "50"]
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "-p", "0", "-n", "50"]
     with subprocess.Popen(command, env={**os.environ, "AIOVERBS_DEVICE": "soft0"}, stdout=subprocess.PIPE) as waiting:
-        end = time.monotonic() + 30
-        while not listens(int(port)) and time.monotonic() < end:
-            time.sleep(0.02)
+        assert waiting.stdout is not None
+        port = waiting.stdout.readline().removeprefix(b"waiting at port ").decode().strip()
         done = example("rc_pingpong", "-p", port, "-n", "50", "localhost")
         assert (done.returncode, done.stderr) == (0, "")
         assert "50 iters in" in done.stdout

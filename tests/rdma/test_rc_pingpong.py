@@ -110,7 +110,7 @@ def test_a_peer_that_dies(role: str) -> None:
     with match(waiting, coming, "-n", "1000000") as played:
         stdout = played.programs[us].stdout
         assert stdout is not None
-        stdout.readline()  # connected
+        assert any("queue pair" in line for line in stdout)  # connected
         time.sleep(0.5)
         played.programs[1 - us].kill()
         _, err, status = played.outcome(us)

@@ -387,13 +387,13 @@ static void who_polls_reads(void)
 static void answers_to_messages_wait(void)
 {
     struct sender sender;
-    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
     unsigned int i, waited = 0;
 
     open_both();
     sender_open(&sender, a, &b->device.gids[0], 5);
     for (i = 1; i <= 200; i++) {
         enum ibv_wr_opcode opcode = i % 4 ? IBV_WR_SEND : IBV_WR_RDMA_WRITE;
+        uint64_t end = now_ns() + WAIT_S * 1000000000ull;
 
         do
             soft_fabric_progress(&b->device, false);

@@ -184,7 +184,7 @@ async def test_it_is_closed_by_another_loop(device: Device) -> None:
 
 
 async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
-    pool = await WorkerPool(device, 2, grace_s=0.1).open()
+    pool = await WorkerPool(device, 2, grace_s=1.0).open()
     begun, release = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -193,13 +193,15 @@ async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
 
     stuck = pool.start_soon(wait, worker=1)
     await asyncio.to_thread(begun.wait, 10)
-    with pytest.raises(BusyResourceError, match=r"these do not end: <worker 1 of WorkerPool \d+> with 1 calls"):
-        await pool.stop(0)
-    assert not stuck.done()
-    with pytest.raises(ClosedResourceError):
-        await pool.run(number)
-    release.set()
-    await pool.aclose()
+    try:
+        with pytest.raises(BusyResourceError, match=r"these do not end: <worker 1 of WorkerPool \d+> with 1 calls"):
+            await pool.stop(0)
+        assert not stuck.done()
+        with pytest.raises(ClosedResourceError):
+            await pool.run(number)
+    finally:  # else it stays for all tests that follow
+        release.set()
+        await pool.aclose()
     assert (stuck.done(), worker_threads()) == (True, [])
 
 

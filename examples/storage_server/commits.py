@@ -134,8 +134,7 @@ async def _to_its_end(sync: asyncio.Future[None]) -> None:
             await asyncio.wait([sync])
         except asyncio.CancelledError as error:
             cancelled = error
-    failure = sync.exception()
     if cancelled is not None:
+        sync.exception()  # nobody waits for what came of it
         raise cancelled
-    if failure is not None:
-        raise failure
+    sync.result()

@@ -169,7 +169,7 @@ async def test_one_that_is_stopped(device: Device) -> None:
         await asyncio.sleep(0.05)
         there.process.send_signal(signal.SIGSTOP)
         try:
-            limit_s = patience(2 * keep_alive_s) if device.software else 2 * keep_alive_s
+            limit_s = patience(keep_alive_s) if device.software else 2 * keep_alive_s
             with pytest.raises(BrokenResourceError if device.software else TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await connection.receive()

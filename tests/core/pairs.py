@@ -1,13 +1,12 @@
 """Connected queue pairs, and waiting for what they complete."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from aioverbs import AccessFlags, Mtu, QpState, QpType, WcStatus
 from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.pace import patience
+from tests.waiting import wait_until
 
 ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 CAPABILITIES = QpCapabilities(max_send_wr=128, max_recv_wr=128, max_send_sge=4, max_recv_sge=4, max_inline_data=64)
@@ -89,14 +88,6 @@ def connect(near: engine.QueuePair, far: engine.QueuePair, access: AccessFlags =
     """Connect two queue pairs with each other."""
     connect_to(near, far, access)
     connect_to(far, near, access)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Ask again and again, and not for ever."""
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(10e-6)
 
 
 def wait_for(cq: engine.CompletionQueue, count: int = 1) -> list[engine.WorkCompletion]:

@@ -23,8 +23,8 @@ from tests.core.allocators import Recording
 from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.core.family import Family, make_all
-from tests.core.pairs import wait_until
 from tests.core.test_handles_closed import IDENTITY, ask, public
+from tests.waiting import wait_until
 
 # What calls no verb: constants of the object. A parent domain shares nothing by itself.
 CONSTANTS = {"cqe", "export", "fileno", "handle", "qp_num", "share", "shared_area"}

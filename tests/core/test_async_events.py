@@ -38,8 +38,8 @@ from tests.core.pairs import (
     to_rtr,
     to_rts,
     wait_for,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 

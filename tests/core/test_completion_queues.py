@@ -11,17 +11,8 @@ from aioverbs import SendFlags, SendOpcode, VerbsError
 from aioverbs._core import domains, engine
 from tests.core.allocators import Recording
 from tests.core.contexts import opened
-from tests.core.pairs import (
-    CAPABILITIES,
-    PATIENCE_S,
-    End,
-    connect,
-    make_domain,
-    make_end,
-    make_pair,
-    wait_for,
-    wait_until,
-)
+from tests.core.pairs import CAPABILITIES, PATIENCE_S, End, connect, make_domain, make_end, make_pair, wait_for
+from tests.waiting import wait_until
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 

@@ -5,18 +5,8 @@ import pytest
 from aioverbs import QpState, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core import engine
 from tests.core.contexts import opened
-from tests.core.pairs import (
-    CAPABILITIES,
-    connect,
-    make_domain,
-    make_end,
-    succeed,
-    to_init,
-    to_rtr,
-    to_rts,
-    wait_for,
-    wait_until,
-)
+from tests.core.pairs import CAPABILITIES, connect, make_domain, make_end, succeed, to_init, to_rtr, to_rts, wait_for
+from tests.waiting import wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 

@@ -8,7 +8,8 @@ import pytest
 from aioverbs import BusyResourceError, SendFlags, SendOpcode
 from aioverbs._core import engine
 from tests.core.contexts import opened
-from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for, wait_until
+from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for
+from tests.waiting import wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 SIGNALED = SendFlags.SIGNALED

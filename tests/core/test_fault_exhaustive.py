@@ -28,8 +28,9 @@ from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector, FaultRecord, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import MODES, children, opened
-from tests.core.pairs import to_init, to_rtr, to_rts, wait_until
+from tests.core.pairs import to_init, to_rtr, to_rts
 from tests.core.transports import QKEY, start_ud, start_xrc_receiver
+from tests.waiting import wait_until
 
 SIGNALED = SendFlags.SIGNALED
 SHARE_KEY = 0x123456789

@@ -22,9 +22,10 @@ from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import children, opened
 from tests.core.family import make_all
-from tests.core.pairs import connect, make_domain, make_end, make_pair, next_event, succeed, wait_for, wait_until
+from tests.core.pairs import connect, make_domain, make_end, make_pair, next_event, succeed, wait_for
 from tests.core.test_faults_messages import again, make_patient_pair, write
 from tests.core.transports import way_to
+from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 

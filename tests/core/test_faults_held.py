@@ -8,17 +8,9 @@ import pytest
 from aioverbs import QpState, SendFlags, SendOpcode, WcStatus
 from aioverbs._core import domains, engine
 from tests.core.contexts import opened
-from tests.core.pairs import (
-    CAPABILITIES,
-    connect_to,
-    make_domain,
-    make_pair,
-    make_queue,
-    succeed,
-    wait_for,
-    wait_until,
-)
+from tests.core.pairs import CAPABILITIES, connect_to, make_domain, make_pair, make_queue, succeed, wait_for
 from tests.core.test_xrc import make_receiver, make_sender, make_target
+from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 

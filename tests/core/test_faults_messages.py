@@ -20,9 +20,9 @@ from tests.core.pairs import (
     to_rtr,
     to_rts,
     wait_for,
-    wait_until,
 )
 from tests.core.transports import QKEY, make_uc_pair, make_ud_pair, way_to
+from tests.waiting import wait_until
 
 SEND, WRITE, SIGNALED = SendOpcode.SEND, SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 WRITE_WITH_IMM = SendOpcode.RDMA_WRITE_WITH_IMM

@@ -10,6 +10,7 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
 from aioverbs._core import engine
+from tests.descriptors import descriptors
 
 VERB = {
     "import_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, use_errno=True),
@@ -30,10 +31,6 @@ def replaced(slot: int, verb: str, function: Callable[..., object]) -> Iterator[
         yield
     finally:
         place.value = before
-
-
-def descriptors() -> set[str]:
-    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
 
 
 # ---- Contexts

@@ -16,7 +16,8 @@ from aioverbs import BusyResourceError, ConcurrentAccessError, SendFlags, SendOp
 from aioverbs._core import engine
 from aioverbs.attributes import QpCapabilities
 from tests.core.contexts import opened
-from tests.core.pairs import End, connect, make_domain, make_end, make_queue, succeed, wait_until
+from tests.core.pairs import End, connect, make_domain, make_end, make_queue, succeed
+from tests.waiting import wait_until
 
 PIECE, PIECES = 32 << 20, 32  # the longest message: enough time for many calls of another thread
 CAPABILITIES = QpCapabilities(max_send_sge=PIECES, max_recv_sge=PIECES)

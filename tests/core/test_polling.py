@@ -5,7 +5,8 @@ import pytest
 from aioverbs import SendFlags, SendOpcode, WcStatus
 from aioverbs._core import engine
 from aioverbs.attributes import QpCapabilities
-from tests.core.pairs import connect, make_domain, make_end, make_queue, wait_for, wait_until
+from tests.core.pairs import connect, make_domain, make_end, make_queue, wait_for
+from tests.waiting import wait_until
 
 WRITE = SendOpcode.RDMA_WRITE
 COUNT = 150  # more than any batch that goes through the provider at once

@@ -10,7 +10,8 @@ from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context, opened
 from tests.core.family import make_all
-from tests.core.pairs import make_pair, wait_until
+from tests.core.pairs import make_pair
+from tests.waiting import wait_until
 
 
 def test_forgetting_open_handles_destroys_nothing() -> None:

@@ -6,7 +6,8 @@ import time
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core import engine
 from tests.core.contexts import opened
-from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, wait_until
+from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end
+from tests.waiting import wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 SIGNALED = SendFlags.SIGNALED

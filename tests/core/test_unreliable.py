@@ -4,8 +4,9 @@ import pytest
 
 from aioverbs import QpState, QpType, SendFlags, SendOpcode, VerbsError, WcFlags, WcOpcode, WcStatus
 from aioverbs._core import engine
-from tests.core.pairs import succeed, wait_for, wait_until
+from tests.core.pairs import succeed, wait_for
 from tests.core.transports import connect_uc, make_uc_pair
+from tests.waiting import wait_until
 
 SEND, WRITE, SIGNALED = SendOpcode.SEND, SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 

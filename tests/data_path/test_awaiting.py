@@ -11,11 +11,10 @@ import pytest
 
 from aioverbs import Device, MessageModel
 from tests.capabilities import Capability, needs
-from tests.core.pairs import wait_until
 from tests.data_path.ends import Ends, ends
 from tests.holding import hold, unhold
 from tests.pace import patience
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 

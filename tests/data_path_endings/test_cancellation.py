@@ -10,9 +10,9 @@ import pytest
 from aioverbs import BrokenResourceError, Device, MessageModel, QueuePair, WcStatus, WorkCompletionError
 from aioverbs._core.work import Inbox, Operation
 from tests.capabilities import Capability, needs
-from tests.core.pairs import wait_until
 from tests.data_path_endings.pair import PATIENCE_S, Pair, pair_on, until
 from tests.pace import patience
+from tests.waiting import wait_until
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 

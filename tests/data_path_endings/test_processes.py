@@ -17,9 +17,9 @@ from aioverbs.messages import Refiller
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES, ROOT
 from tests.core.children import in_child
-from tests.core.pairs import wait_until
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
 from tests.rdma.seam import rdma_devices
+from tests.waiting import wait_until
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 every_loop = pytest.mark.parametrize("loop_name", LOOP_FACTORIES)

@@ -38,9 +38,10 @@ from aioverbs.completion import CompletionQueue
 from aioverbs.connecting import Connectable
 from aioverbs.soft_roce import is_soft_roce
 from tests.capabilities import Capability, capabilities, needs, qp_types
-from tests.core.pairs import succeed, wait_for, wait_until
+from tests.core.pairs import succeed, wait_for
 from tests.holding import hold, unhold
 from tests.pace import patience
+from tests.waiting import wait_until
 
 RESET, INIT, RTR, RTS, SQD, ERR = QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS, QpState.SQD, QpState.ERR
 RC, UC, UD, XRC_SEND, XRC_RECV = QpType.RC, QpType.UC, QpType.UD, QpType.XRC_SEND, QpType.XRC_RECV

@@ -22,6 +22,7 @@ from aioverbs import (
 )
 from aioverbs.events import Eventful, EventPump
 from tests.capabilities import Capability, needs
+from tests.descriptors import descriptors, descriptors_at_first
 from tests.pace import patience
 
 WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -228,14 +229,9 @@ async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkey
     ], "they wait for somebody who listens"
 
 
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("loop_is", ["running", "standing", "closed"])
 async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
-    gc.collect()
-    before = descriptors()
+    before = descriptors_at_first()
     device = await open_device("soft0").open()
     loop = asyncio.new_event_loop()
     listener = loop.create_task(listen_to_all(device))

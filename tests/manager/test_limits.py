@@ -11,7 +11,7 @@ from aioverbs import CompletionQueue, Device, QpCapabilities, QpType, ResourceDo
 from aioverbs.attributes import DeviceAttributes
 from aioverbs.limits import check_completion_queue, check_queue_pair, check_shared_receive_queue
 from tests.capabilities import Capability, capabilities
-from tests.core.pairs import wait_until
+from tests.waiting import wait_until
 
 
 @pytest_asyncio.fixture

@@ -24,8 +24,9 @@ from aioverbs import (
     sampling,
 )
 from tests.core.children import in_child
+from tests.descriptors import descriptors
 from tests.manager.test_write import ends
-from tests.manager.viewers import Viewer, descriptors, folder, looking, names_in, nodes, threads, until
+from tests.manager.viewers import Viewer, folder, looking, names_in, nodes, threads, until
 from tests.pace import patience
 
 __all__ = ["folder"]

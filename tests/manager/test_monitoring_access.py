@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import json
 import os
 import socket
@@ -23,7 +22,8 @@ from aioverbs import (
     monitoring,
 )
 from aioverbs.monitor_directory import MonitorDirectory, default_path
-from tests.manager.viewers import descriptors, folder, looking
+from tests.descriptors import descriptors, descriptors_at_first
+from tests.manager.viewers import folder, looking
 
 __all__ = ["folder"]
 
@@ -93,8 +93,7 @@ def test_what_is_no_folder(folder: Path, kind: str) -> None:
         folder.touch()
     else:
         folder.symlink_to(folder.parent)
-    gc.collect()
-    before = descriptors()
+    before = descriptors_at_first()
     with pytest.raises(PermissionError, match="is no directory"):
         MonitorDirectory(make=True)
     assert descriptors() == before

@@ -7,7 +7,6 @@ import array
 import asyncio
 import contextlib
 import errno
-import gc
 import os
 import resource
 import socket
@@ -39,6 +38,7 @@ from aioverbs.sharing import Share
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
+from tests.descriptors import descriptors, descriptors_at_first
 from tests.listening import own_address
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE
 GUID = bytes.fromhex("0002c90300a1b2c3")
 NUMBER = 0x89ABCDEF
 ID = share_id(GUID, "mlx5_0", NUMBER)
-
-
-def descriptors() -> set[str]:
-    """Those that are open, but for the one that looks."""
-    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
 
 
 class StandIn:
@@ -128,8 +123,7 @@ def close(given: Given | GivenSoft) -> None:
 
 
 async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None:
-    gc.collect()
-    before = descriptors()
+    before = descriptors_at_first()
     made = await exchange(ends, stand_in, shared)
     new = descriptors() - before
     assert len(new) == 2
@@ -220,8 +214,7 @@ async def test_what_the_socket_takes_in_pieces(ends: Ends, stand_in: StandIn, sh
     with Narrow(fileno=os.dup(ends[0].fileno())) as near, Narrow(fileno=os.dup(ends[1].fileno())) as far:
         near.setblocking(False)
         far.setblocking(False)
-        gc.collect()
-        before = descriptors()
+        before = descriptors_at_first()
         made = await exchange((near, far), stand_in, shared)
         assert len(descriptors() - before) == 2
         close(made)
@@ -447,8 +440,7 @@ def test_ids_tell_the_device() -> None:
 
 
 def test_the_last_one_is_one(shared: Share) -> None:
-    gc.collect()
-    before = descriptors()
+    before = descriptors_at_first()
     first, second, third = shared.join(), shared.join(), shared.join()
     assert not second.is_last()
     second.leave(False, False)
@@ -629,8 +621,7 @@ async def test_two_who_open_it_at_once(
     """Each asks; one of them gets it, and of the other's nothing is left."""
     monkeypatch.setattr(Given, "open_context", lambda self, name: engine.Context.open_software())
     device = import_device(ends[1], ID, KEY)
-    gc.collect()
-    before = descriptors()
+    before = descriptors_at_first()
 
     monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared))
     done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
@@ -660,8 +651,7 @@ def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., A
 
 async def test_a_device_that_is_not_imported_leaves_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     """Everything is right but what the descriptor is of."""
-    gc.collect()
-    before = descriptors()
+    before = descriptors_at_first()
     device = import_device(ends[1], ID, KEY)
     opening = asyncio.create_task(device.open())
     await answer(ends[0], stand_in.context, shared)

@@ -27,10 +27,11 @@ from aioverbs import (
 from aioverbs._core import engine
 from aioverbs.device import Device
 from tests.capabilities import Capability, needs
-from tests.core.pairs import connect, wait_until
+from tests.core.pairs import connect
 from tests.holding import hold, unhold
 from tests.manager.test_write import REMOTE, connected, ends, pair_on
 from tests.pace import patience
+from tests.waiting import wait_until
 
 TURN = 256  # completions are taken in one turn of the loop
 

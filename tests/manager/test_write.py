@@ -35,9 +35,9 @@ from aioverbs.device import Device, open_device
 from aioverbs.domain import Domain
 from aioverbs.life import State
 from tests.capabilities import Capability, needs
-from tests.core.pairs import wait_until
 from tests.holding import hold, unhold
 from tests.pace import patience
+from tests.waiting import wait_until
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 every_model = pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -15,7 +14,7 @@ from aioverbs import Monitor
 from aioverbs.monitor_directory import MonitorDirectory
 from tests.pace import patience
 
-__all__ = ["Viewer", "descriptors", "folder", "looking", "names_in", "nodes", "threads", "until"]
+__all__ = ["Viewer", "folder", "looking", "names_in", "nodes", "threads", "until"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +60,6 @@ class Viewer:
 def looking(of: Monitor) -> Iterator[Viewer]:
     with closing(Viewer(of.path)) as viewer:
         yield viewer
-
-
-def descriptors() -> set[str]:
-    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
 
 
 def threads() -> list[str]:

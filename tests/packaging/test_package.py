@@ -48,17 +48,22 @@ def test_version() -> None:
 
 
 def test_import_is_light() -> None:
-    """At most 60 ms of the processor beyond anyio, and nothing compiled, no event loop and no pyverbs with it."""
+    """At most 60 ms beyond anyio, and nothing compiled, no event loop and no pyverbs with it."""
     code = """
 import time, anyio, sys
-start = time.process_time()
+start = time.perf_counter()
 import aioverbs
-print(time.process_time() - start)
+print(time.perf_counter() - start)
 print(*(name for name in sys.modules if name.startswith(("aioverbs._core.", "pyverbs", "importlib.metadata"))))
 """
-    runs = [run(code).splitlines() for _ in range(5)]
-    assert [loaded[1:] for loaded in runs] == [[]] * 5
-    assert min(float(loaded[0]) for loaded in runs) <= IMPORT_BUDGET_S
+    took_s: list[float] = []
+    while (
+        len(took_s) < 20 and min(took_s, default=IMPORT_BUDGET_S) >= IMPORT_BUDGET_S
+    ):  # others have the processor, too
+        took, *loaded = run(code).splitlines()
+        assert loaded == []
+        took_s.append(float(took))
+    assert min(took_s) <= IMPORT_BUDGET_S
 
 
 def test_it_is_typed() -> None:

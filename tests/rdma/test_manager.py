@@ -29,8 +29,8 @@ from aioverbs import (
     devices,
     open_device,
 )
-from tests.core.pairs import wait_until
 from tests.rdma.seam import rdma_devices
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyverbs.device import Context

@@ -33,8 +33,8 @@ from aioverbs import (
 from aioverbs._core import rdma_cm as core
 from aioverbs.cm_events import CmEventType
 from aioverbs.rdma_cm import Channel, Identifier, Listener
-from tests.core.pairs import wait_until
 from tests.rdma.cm import ACCESS, Side, connected, counts, free_port, nothing_left, sides
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.rdma
 

@@ -36,6 +36,7 @@ from aioverbs import (
 )
 from aioverbs.share_message import Reply, Request
 from tests.conftest import ROOT
+from tests.descriptors import descriptors
 from tests.rdma.imports import Imports, imports
 from tests.rdma.other_process import ACCESS, KEY, queue_pair
 from tests.rdma.seam import rdma_devices
@@ -70,11 +71,6 @@ def kernel_domains(name: str) -> int:
     """How many protection domains the kernel knows of a device."""
     shown = subprocess.run(["rdma", "-j", "resource", "show", "pd"], check=True, capture_output=True, text=True).stdout
     return sum(each.get("ifname") == name for each in json.loads(shown or "[]"))
-
-
-def descriptors() -> set[str]:
-    """Those that are open, but for the one that looks."""
-    return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
 
 
 class OtherProcess:

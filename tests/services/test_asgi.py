@@ -241,5 +241,6 @@ def test_a_store_that_goes_and_comes_back(tmp_path: Path) -> None:
         service.store.end()
         until(lambda: [service.ask("object").status_code for _ in range(8)] == [503] * 8)
         service.store = Store(int(service.store.place.rpartition(":")[2]))
+        until(lambda: [service.ask("object").status_code for _ in range(8)] == [404] * 8)
         until(lambda: service.ask("object", b"2").status_code == 204)
         until(lambda: [service.ask("object").content for _ in range(8)] == [b"2"] * 8)  # of the other worker as well

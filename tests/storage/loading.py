@@ -90,7 +90,9 @@ async def _write(
 
 
 async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int) -> None:
-    with contextlib.suppress(BrokenResourceError, StorageError, OSError, anyio.EndOfStream):  # before it is connected
+    with contextlib.suppress(
+        BrokenResourceError, StorageError, ConnectionError, anyio.EndOfStream
+    ):  # before it is connected
         async with connect(server.host, server.port, token, domain=domain) as storage:
             for number in range(10_000):
                 name = f"{turn}-{number}"

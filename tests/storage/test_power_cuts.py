@@ -25,7 +25,7 @@ SEEDS = 50
 SHARE = 12  # blocks of each task
 WRITERS = 3
 SIZE = WRITERS * SHARE * BLOCK
-OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError, PowerCutError)
+OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError)
 
 
 class Load:
@@ -65,7 +65,7 @@ class Load:
 
     async def manage(self, storage: Storage) -> None:
         """Make, resize, copy and delete volumes."""
-        with contextlib.suppress(*OVER):
+        with contextlib.suppress(*OVER, PowerCutError):
             for number in range(1000):
                 await asyncio.sleep(self.random.random() * 0.01)
                 self.there[name := f"v{number}"] = {None, BLOCK}

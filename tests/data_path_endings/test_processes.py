@@ -192,21 +192,31 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("model", [MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY], ids=["low", "force"])
 async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    spins = False
+
     def interrupt(*_: object) -> None:
-        raise Interrupted
+        if spins:  # earlier is not what this is about
+            raise Interrupted
+
+    def spin() -> None:
+        nonlocal spins
+        spins = True
+        operation.send(None)
 
     monkeypatch.setattr("aioverbs.completion._SPIN_NS", int(PATIENCE_S * 1e9))
     async with pair_on(device, model) as pair:
         pair.hold()
         operation = pair.write()
         before = signal.signal(signal.SIGPROF, interrupt)
-        signal.setitimer(signal.ITIMER_PROF, 0.02)  # of its own time: others may take theirs meanwhile
+        signal.setitimer(signal.ITIMER_PROF, 0.02, 0.02)  # of its own time: others may take theirs meanwhile
         began = time.monotonic()
         try:
             with pytest.raises(Interrupted):
-                operation.send(None)
+                spin()
         finally:
+            spins = False
             signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, signal.SIG_IGN)  # which takes back one that is still on its way
             signal.signal(signal.SIGPROF, before)
         assert time.monotonic() - began < PATIENCE_S, "it spun on"
         assert len(pair.source.pins) == 1

@@ -68,7 +68,8 @@ class Awaited(Generic[T]):
         if error is None:
             self.watch(look)
         else:
-            self._arrive(None, error)
+            # What was settled before its loop was gone is on its way here already, and comes first.
+            self._caller.call_soon(self._arrive, None, error)
 
     async def wait(self, withdraw: Callable[[], None]) -> T:
         """What the errand brings, or raise what it raises.

@@ -1,6 +1,7 @@
 """Calls that are carried to another loop end, whatever becomes of that loop and of who waits."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -9,8 +10,9 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from aioverbs import AffinityError, BrokenResourceError
-from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+from aioverbs import AffinityError, BrokenResourceError, affinity
+from aioverbs.affinity import Affinity, _lost, run_on_owner, to_the_end
+from aioverbs.errands import Call
 from tests.data_path_endings.pair import until
 from tests.manager.test_domains import Elsewhere
 from tests.pace import patience
@@ -74,6 +76,25 @@ async def test_one_whose_owner_is_replaced_is_an_error() -> None:
     async with asyncio.timeout(patience(5)):
         with pytest.raises(AffinityError, match="is gone, and with it the call"):
             await task
+
+
+async def test_what_came_back_before_its_owner_was_gone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this loop looks for the owner before it gets to what that sent."""
+
+    async def stay() -> str:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+        return "came back"
+
+    with Elsewhere() as elsewhere:
+
+        def lost(owner: Affinity, call: Call[object]) -> BaseException | None:
+            elsewhere.stop()  # asyncio.run cancels what is left
+            elsewhere.thread.join()
+            return _lost(owner, call)
+
+        monkeypatch.setattr(affinity, "_lost", lost)
+        assert await run_on_owner(elsewhere.owner, stay) == "came back"
 
 
 async def test_to_the_end_is_to_the_end() -> None:

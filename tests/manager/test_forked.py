@@ -174,5 +174,5 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 @pytest.mark.parametrize("before", [False, True], ids=["after aioverbs", "before aioverbs"])
 def test_what_is_collected_while_a_loop_forks(before: bool) -> None:
     code = COLLECTED_IN_BETWEEN.format(before=before)
-    done = run([sys.executable, "-P", "-c", code], patience(20))
+    done = run([sys.executable, "-P", "-c", code], patience(50))
     assert (done.returncode, done.stdout) == (0, "0 0\n")

@@ -37,6 +37,17 @@ NODE = ["id", "kind", "label", "state", "owner", "created", "native", "statistic
 # ---- What is seen
 
 
+def completed(sample: dict[str, Any], device: Device) -> int:
+    """How many requests of its queue pairs had been sent when it was taken."""
+    return sum(
+        node["statistics"]["sends"]["completed"]
+        for each in sample["devices"]
+        if each["id"] == device._life.serial
+        for node in nodes(each)
+        if node["kind"] == "QueuePair"
+    )
+
+
 async def test_the_tree_and_its_counts(device: Device) -> None:
     async with monitor() as watched, ends(device) as pair:
         with looking(watched) as viewer:
@@ -47,8 +58,9 @@ async def test_the_tree_and_its_counts(device: Device) -> None:
             first = second = await viewer.told()
             assert list(first) == ["time_ns", "truncated", "devices"]
             await pair.write(b"hello")
-            for _ in range(2):  # what was under way when it was asked for
-                second = await viewer.told()
+            async with asyncio.timeout(patience(10)):
+                while not completed(second, device):  # samples of before that may lie there still
+                    second = await viewer.told()
         (tree,) = [each for each in second["devices"] if each["id"] == device._life.serial]
         assert tree["label"] == device.name
         found = list(nodes(tree))

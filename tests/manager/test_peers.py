@@ -40,8 +40,9 @@ def port() -> int:
 
 
 @pytest.fixture
-async def found(directory: Path, port: int) -> AsyncIterator[Device]:
-    """A device that others find."""
+async def found(directory: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
+    """A device that others find. What it refuses is logged when it is asked, and not by the loop meanwhile."""
+    monkeypatch.setattr(refusals, "EVERY_S", 3600.0)
     async with open_device(f"soft0@{own_address()}:{port}") as device:
         yield device
 

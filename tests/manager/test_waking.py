@@ -31,7 +31,7 @@ from tests.core.pairs import connect
 from tests.holding import hold, unhold
 from tests.manager.test_write import REMOTE, connected, ends, pair_on
 from tests.pace import patience
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 TURN = 256  # completions are taken in one turn of the loop
 
@@ -39,11 +39,13 @@ TURN = 256  # completions are taken in one turn of the loop
 @needs(Capability.FAULT_PLAN)
 async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(patience(10)):
+        faults = device.handle.faults
         hold(device, pair.near)
+        faults.count_calls()
         write = asyncio.create_task(pair.write(b"hello"))
-        await asyncio.sleep(0.01)
+        await until(lambda: faults.calls("req_notify_cq"))
         assert pair.cq.statistics().wakeups == 0
-        await asyncio.to_thread(device.handle.faults.unhold)
+        await asyncio.to_thread(faults.unhold)
         await write
         assert pair.cq.statistics().wakeups == 1
 

@@ -7,10 +7,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
+
+# With an address sanitizer, held by a thread that allocates without the GIL while another one forks.
+allocating: AbstractContextManager[object] = threading.Lock() if _SANITIZED else nullcontext()
 
 
 def _may_allocate(task: Path) -> bool:
@@ -32,7 +38,7 @@ def wait_for_beginnings() -> None:
     The allocator of gcc 12's runtime stays locked in a child when another thread is inside at the moment of the
     fork; glibc's does not. Such a thread takes its name last.
     """
-    if "asan" not in os.environ.get("LD_PRELOAD", ""):
+    if not _SANITIZED:
         return
     ours = {threading.get_native_id(), *(thread.native_id for thread in threading.enumerate())}
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) not in ours]
@@ -53,7 +59,8 @@ def in_child(function: Callable[[], T]) -> T:
         # Forking beside other threads is what is tested.
         warnings.simplefilter("ignore", DeprecationWarning)
         wait_for_beginnings()
-        child = os.fork()
+        with allocating:
+            child = os.fork()
     if not child:
         os.close(reader)
         status = 1

@@ -8,10 +8,10 @@ import pytest
 from aioverbs import ForkedProcessError, SendFlags, SendOpcode
 from aioverbs._core import domains, engine
 from tests.core.allocators import Recording
-from tests.core.children import in_child
+from tests.core.children import allocating, in_child
 from tests.core.contexts import MODES, open_context, opened
 from tests.core.family import Family, make_all
-from tests.core.pairs import connect, make_domain, make_end, make_pair, succeed, wait_for
+from tests.core.pairs import PATIENCE_S, connect, make_domain, make_end, make_pair, succeed, wait_for
 from tests.core.test_handles_closed import IDENTITY, ask, public
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
@@ -166,18 +166,21 @@ def test_memory_stays_registered_in_the_child(context: engine.Context) -> None:
 
 def test_forks_from_threads_while_others_work(context: engine.Context) -> None:
     """Whatever was locked at the moment of the fork, the child works."""
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
     near, far = make_pair(context, "plain")
 
     def work() -> None:
         while not stop.is_set():
             near.qp.post_send(WRITE, [near.sge()], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
             succeed(near.cq)
-            engine.MemoryRegion(near.pd, bytearray(8)).destroy()
+            with allocating:
+                engine.MemoryRegion(near.pd, bytearray(8)).destroy()
+            begun.set()
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
+        assert begun.wait(PATIENCE_S)
         for _ in range(10):
             assert in_child(lambda: transfer("engine")) == b"moved"
     finally:

@@ -425,7 +425,7 @@ def test_draining_waits_for_what_was_begun(context: engine.Context) -> None:
     near, far = make_end(domain), make_end(domain)
     to_init(near.qp)
     to_rtr(near.qp, far.qp.qp_num)
-    to_rts(near.qp, timeout=14, retry_cnt=7, rnr_retry=7)
+    to_rts(near.qp, timeout=15, retry_cnt=7, rnr_retry=7)  # for a second in all
     near.qp.post_send(SEND, [near.sge(0, 4)], wr_id=1, flags=SIGNALED)
     time.sleep(0.05)  # for an engine to begin
     near.qp.modify(QpState.SQD, en_sqd_async_notify=True)

@@ -110,19 +110,28 @@ def moderated(context: engine.Context, count: int, period_us: int) -> tuple[engi
 
 
 def test_an_event_after_so_many_completions(context: engine.Context) -> None:
+    """And not after the period: the machine may take longer than that, but not each time."""
     channel, near = moderated(context, 5, 65535)
-    start = time.monotonic()
-    for _ in range(4):
-        near.qp.post_send(WRITE, flags=SIGNALED)
-    wait_until(lambda: near.qp.query().sq_psn == 4)
-    taken = channel.get_event()
-    if time.monotonic() - start < 0.065:
-        assert taken is None
-        near.qp.post_send(WRITE, flags=SIGNALED)
-        wait_until(lambda: near.qp.query().sq_psn == 5)
+
+    def comes_early() -> bool:
+        start = time.monotonic()
+        for _ in range(4):
+            near.qp.post_send(WRITE, flags=SIGNALED)
+        wait_until(lambda: near.qp.query().sq_psn % 5 == 4)
         taken = channel.get_event()
-    assert taken is near.cq
-    near.cq.ack_events()
+        assert taken is None or time.monotonic() - start >= 0.065
+        near.qp.post_send(WRITE, flags=SIGNALED)
+        if taken is None:
+            assert select.select([channel], [], [], PATIENCE_S)[0]
+            taken = channel.get_event()
+        early = time.monotonic() - start < 0.065
+        assert taken is near.cq
+        near.cq.ack_events()
+        wait_for(near.cq, 5)
+        near.cq.request_notify()
+        return early
+
+    assert any(comes_early() for _ in range(20))
 
 
 def test_an_event_after_some_time(context: engine.Context) -> None:

@@ -236,7 +236,7 @@ class TestLosingTheDevice:
         assert not [handle for handle in family.values() if not handle.closed]
 
     def test_what_was_under_way_stays_so(self, context: engine.Context) -> None:
-        near, far = make_patient_pair(context)
+        near, far = make_patient_pair(context, timeout=17)
         context.faults.lose_messages_at_random(1_000_000)
         write(near, far, 1)
         context.faults.hold(far.qp)

@@ -10,7 +10,7 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
 from aioverbs._core import engine
-from tests.descriptors import descriptors
+from tests.descriptors import descriptors, descriptors_at_first
 
 VERB = {
     "import_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, use_errno=True),
@@ -48,7 +48,7 @@ def slot() -> int:
 @pytest.mark.parametrize(("path", "error"), [("/dev/null", errno.ENODEV), ("/etc/passwd", errno.EINVAL)])
 def test_what_is_no_descriptor_of_a_device(slot: int, path: str, error: int) -> None:
     fd = os.open(path, os.O_RDONLY)
-    before = descriptors()
+    before = descriptors_at_first()
     with pytest.raises(VerbsError, match="ibv_import_device") as caught:
         engine.Context.import_device(fd)
     assert caught.value.errno == error
@@ -70,7 +70,7 @@ def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
         ctypes.set_errno(errno.EOPNOTSUPP)
 
     fd = os.open("/dev/null", os.O_RDONLY)
-    before = descriptors()
+    before = descriptors_at_first()
     with replaced(slot, "import_device", fail), pytest.raises(VerbsError, match="EOPNOTSUPP"):
         engine.Context.import_device(fd)
     assert given != [fd]

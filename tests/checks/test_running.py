@@ -6,11 +6,13 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.pace import patience
 from tests.running import run
+from tests.waiting import wait_until
 
 # Its child has its output, as children have, and ends when it is killed.
 STARTS = """
@@ -49,9 +51,17 @@ def test_what_it_says_and_how_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["time.sleep(600)", "pass"], ids=["hangs", "leaves a child"])
-def test_one_that_does_not_end(after: str) -> None:
+def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    """Its time counts from when it has said something, however long that took."""
+
+    def when_begun(process: "subprocess.Popen[str]", **limit: Any) -> Any:
+        wait_until((tmp_path / "begun").exists, 50)
+        return communicate(process, **limit)
+
+    communicate: Callable[..., Any] = subprocess.Popen.communicate
+    monkeypatch.setattr(subprocess.Popen, "communicate", when_begun)
     with pytest.raises(TimeoutError, match=r"did not end within \S+ s\. It said:\n\d+\n") as caught:
-        run(python(f"{STARTS}    {after}\n"), patience(2))
+        run(python(f"{STARTS}    open('begun', 'x').close(); {after}\n"), patience(2), cwd=tmp_path)
     assert ends(str(caught.value).split("It said:\n")[1].split()[0])
 
 

@@ -243,12 +243,13 @@ class MonitorServer:
             self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
         due = [viewer for viewer in self._viewers.values() if viewer.due <= now]
         line = self._sample() if any(viewer.interval_s is not None for viewer in due) else b""
+        now = time.monotonic()
         for viewer in due:
             if viewer.interval_s is None:
                 self._try(viewer, _too_late)
                 continue
             viewer.due += viewer.interval_s
-            if viewer.due <= now:  # it was not awake in time: no two at once
+            if viewer.due <= now:  # it was not awake in time, or the sample took as long: others have the process first
                 viewer.due = now + viewer.interval_s
             self._try(viewer, functools.partial(viewer.send, line))
 

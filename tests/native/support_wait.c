@@ -6,6 +6,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "soft.h"
+
 uint64_t now_ns(void)
 {
     struct timespec now;
@@ -99,6 +101,27 @@ void wait_begun(struct ibv_qp *qp)
         REQUIRE_EQ(soft_verbs.query_qp(qp, &attr, IBV_QP_STATE, &init_attr), 0);
         if (qp_to(qp, IBV_QPS_RTS))
             break;
+    }
+}
+
+void end_wait(struct ibv_qp *ibv_qp)
+{
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+
+    soft_lock_take(&qp->sq_lock);
+    CHECK(qp->waiting);
+    qp->retry_ns = 0;
+    soft_lock_give(&qp->sq_lock);
+    soft_engine_timer(qp->context, &qp->timer, 0);
+}
+
+void wait_left(const struct soft_half *half)
+{
+    uint64_t end = deadline();
+
+    while (half->exclusive && atomic_load(&half->exclusive->owner)) {
+        REQUIRE(now_ns() < end);
+        sched_yield();
     }
 }
 

@@ -39,6 +39,13 @@ bool wait_state(struct ibv_qp *qp, enum ibv_qp_state state);
  * that the request has failed meanwhile. */
 void wait_begun(struct ibv_qp *qp);
 
+/* Ends the wait of a request that its peer did not take, however long that was to be: the device comes for it now. */
+void end_wait(struct ibv_qp *qp);
+
+/* That nobody is inside of a half on a thread domain any more; with locks, whoever comes waits anyway. */
+struct soft_half;
+void wait_left(const struct soft_half *half);
+
 /* Whether a descriptor is readable now, or within the deadline. */
 bool is_readable(int fd);
 bool wait_readable(int fd);

@@ -212,6 +212,23 @@ static int moderate(void *argument)
     return verbs_modify_cq(argument, &attr);
 }
 
+/* That whoever destroys it has been inside of it for that, and has left it to wait for the acknowledgement. */
+static void wait_leaving(struct ibv_cq *cq)
+{
+    struct soft_engine *engine = &to_soft_context(cq->context)->engine;
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    bool leaving = false;
+
+    while (!leaving) {
+        REQUIRE(now_ns() < end);
+        sched_yield();
+        pthread_mutex_lock(&engine->lock);
+        leaving = to_soft_cq(cq)->timer.forgotten;
+        pthread_mutex_unlock(&engine->lock);
+    }
+    wait_left(&to_soft_cq(cq)->half);
+}
+
 /* What it waits for may be a handler that took the event and polls before he acknowledges it: with locks, that works;
  * without, it is refused at worst. */
 static void polling_before_acknowledging(void)
@@ -234,7 +251,7 @@ static void polling_before_acknowledging(void)
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy_in_thread, &destroyer), 0);
     while (!atomic_load(&destroyer.started))
         sleep_us(100);
-    sleep_us(5000);
+    wait_leaving(cq);
     n = call_elsewhere(poll_once, cq);
     CHECK(n == 0 || (variant->thread_domain && n == -EBUSY));
     n = call_elsewhere(moderate, cq);

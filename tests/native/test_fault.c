@@ -422,14 +422,18 @@ static void lost(void)
 /* What waits to be tried again when the device goes is not, and goes with its queue. */
 static void lost_with_work_under_way(void)
 {
+    struct ibv_qp_attr link = default_link;
     struct pair pair;
 
+    link.timeout = 20; /* 4.3 s, in which the device is lost */
+    link.retry_cnt = 0;
     PAIR_OPEN(&pair, .unconnected = true);
-    qp_connect(pair.a.qp, &default_link, pair.b.qp->qp_num); /* who does not answer yet */
+    qp_connect(pair.a.qp, &link, pair.b.qp->qp_num); /* who does not answer yet */
     CHECK_EQ(post_nothing(pair.a.qp, 1), 0);
+    wait_begun(pair.a.qp);
     CHECK_EQ(soft_lose(pair.own.context), 0);
     EXPECT_NOTHING(pair.a.send_cq);
-    sleep_us(20000); /* longer than the retries would take */
+    end_wait(pair.a.qp); /* which would be an error now */
     EXPECT_NOTHING(pair.a.send_cq);
     pair_close(&pair);
 }

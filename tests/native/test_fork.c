@@ -264,7 +264,7 @@ static void forks_are_counted(void)
 struct busy {
     struct inherited *inherited;
     atomic_bool stop;
-    uint64_t done, registered;
+    atomic_ullong done, registered;
 };
 
 /* A thread that posts and polls without a break, so that a fork finds every lock held now and then. */
@@ -277,7 +277,7 @@ static void *keep_busy(void *argument)
     while (!atomic_load(&busy->stop)) {
         CHECK_EQ(post_write(&pair->a, &pair->b, busy->done, 4096), 0);
         EXPECT(pair->a.send_cq, busy->done, IBV_WC_SUCCESS);
-        busy->done++;
+        atomic_fetch_add(&busy->done, 1);
     }
     return NULL;
 }
@@ -295,7 +295,7 @@ static void *keep_registering(void *argument)
         mr = soft_verbs.reg_mr(busy->inherited->home.base, memory, 64, 0);
         CHECK(mr && soft_verbs.dereg_mr(mr) == 0);
         allocating_end();
-        busy->registered++;
+        atomic_fetch_add(&busy->registered, 1);
     }
     return NULL;
 }
@@ -313,18 +313,23 @@ static void while_other_threads_are_inside(void)
 {
     struct inherited inherited;
     struct busy busy = {.inherited = &inherited};
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
     pthread_t threads[2];
     int i;
 
     open_inherited(&inherited);
     REQUIRE_EQ(pthread_create(&threads[0], NULL, keep_busy, &busy), 0);
     REQUIRE_EQ(pthread_create(&threads[1], NULL, keep_registering, &busy), 0);
+    /* They are inside, and not on their way there, before the first fork. */
+    while (!atomic_load(&busy.done) || !atomic_load(&busy.registered)) {
+        REQUIRE(now_ns() < end);
+        sleep_us(100);
+    }
     for (i = 0; i < (UNDER_TSAN ? 3 : 15); i++)
         in_child(check_closed_briefly, &inherited);
     atomic_store(&busy.stop, true);
     CHECK_EQ(pthread_join(threads[0], NULL), 0);
     CHECK_EQ(pthread_join(threads[1], NULL), 0);
-    CHECK(busy.done > 0 && busy.registered > 0);
     close_inherited(&inherited);
 }
 

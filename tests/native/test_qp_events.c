@@ -7,6 +7,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "soft.h"
+
 static void open_pair(struct pair *pair, enum ibv_qp_type type)
 {
     TYPED_PAIR_OPEN(pair, .type = type);
@@ -433,6 +435,19 @@ static void destruction_waits(void)
     pair_close(&pair);
 }
 
+/* That whoever destroys it is past all that others could meet: he waits for the acknowledgement, or soon will. */
+static void wait_leaving(struct ibv_qp *qp)
+{
+    struct soft_table *qps = &to_soft_context(qp->context)->device->qps;
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+
+    while (soft_table_find(qps, qp->qp_num)) {
+        REQUIRE(now_ns() < end);
+        sched_yield();
+    }
+    wait_left(&to_soft_qp(qp)->half); /* its thread domain's, which its completion queues share */
+}
+
 /* What he does with it meanwhile is refused, and leaves neither a completion nor an event of what is gone. */
 static void used_while_it_goes(void)
 {
@@ -451,7 +466,7 @@ static void used_while_it_goes(void)
     destroyer.qp = pair.b.qp;
     pair.b.qp = NULL;
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy, &destroyer), 0);
-    settle();
+    wait_leaving(gone.qp);
     CHECK_EQ(post_send(&gone, 1, 8), EINVAL);
     CHECK_EQ(verbs_post_recv(gone.qp, &recv, &bad), EINVAL);
     CHECK_EQ(qp_to(gone.qp, IBV_QPS_ERR), EINVAL);

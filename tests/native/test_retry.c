@@ -108,12 +108,13 @@ static void rnr_retries_are_per_message(void)
     uint64_t i;
 
     link.rnr_retry = 1;
-    link.min_rnr_timer = 27; /* 123 ms, in which the receive is posted */
+    link.min_rnr_timer = 0; /* 655 ms, in which the receive is posted */
     PAIR_OPEN(&pair, .link = &link);
     for (i = 0; i < 2; i++) {
         CHECK_EQ(post_send(&pair.a, i, 8), 0);
-        settle();
+        wait_begun(pair.a.qp);
         CHECK_EQ(post_receive(&pair.b, i, 8), 0);
+        end_wait(pair.a.qp);
         EXPECT(pair.a.send_cq, i, IBV_WC_SUCCESS);
     }
     pair_close(&pair);
@@ -306,11 +307,11 @@ static void peer_comes_up(void)
     struct ibv_qp_attr link = default_link;
     struct pair pair;
 
-    link.timeout = 13; /* 34 ms */
+    link.timeout = 16; /* 268 ms */
     PAIR_OPEN(&pair, .unconnected = true);
     qp_connect(pair.a.qp, &link, pair.b.qp->qp_num);
     CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
-    settle();
+    wait_begun(pair.a.qp);
     CHECK_EQ(qp_to_init(pair.b.qp, &link), 0);
     CHECK_EQ(qp_to_rtr(pair.b.qp, &link, pair.a.qp->qp_num), 0); /* receiving is enough */
     EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
@@ -323,19 +324,21 @@ static void retries_are_per_request(void)
     struct ibv_qp_attr link = default_link, next = default_link;
     struct pair pair;
 
-    link.timeout = next.timeout = 15; /* 134 ms, in which the peer comes up */
+    link.timeout = next.timeout = 20; /* 4.3 s, in which the peer comes up */
     link.retry_cnt = 1;
     next.rq_psn = (link.rq_psn + 1) & 0xffffff; /* after one message */
     PAIR_OPEN(&pair, .unconnected = true);
     qp_connect(pair.a.qp, &link, pair.b.qp->qp_num);
     CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
-    settle();
+    wait_begun(pair.a.qp);
     qp_connect(pair.b.qp, &link, pair.a.qp->qp_num);
+    end_wait(pair.a.qp);
     EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
     CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_RESET), 0);
     CHECK_EQ(post_write(&pair.a, &pair.b, 2, 8), 0);
-    settle();
+    wait_begun(pair.a.qp);
     qp_connect(pair.b.qp, &next, pair.a.qp->qp_num);
+    end_wait(pair.a.qp);
     EXPECT(pair.a.send_cq, 2, IBV_WC_SUCCESS);
     pair_close(&pair);
 }
@@ -354,7 +357,7 @@ static void timeout_zero(void)
         qp_connect(pair.a.qp, &link, pair.b.qp->qp_num);
         CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
         CHECK_EQ(post_write(&pair.a, &pair.b, 2, 8), 0);
-        sleep_us(20000);
+        wait_begun(pair.a.qp);
         EXPECT_NOTHING(pair.a.send_cq);
         qp_connect(pair.b.qp, &link, pair.a.qp->qp_num);
         EXPECT_NOTHING(pair.a.send_cq); /* it was lost, and is not sent again */

@@ -12,7 +12,7 @@ from typing import Any
 from aioverbs import Endpoint, QueuePair, RemoteRegion
 from tests.conftest import ROOT
 from tests.pace import patience
-from tests.sharing.worker import ACCESS
+from tests.sharing.worker import ACCESS, PATIENT
 
 __all__ = ["KEY", "Refused", "Worker", "pair", "worker"]
 
@@ -59,8 +59,9 @@ class Worker:
         return RemoteRegion.from_bytes(bytes.fromhex(await self.ask(f"{kind} {name} {size}")))
 
     async def connect(self, qp: QueuePair, **attributes: Any) -> None:
+        """Either waits for the other's process, which may stand still or have no receive yet."""
         there = Endpoint.from_bytes(bytes.fromhex(await self.ask(f"connect {bytes(qp.local_endpoint()).hex()}")))
-        qp.connect(there, ACCESS, **attributes)
+        qp.connect(there, ACCESS, **{**PATIENT, **attributes})
 
     async def give(self, other: "Worker") -> None:
         """The other one imports its domain."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.listening import free_port
+from tests.listening import free_port, own_address
 from tests.pace import patience
 from tests.sockets import directory_of_sockets, short_path
 from tests.waiting import wait_until
@@ -29,9 +29,12 @@ pytestmark = pytest.mark.timeout(120)
 START_S = 40
 HERE, APP = str(Path(__file__).parent), "watched:app"
 SERVERS = {
-    "uvicorn": ["-m", "uvicorn", "--loop", "asyncio", "--workers", "2", "--port", "{port}", "--app-dir", HERE, APP],
+    "uvicorn": [
+        *("-m", "uvicorn", "--loop", "asyncio", "--workers", "2", "--host", "{host}", "--port", "{port}"),
+        *("--app-dir", HERE, APP),
+    ],
     "gunicorn": [
-        *("-m", "gunicorn", "--preload", "--workers", "2", "--bind", "127.0.0.1:{port}", "--no-control-socket"),
+        *("-m", "gunicorn", "--preload", "--workers", "2", "--bind", "{host}:{port}", "--no-control-socket"),
         *("--worker-class", "uvicorn_worker.UvicornWorker", APP),
     ],
 }
@@ -46,7 +49,7 @@ class Store:
     """The process that has the objects."""
 
     def __init__(self, port: int = 0) -> None:
-        command = [sys.executable, "-W", "error", str(ROOT / "examples" / "asgi.py"), "store", "127.0.0.1", str(port)]
+        command = [sys.executable, "-W", "error", str(ROOT / "examples" / "asgi.py"), "store", own_address(), str(port)]
         pipe = subprocess.PIPE
         env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
         self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -110,12 +113,12 @@ def stopped(pid: int) -> bool:
 
 @contextlib.contextmanager
 def serving(server: str, tmp_path: Path, killed: set[int]) -> Iterator[Service]:
-    store, port = Store(), free_port()
+    store, host, port = Store(), own_address(), free_port()
     env = {**os.environ, "AIOVERBS_DEVICE": "soft0", "STORE": store.place}
     said = tmp_path / "said"
-    command = [sys.executable, "-P", *(part.format(port=port) for part in SERVERS[server])]
+    command = [sys.executable, "-P", *(part.format(host=host, port=port) for part in SERVERS[server])]
     client = httpx.Client(timeout=patience(20), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
-    service = Service(f"http://127.0.0.1:{port}", store, client)
+    service = Service(f"http://{host}:{port}", store, client)
 
     def answers() -> bool:
         assert process.poll() is None, said.read_text()

@@ -126,7 +126,8 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [["--flush-every", 20], ["--by-messages"]], ids=["one-sided", "messages"])
 def test_load(device_name: str, tmp_path: Path, options: list[object]) -> None:
-    loading = ("load", "disk", "--clients", 2, "--seconds", 0.3, "--window", 8, *options)
+    # Both begin with as many operations as the window has, which they end even where the time is over before.
+    loading = ("load", "disk", "--clients", 2, "--seconds", patience(0.3), "--window", 16, *options)
     with served(tmp_path / "root", device=device_name) as server:
         server.done("client", "create", "disk", "1M")
         found = json.loads(server.done(*loading, "--reads", 50))

@@ -34,9 +34,9 @@ async def flood(connection: Connection) -> None:
 
 
 async def stuck(connection: Connection) -> None:
-    """Until it waits for a credit that nobody gives it."""
+    """Until it waits for a credit that nobody gives it: the first message is taken in, and the second is not."""
     seen = None
-    while seen != (seen := connection.traffic()) or seen.credits > 1 or not seen.waits:  # noqa: ASYNC110  # of the other end
+    while seen != (seen := connection.traffic()) or seen.credits > 1 or not (seen.waits and seen.messages_sent):  # noqa: ASYNC110  # of the other end
         await asyncio.sleep(0.02)
 
 
@@ -198,7 +198,7 @@ async def test_a_device_that_answers_no_more(device: Device) -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(BrokenResourceError, match=r"RETRY_EXC_ERR|REM_"):
             await ends.near.receive()
-        assert asyncio.get_running_loop().time() - began < patience(0.4 + 0.3)
+        assert asyncio.get_running_loop().time() - began < patience(0.4 + 2)
         del ends.far._end.line.abort
 
 

@@ -124,7 +124,10 @@ async def test_another_version(device: Device) -> None:
 
 async def test_who_stalls_is_dropped_in_time(device: Device) -> None:
     """At each point of the handshake, and while it dribbles bytes."""
-    async with listening(device, handshake_timeout_s=2.0) as (listener, domain), contextlib.AsyncExitStack() as stack:
+    async with (
+        listening(device, handshake_timeout_s=patience(2)) as (listener, domain),
+        contextlib.AsyncExitStack() as stack,
+    ):
         silent = await stack.enter_async_context(stranger(listener))
         half = await stack.enter_async_context(stranger(listener))
         half[1].write(b"aiov\1")
@@ -135,7 +138,7 @@ async def test_who_stalls_is_dropped_in_time(device: Device) -> None:
         await _offer(offered, domain, device)
         await until(lambda: listener.statistics().handshakes == 4)
         for reader, _ in (silent, half, greeted, offered):
-            async with asyncio.timeout(patience(5)):
+            async with asyncio.timeout(patience(10)):
                 assert await reader.read() == b""
         await until(lambda: refused(listener) == {"TimeoutError": 4})
         await talks(listener, domain)
@@ -212,7 +215,10 @@ async def test_who_vanishes_leaves_nothing(device: Device) -> None:
 
 async def test_a_flood_of_those_who_do_not_get_through(device: Device) -> None:
     """No more than so many are listened to; the others are told at once, and when they are gone all is as before."""
-    async with listening(device, max_handshakes=3) as (listener, domain), contextlib.AsyncExitStack() as stack:
+    async with (
+        listening(device, max_handshakes=3, handshake_timeout_s=patience(30)) as (listener, domain),
+        contextlib.AsyncExitStack() as stack,
+    ):
         for _ in range(3):
             await stack.enter_async_context(stranger(listener))
         await until(lambda: listener.statistics().handshakes == 3)

@@ -22,6 +22,7 @@ from aioverbs.handshake import Reason
 from aioverbs.server import Server
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, echo, served
+from tests.listening import listens
 from tests.pace import patience
 from tests.waiting import until
 
@@ -104,7 +105,7 @@ async def test_drained_when_it_stops(device: Device) -> None:
         await at_work.wait()
         stopping = asyncio.create_task(server.stop())
         waiting = asyncio.create_task(server.wait_closed())
-        await asyncio.sleep(0.02)
+        await until(lambda: not listens(port))
         with pytest.raises(ConnectionRefusedError):
             await connect(HOST, port, domain=domain, settings=SMALL)
         assert not stopping.done()
@@ -117,6 +118,7 @@ async def test_drained_when_it_stops(device: Device) -> None:
 async def test_a_deadline_under_load(device: Device) -> None:
     """Handlers that do not end are cancelled after that time, and their peers told."""
     cancelled = 0
+    counts = [0] * 3
 
     async def handler(connection: Connection) -> None:
         nonlocal cancelled
@@ -127,23 +129,21 @@ async def test_a_deadline_under_load(device: Device) -> None:
             cancelled += 1
             raise
 
-    async def load(near: Connection) -> int:
-        done = 0
+    async def load(at: int) -> None:
         with contextlib.suppress(BrokenResourceError, anyio.EndOfStream):
             while True:
-                await near.send(b"x" * 3000)
-                await near.receive()
-                done += 1
-        return done
+                await nears[at].send(b"x" * 3000)
+                await nears[at].receive()
+                counts[at] += 1
 
     async with device.resource_domain() as domain, served(domain, handler) as server:
         nears = [await asked(server, domain) for _ in range(3)]
-        loads = [asyncio.create_task(load(near)) for near in nears]
-        await asyncio.sleep(0.05)
+        loads = [asyncio.create_task(load(at)) for at in range(3)]
+        await until(lambda: all(counts))
         async with asyncio.timeout(patience(5)):
             await server.stop(0.1)
         assert cancelled == 3
-        assert all([await each for each in loads])
+        await asyncio.gather(*loads)
         for near in nears:
             await near.aclose()
 

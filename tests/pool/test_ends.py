@@ -85,18 +85,20 @@ async def test_a_block_that_raises_cancels_them(device: Device) -> None:
 async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) -> None:
     ended: list[str] = []
     pool = await WorkerPool(device, 2, loop=loop_name).open()
+    counts = [0] * 8
 
-    async def ask() -> list[str]:
-        results = []
-        with contextlib.suppress(ClosedResourceError):
+    async def ask(at: int) -> str:
+        try:
             while True:
                 await pool.run(number_later)
-                results.append("done")
-        return results
+                counts[at] += 1
+        except ClosedResourceError as error:
+            return str(error)
 
-    asking = [asyncio.create_task(ask()) for _ in range(8)]
-    staying = [asyncio.create_task(pool.run(stay, threading.Event(), ended)) for _ in range(3)]
-    await asyncio.sleep(0.05)
+    asking = [asyncio.create_task(ask(at)) for at in range(8)]
+    begun = [threading.Event() for _ in range(3)]
+    staying = [asyncio.create_task(pool.run(stay, each, ended)) for each in begun]
+    await until(lambda: all(counts) and all(each.is_set() for each in begun))
     begin = time.monotonic()
     if by == "deadline":
         await pool.stop(0.2)
@@ -104,14 +106,14 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
         with anyio.move_on_after(0.2) as scope:
             await pool.stop()
         assert scope.cancelled_caught
-    assert 0.2 <= time.monotonic() - begin < 5
+    assert 0.2 <= time.monotonic() - begin < patience(5)
     assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], State.CLOSED)
-    assert all(await asyncio.gather(*asking))
+    cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))  # where a worker is slow
     for each in staying:
         with pytest.raises(ClosedResourceError, match="was closed before this call was over, and cancelled it"):
             await each
     assert [worker.calls for worker in pool.statistics().workers] == [0, 0]
-    assert sum(worker.cancelled for worker in pool.statistics().workers) == 3
+    assert sum(worker.cancelled for worker in pool.statistics().workers) == 3 + cut_off
 
 
 async def test_functions_that_run_may_call_others_while_it_drains(device: Device) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from aioverbs import AccessFlags, RemoteRegion, Worker, WorkerPool, current_worker, open_device
+from tests.pace import patience
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="none")
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -132,14 +133,17 @@ async def stop_the_loop() -> None:
     await asyncio.sleep(30)
 
 
-def fork_and_die() -> None:
-    """A child of the worker's outlives it."""
+def fork_and_die(folder: str) -> None:
+    """A child of the worker's outlives it, as long as its mark is there, and not for ever."""
+    mark(folder, "child")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are what is tested
         child = os.fork()
     if child:
         kill_myself()
-    time.sleep(2)
+    end = time.monotonic() + patience(10)
+    while Path(folder, "child").exists() and time.monotonic() < end:
+        time.sleep(0.01)
     os._exit(0)
 
 

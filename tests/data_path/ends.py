@@ -35,6 +35,9 @@ CAPABILITIES = QpCapabilities(max_send_sge=4, max_recv_sge=4)
 CONNECTED = [QpType.RC, QpType.UC, QpType.XRC_SEND]
 TYPES = [*CONNECTED, QpType.UD]
 UNRELIABLE = [QpType.UC, QpType.UD]
+# A request that is not answered is sent again after 1.07 s, and not after 67 ms: for those that are to be answered,
+# however long the other side stands still.
+PATIENT: dict[str, Any] = {"timeout": 18}
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Ends:
             self.far.activate()
         else:
             here, there = self.near.local_endpoint(), self.far.local_endpoint()
+            if self.near.qp_type is not QpType.UC and far_device(self.device) is not self.device:
+                attributes = {**PATIENT, **attributes}
             self.near.connect(there, PEERS, **attributes)
             self.far.connect(here, PEERS)
 
@@ -104,7 +109,7 @@ async def met(domain: ResourceDomain, far_domain: ResourceDomain) -> AsyncIterat
         far_domain.queue_pair(far_cq) as far,
     ):
         for one, other in ((near, far), (far, near)):
-            one.connect(other.local_endpoint(), timeout=18, retry_cnt=7)  # a second, eight times
+            one.connect(other.local_endpoint(), **PATIENT)
         for one, other in ((near, far), (far, near)):
             receive = other.receive(None)
             await one.send(None)

@@ -16,6 +16,7 @@ from aioverbs import Device, QpCapabilities, ThreadModel
 from tests.data_path.ends import ends
 from tests.data_path.test_messages import Postbox
 from tests.pace import patience
+from tests.waiting import wait_until
 
 MESSAGES = 40  # more than are taken at once
 
@@ -66,14 +67,13 @@ async def test_who_waits_while_another_thread_tells(device: Device) -> None:
 
     def ask() -> None:
         with at_each_message(hold):
-            sent.done()
+            wait_until(sent.done)
 
     async with ends(device, thread_model=ThreadModel.SAFE) as pair, Postbox(pair) as box:
         sent = pair.near.send(pair.source[:1])
-        time.sleep(patience(0.05))  # noqa: ASYNC251  # it arrived, and nobody has looked
         thread = threading.Thread(target=ask)
         thread.start()
-        assert telling.wait(patience(10))
+        assert telling.wait(patience(10))  # the loop does not look meanwhile
         written = pair.near.write(pair.source[:8], pair.target.remote()[:8])
         asyncio.get_running_loop().call_later(patience(0.05), go_on.set)
         async with asyncio.timeout(patience(5)):

@@ -18,6 +18,7 @@ from aioverbs import (
     ThreadModel,
 )
 from aioverbs._core.work import Operation
+from tests.data_path.ends import PATIENT
 from tests.holding import hold, unhold
 from tests.pace import patience
 
@@ -95,8 +96,8 @@ async def open_pair(
     cq = await opened(domain.completion_queue(512, spin_ns=spin_ns))
     near = await opened(domain.queue_pair(cq, capabilities=QpCapabilities(max_send_wr=sends)))
     far = await opened(domain.queue_pair(cq, receive_depth=receive_depth, receive_size=receive_size))
-    near.connect(far.local_endpoint(), ACCESS)
-    far.connect(near.local_endpoint(), ACCESS)
+    near.connect(far.local_endpoint(), ACCESS, **PATIENT)
+    far.connect(near.local_endpoint(), ACCESS, **PATIENT)
     return Pair(device, domain, cq, near, far, source, target)
 
 

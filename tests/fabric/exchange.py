@@ -40,9 +40,11 @@ async def exchange(here: End, there: Other, qp: QueuePair, *, seed: int = 0, mos
     said = [qp.send(local[n : n + 8]) for n in range(4)]
     back = qp.read(local[half + 4096 : half + 4096 + at], remote[:at])
     async with asyncio.timeout(patience(40)):
-        for each in (*asked, back, *said):
-            await each
+        for write in asked:  # in the order in which all were posted: the first failure that is seen is the cause
+            await write
         assert [await each for each in adding] == [(counter + n) % 2**64 for n in range(4)], "each is done once"
+        for each in (*said, back):
+            await each
         assert bytes(local.buffer[half + 4096 : half + 4096 + at]) == data
         for number, echo in enumerate(echoes):
             assert bytes((await echo).data) == data[number : number + 8]

@@ -47,6 +47,7 @@ MISHAPS: dict[str, Callable[..., None]] = {
     "late": lambda plan, *arguments, **more: plan.delay_frames(40 * MS, *arguments, **more),  # it is repeated before
     "cut": engine.FaultPlan.cut_at_frames,
 }
+SENT_AGAIN = ("drop", "late", "cut")  # what these strike, when its time is over
 
 
 @dataclass
@@ -83,13 +84,18 @@ def pattern(seed: int, length: int) -> bytes:
 
 
 @asynccontextmanager
-async def scene(device: Device, qp_type: QpType = QpType.RC) -> AsyncIterator[Scene]:
-    reliable = qp_type in (QpType.RC, QpType.XRC_SEND)
+async def scene(device: Device, qp_type: QpType = QpType.RC, **attributes: Any) -> AsyncIterator[Scene]:
+    """Near's device has reached far's before: near's time is that of its requests alone.
+
+    :param attributes: QUICK where something is sent again, or nobody answers.
+    """
     async with (
-        ends(device, qp_type, **(QUICK if reliable else {})) as pair,
+        ends(device) as first,
+        ends(device, qp_type, **attributes) as pair,
         pair.domain.register(2 * SIZE, ACCESS) as local,
         pair.far_domain.register(2 * SIZE, ACCESS) as remote,
     ):
+        await first.write(b"at last!")
         made = Scene(pair, local, remote)
         refused = made.refused()
         try:
@@ -143,7 +149,7 @@ async def work(here: Scene, seed: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mishap", MISHAPS)
 async def test_it_gets_over_it(device: Device, mishap: str, kind: FrameKind) -> None:
-    async with scene(device) as here:
+    async with scene(device, **(QUICK if mishap in SENT_AGAIN else {})) as here:
         await work(here, 0)
         plan = here.plan(kind)
         for number, strike in enumerate(
@@ -161,7 +167,7 @@ async def test_it_gets_over_it(device: Device, mishap: str, kind: FrameKind) -> 
 
 @pytest.mark.parametrize("mishap", MISHAPS)
 async def test_xrc_gets_over_it(device: Device, mishap: str) -> None:
-    async with scene(device, QpType.XRC_SEND) as here:
+    async with scene(device, QpType.XRC_SEND, **(QUICK if mishap in SENT_AGAIN else {})) as here:
         for kind in KINDS:
             MISHAPS[mishap](here.plan(kind), kind, first=2, every=5, times=2)
             await asyncio.wait_for(work(here, 7), patience(20))
@@ -169,7 +175,7 @@ async def test_xrc_gets_over_it(device: Device, mishap: str) -> None:
 
 async def test_what_was_done_in_parts_is_repeated_in_parts(device: Device) -> None:
     """More large writes than the peer may move at once: the last ones go through the socket, and a part is lost."""
-    async with scene(device) as here:
+    async with scene(device, **QUICK) as here:
         size, count = 256 << 10, 20
         near, far = here.plans
         far.delay_frames(4 * MS, "answer_out", times=0)
@@ -211,7 +217,7 @@ def connect_again(pair: Ends) -> None:
 
 @pytest.mark.parametrize("side", ["near", "far"])
 async def test_a_peer_that_is_silent(device: Device, side: str) -> None:
-    async with scene(device) as here:
+    async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
         plan = here.plans[side == "far"]
         assert plan.stall_streams(bytes(16)) == 0  # there is no such peer
@@ -236,7 +242,7 @@ async def test_a_peer_that_is_silent_for_a_while(device: Device) -> None:
 
 
 async def test_streams_are_cut_and_connected_again(device: Device) -> None:
-    async with scene(device) as here:
+    async with scene(device, **QUICK) as here:
         for times, plan in enumerate((*here.plans, *here.plans)):
             asked = asyncio.ensure_future(work(here, times))
             while not any(peer.connected for peer in device.peers()):  # noqa: ASYNC110  (nobody tells)
@@ -249,7 +255,7 @@ async def test_streams_are_cut_and_connected_again(device: Device) -> None:
 
 
 async def test_cut_for_good(device: Device) -> None:
-    async with scene(device) as here:
+    async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
         here.plans[0].cut_at_frames("request_out", times=0)
         await fails_in_time(here)
@@ -258,7 +264,7 @@ async def test_cut_for_good(device: Device) -> None:
 async def test_all_is_lost(device: Device) -> None:
     """Of any kind, for good: what nobody answers may have been done."""
     for kind in KINDS:
-        async with scene(device) as here:
+        async with scene(device, **QUICK) as here:
             here.local.buffer[:8] = kind[:8].encode()
             here.plan(kind).drop_frames(kind, times=0)
             await fails_in_time(here)
@@ -270,7 +276,7 @@ async def test_all_is_lost(device: Device) -> None:
 
 
 async def test_of_one_queue_pair_or_peer(device: Device) -> None:
-    async with scene(device) as here, ends(device, **QUICK) as other:
+    async with scene(device, **QUICK) as here, ends(device) as other:
         plan = here.plans[0]
         there = here.pair.far.local_endpoint().gid
         plan.drop_frames("request_out", here.pair.near.handle)
@@ -429,7 +435,7 @@ async def meet(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
     async with open_device("soft0") as near, open_device(OTHER) as far:
         far_devices[near] = far
         try:
-            async with scene(near) as here:
+            async with scene(near, **QUICK) as here:
                 for plan in here.plans:
                     plan.seed(seed)
                     plan.disturb_frames_at_random(**chances)

@@ -18,7 +18,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from tests.data_path.ends import ACCESS, PEERS
+from tests.data_path.ends import ACCESS, PATIENT, PEERS
 from tests.devices import far_device
 from tests.fabric.test_frames import QUICK, SIZE, Scene, pattern, scene
 from tests.fabric.two import end, other
@@ -197,7 +197,7 @@ TAKEN_BACK: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
 @pytest.mark.parametrize("what", TAKEN_BACK)
 async def test_it_is_taken_back(device: Device, what: str) -> None:
     take_back, status = TAKEN_BACK[what]
-    async with scene(device) as here:
+    async with scene(device, **(QUICK if status is WcStatus.RETRY_EXC_ERR else {})) as here:
         assert await is_licensed(here)
         remote = here.remote.remote()[:8]
         take_back(here)
@@ -215,7 +215,7 @@ async def test_a_queue_pair_that_is_connected_anew(device: Device) -> None:
         assert await is_licensed(here)
         for qp in (here.pair.near, here.pair.far):
             qp.to_reset()
-        here.pair.near.connect(here.pair.far.local_endpoint(), PEERS, **QUICK)
+        here.pair.near.connect(here.pair.far.local_endpoint(), PEERS, **PATIENT)
         here.pair.far.connect(here.pair.near.local_endpoint(), PEERS & ~AccessFlags.REMOTE_READ)
         with pytest.raises(WorkCompletionError) as caught:
             await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
@@ -271,7 +271,7 @@ async def test_other_regions_keep_theirs(device: Device) -> None:
 
 @directly
 async def test_streams_that_are_cut(device: Device) -> None:
-    async with scene(device) as here:
+    async with scene(device, **QUICK) as here:
         for _ in range(20):
             assert await is_licensed(here)
             before = asked(device)
@@ -318,7 +318,7 @@ async def test_memory_that_becomes_something_else(model: MessageModel, direct: b
 async def test_the_owner_is_killed() -> None:
     async with other() as there, end() as here:
         (qp,) = here.qps
-        await there.connect(qp)
+        await there.connect(qp, timeout=14, retry_cnt=7)  # 67 ms, eight times
         for _ in range(3):
             await qp.read(here.region[:PAGE], there.region[:PAGE])
         there.kill()

@@ -20,7 +20,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.timeout(120)
 
 PORT = 7479
-PATIENT: dict[str, Any] = {"timeout": 18, "retry_cnt": 7}  # 1.07 s, eight times: TCP repeats after 200 ms
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
 
 
@@ -41,9 +40,7 @@ class Way:
 
 
 @contextlib.asynccontextmanager
-async def way(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str, **attributes: Any
-) -> AsyncIterator[Way]:
+async def way(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> AsyncIterator[Way]:
     """Each with a directory of its own, so that nobody finds anybody but by the address."""
     ours, theirs = short_path / "here", short_path / "there"
     for folder in (ours, theirs):
@@ -55,7 +52,7 @@ async def way(
     async with other(environment=environment, prefix=cable.prefix) as there, end() as here:
         (qp,) = here.qps
         refused = here.device.handle.fabric().refused_frames
-        await there.connect(qp, **attributes)
+        await there.connect(qp)
         yield Way(here, there, qp)
         assert {peer.transport for peer in here.device.peers()} <= {"tcp", None}
         assert here.device.handle.fabric().refused_frames == refused, "both are honest"
@@ -82,7 +79,7 @@ async def test_small_packets(monkeypatch: pytest.MonkeyPatch, short_path: Path, 
 @every_family
 async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
     cable.lose(5)
-    async with way(monkeypatch, short_path, cable, family, **PATIENT) as between:
+    async with way(monkeypatch, short_path, cable, family) as between:
         for seed in range(3):
             await between.exchange(seed=seed)
 
@@ -93,7 +90,7 @@ async def test_as_netem_has_it(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str, what: str
 ) -> None:
     cable.emulate(*what.split())
-    async with way(monkeypatch, short_path, cable, family, **PATIENT) as between:
+    async with way(monkeypatch, short_path, cable, family) as between:
         await between.exchange()
 
 
@@ -101,7 +98,7 @@ async def test_as_netem_has_it(
 async def test_the_cable_is_out_for_a_while(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str
 ) -> None:
-    async with way(monkeypatch, short_path, cable, family, **PATIENT) as between:
+    async with way(monkeypatch, short_path, cable, family) as between:
         await between.exchange()
         cable.cable(up=False)
         asked = asyncio.ensure_future(between.exchange(seed=1))
@@ -113,8 +110,11 @@ async def test_the_cable_is_out_for_a_while(
 
 @every_family
 async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
-    async with way(monkeypatch, short_path, cable, family, **QUICK) as between:
+    async with way(monkeypatch, short_path, cable, family) as between:
         await between.exchange(most=4096)
+        qp = between.qp
+        qp.to_reset()
+        await between.there.connect(qp, **QUICK)
         cable.cable(up=False)
         begun = time.monotonic()
         with pytest.raises(WorkCompletionError) as caught:
@@ -122,8 +122,7 @@ async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Pat
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
         assert 3 * 0.067 < time.monotonic() - begun < patience(3)
         cable.cable(up=True)
-        qp = between.qp
         await until(lambda: not qp.statistics().under_way)
         qp.to_reset()
-        await between.there.connect(qp, **PATIENT)
+        await between.there.connect(qp)
         await between.exchange()

@@ -153,7 +153,6 @@ async def test_one_that_is_stopped_and_goes_on() -> None:
         await there.connect(second)
         await second.write(here.region[:8], there.region[:8])  # both are at work, and connected with each other
         await there.connect(first, timeout=14, retry_cnt=2)  # 67 ms, three times
-        await first.write(here.region[:8], there.region[:8])
         stop(there.process.pid)
         try:
             with pytest.raises(WorkCompletionError) as caught:

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from tests.fabric.two import End, Other, end, other
 from tests.pace import patience
 from tests.waiting import until
 
-PATIENT: dict[str, Any] = {"timeout": 16, "retry_cnt": 7}  # 268 ms, eight times
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
 
 
@@ -38,6 +37,15 @@ class Way:
         assert self.here.device.handle.fabric().refused_frames == self.refused, "both are honest"
 
 
+@contextlib.contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """One that nobody else is given: it is bound. Another process may still listen there, as nobody does here."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, 0))
+        yield sock.getsockname()[1]
+
+
 @contextlib.asynccontextmanager
 async def way(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, how: Proxy, **attributes: Any
@@ -50,12 +58,12 @@ async def way(
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(ours))
     host = {"unix": "", "tcp4": "127.0.0.1", "tcp6": "::1"}[carrier]
     environment, address = {"AIOVERBS_SOFT_DIRECTORY": str(theirs)}, ("", 0)
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as free:
-            address = host, free.getsockname()[1]
-        environment["AIOVERBS_SOFT_ADDRESS"] = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
-    async with other(environment=environment) as there, end() as here:
+    async with contextlib.AsyncExitStack() as stack:
+        if host:
+            address = host, stack.enter_context(reserved_port(host))
+            environment["AIOVERBS_SOFT_ADDRESS"] = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
+        there = await stack.enter_async_context(other(environment=environment))
+        here = await stack.enter_async_context(end())
         (qp,) = here.qps
         refused = here.device.handle.fabric().refused_frames
         name = gid_name(await there.connect(qp, **attributes))
@@ -72,7 +80,7 @@ every_carrier = pytest.mark.parametrize("carrier", ["unix", "tcp4", "tcp6"])
 @every_carrier
 async def test_in_single_bytes(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
     how = Proxy(piece=1)
-    async with way(monkeypatch, short_path, carrier, how, **PATIENT) as between:
+    async with way(monkeypatch, short_path, carrier, how) as between:
         await between.exchange(most=2000)
         assert how.connections == 2
         assert how.passed > 6000
@@ -81,7 +89,7 @@ async def test_in_single_bytes(monkeypatch: pytest.MonkeyPatch, short_path: Path
 @every_carrier
 async def test_slowly(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
     how = Proxy(piece=3000, pause_s=0.001)
-    async with way(monkeypatch, short_path, carrier, how, **PATIENT) as between:
+    async with way(monkeypatch, short_path, carrier, how) as between:
         for seed in range(2):
             await between.exchange(seed=seed, most=50_000)
 
@@ -94,7 +102,8 @@ CUTS = [1, 150, 260, 400, 4500, 200_000]
 async def test_cut_again_and_again(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
     """Each connection lasts a little longer than the one before it."""
     how = Proxy(cut_after=list(CUTS))
-    async with way(monkeypatch, short_path, carrier, how, **PATIENT) as between:
+    attributes = {"timeout": 16, "retry_cnt": 7}  # 268 ms, eight times: each cut takes one of them
+    async with way(monkeypatch, short_path, carrier, how, **attributes) as between:
         for seed in range(3):
             await between.exchange(seed=seed)
         assert not how.cut_after
@@ -123,5 +132,5 @@ async def test_it_stops(monkeypatch: pytest.MonkeyPatch, short_path: Path, carri
         assert qp.query().qp_state is QpState.ERR
         await until(lambda: not qp.statistics().under_way)
         qp.to_reset()
-        await between.there.connect(qp, **PATIENT)
+        await between.there.connect(qp)
         await between.exchange()

@@ -15,6 +15,7 @@ from aioverbs import WcStatus, WorkCompletionError
 from tests.conftest import ROOT
 from tests.fabric.exchange import exchange
 from tests.fabric.two import End, Other, end, other
+from tests.waiting import until
 
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
 SOMEBODY = 54321  # the number of a user; nobody needs to know it
@@ -32,6 +33,8 @@ async def is_refused(here: End, there: Other, caplog: pytest.LogCaptureFixture) 
         await qp.write(here.region[:8], there.region[:8])
     assert caught.value.status is WcStatus.RETRY_EXC_ERR
     assert await there.look(0, 8) == bytes(8)
+    # The request's time may be over before they have heard of us.
+    await until(lambda: any(each.connected_by_us and each.problem for each in here.device.peers()))
     (peer,) = (each for each in here.device.peers() if each.connected_by_us and each.problem)
     assert (peer.connected, peer.connections) == (False, 0)
     after = here.device.handle.fabric()

@@ -21,6 +21,7 @@ from aioverbs import (
     open_device,
 )
 from tests.conftest import ROOT
+from tests.data_path.ends import PATIENT
 from tests.fabric.peer import ACCESS, SIZE
 from tests.pace import patience
 
@@ -48,7 +49,8 @@ class Other:
         return bytes.fromhex(await self.ask(f"look {at} {length}"))
 
     async def connect(self, qp: QueuePair, **attributes: Any) -> Endpoint:
-        """Both with these attributes."""
+        """Both with these attributes, and patient where nothing else is said."""
+        attributes = {**PATIENT, **attributes}
         told = " ".join(f"{name}={value}" for name, value in attributes.items())
         answer = await self.ask(f"connect {bytes(qp.local_endpoint()).hex()} {told}")
         there = Endpoint.from_bytes(bytes.fromhex(answer))

@@ -19,6 +19,7 @@ import anyio
 from aioverbs.cli.bench_device import HERE, device_client
 from aioverbs.cli.bench_memory import Memory, expected
 from aioverbs.cli.bench_stream import LIMIT, StreamClient
+from aioverbs.cli.common import tell
 from aioverbs.cli.measuring import (
     Cell,
     Figure,
@@ -123,7 +124,7 @@ class _Peer:
         :raises PeerGoneError: it has ended.
         """
         self._asked += 1
-        self._stdin.write(f"{json.dumps({'number': self._asked, **told})}\n".encode())
+        tell(self._stdin, json.dumps({"number": self._asked, **told}))
         while line := await self._stdout.readline():
             answer: dict[str, Any] = json.loads(line)
             if answer["number"] == self._asked:  # and not what somebody asked who did not wait for it

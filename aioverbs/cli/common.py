@@ -33,6 +33,7 @@ __all__ = [
     "report",
     "run",
     "runner",
+    "tell",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,6 +126,12 @@ def runner() -> asyncio.Runner:
     except ImportError:
         return asyncio.Runner()
     return asyncio.Runner(loop_factory=new_event_loop)
+
+
+def tell(stdin: asyncio.StreamWriter, line: str) -> None:
+    """Tell another process something by its standard input. One that has ended is told nothing."""
+    if not stdin.is_closing():  # one that is closed raises RuntimeError on uvloop, and on asyncio it does not
+        stdin.write(f"{line}\n".encode())
 
 
 class UntilStopped:

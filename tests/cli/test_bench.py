@@ -23,6 +23,7 @@ from aioverbs.cli.common import Status
 from aioverbs.completion import MessageModel
 from tests.cli.processes import COMMAND, environment, on_a_terminal
 from tests.pace import patience
+from tests.waiting import until
 
 ESCAPE = "\x1b["
 CONTENDERS = ["tcp", "unix", "soft0"]
@@ -226,6 +227,14 @@ class TestFailures:
         with pytest.raises(bench_run.PeerGoneError, match="the other process ended with status -9"):
             await bench_run.measure(cells, ["soft0"], MessageModel.DEFAULT, 1, lambda: processes[0].kill())
         assert processes[0].returncode == -signal.SIGKILL
+
+    async def test_the_other_process_has_ended(self) -> None:
+        async with bench_run._other_process() as peer:
+            peer._process.kill()
+            await until(peer._stdin.is_closing)
+            await asyncio.sleep(0)  # by now it is closed
+            with pytest.raises(bench_run.PeerGoneError, match="the other process ended with status -9"):
+                await peer.ask(what="end")
 
 
 # ---- Signals, terminals

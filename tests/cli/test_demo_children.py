@@ -10,6 +10,7 @@ import pytest
 from aioverbs.cli.demonstration import children
 from aioverbs.cli.demonstration.children import Child, ChildEndedError, child, unless_ended
 from tests.pace import patience
+from tests.waiting import until
 
 
 def program(name: str, code: str, folder: Path) -> Any:
@@ -28,6 +29,18 @@ async def test_what_a_process_says(tmp_path: Path) -> None:
 async def test_what_it_complained_of(tmp_path: Path) -> None:
     async with program("one", "import sys; sys.exit('first\\nlast')", tmp_path) as one:
         with pytest.raises(ChildEndedError, match=r"^one \(process \d+\) ended with status 1 before it was done: last"):
+            await one.line()
+
+
+async def test_an_order_that_nobody_hears(tmp_path: Path) -> None:
+    async with program("one", "", tmp_path) as one:
+        assert await one.wait() == 0
+        stdin = one._process.stdin
+        assert stdin is not None
+        await until(stdin.is_closing)
+        await asyncio.sleep(0)  # by now it is closed
+        one.order("work")
+        with pytest.raises(ChildEndedError, match="ended with status 0 before it was done"):
             await one.line()
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import anyio
 
+from aioverbs.cli.common import tell
+
 __all__ = ["Child", "ChildEndedError", "child", "unless_ended"]
 
 SILENCE_S = 60.0  # the longest that a process may say nothing which is at work
@@ -52,7 +54,7 @@ class Child:
     def order(self, text: str) -> None:
         """Tell it something. Where it has ended nobody is told: `line` says so."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{text}\n".encode())
+        tell(self._process.stdin, text)
 
     def problem(self) -> ChildEndedError:
         """That it has ended."""

@@ -39,7 +39,7 @@ void row_add(struct row *row)
     last = &row->next;
 }
 
-static bool on_soft_device(void)
+bool on_soft_device(void)
 {
     return !strncmp(device_name, "soft0", 5);
 }

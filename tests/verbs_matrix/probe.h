@@ -44,6 +44,8 @@ extern struct ibv_context *context;
 extern const struct verbs_table *verbs;
 extern struct verbs_context *extended;
 
+bool on_soft_device(void);
+
 /* Another context of the same device. */
 struct ibv_context *open_again(void);
 
@@ -137,5 +139,6 @@ void say_none(struct ibv_cq *cq);                            /* "none", or what 
 void say_event(void);                                        /* the next asynchronous event, or "no event" */
 bool say_cq_event(struct ibv_comp_channel *channel);         /* "event" or "no event" */
 void pause_ms(unsigned int milliseconds);
+void settle(unsigned int milliseconds); /* the device does what it was given; so long where nobody tells when it has */
 
 #endif

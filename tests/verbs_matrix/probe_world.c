@@ -17,7 +17,7 @@
 #define RESPONDER (IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)
 #define REQUESTER (IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC)
 
-enum { PATIENCE_MS = 2000, QUIET_MS = 60, EVENT_MS = 300, KEPT = 8 };
+enum { PATIENCE_MS = 2000, QUIET_MS = 60, EVENT_MS = 300, KEPT = 8, TURNS = 4 };
 
 struct end a, b;
 struct ibv_srq *pair_srq;
@@ -264,12 +264,14 @@ void pause_ms(unsigned int milliseconds)
 static bool wait_up_to(struct ibv_cq *cq, struct ibv_wc *wc, unsigned int milliseconds)
 {
     uint64_t end = now_ms() + milliseconds;
+    bool over = false;
     int found;
 
     while (!(found = verbs_poll_cq(cq, 1, wc))) {
-        if (now_ms() > end)
+        if (over)
             return false;
         usleep(100);
+        over = now_ms() > end; /* looked at once more: this thread may have stood still until then */
     }
     if (found < 0) {
         say("poll fails");
@@ -281,6 +283,39 @@ static bool wait_up_to(struct ibv_cq *cq, struct ibv_wc *wc, unsigned int millis
 bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc)
 {
     return wait_up_to(cq, wc, PATIENCE_MS);
+}
+
+/* On the software device: its C thread takes queue pairs in turn, and has come to those that had something to do
+ * before it comes to one that flushes what is posted now. They may have given others something to do, and so on. */
+static bool settled(void)
+{
+    static struct end flushing;
+    struct ibv_send_wr wr = {.opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED};
+    struct ibv_wc wc;
+
+    if (!on_soft_device())
+        return false;
+    if (!flushing.qp) {
+        struct ibv_qp_init_attr attr = {.cap = {.max_send_wr = 1}, .qp_type = IBV_QPT_RC};
+        attr.send_cq = attr.recv_cq = flushing.send_cq = queue(1);
+        flushing.qp = NEED_MADE(verbs->create_qp(domain(), &attr));
+        NEED(step(flushing.qp, IBV_QPS_INIT, 0));
+        NEED(step(flushing.qp, IBV_QPS_ERR, 0));
+    }
+    for (int i = 0; i < TURNS; i++) {
+        NEED(post(&flushing, &wr));
+        if (!wait_wc(flushing.send_cq, &wc) || wc.status != IBV_WC_WR_FLUSH_ERR) {
+            say("does not settle");
+            finish();
+        }
+    }
+    return true;
+}
+
+void settle(unsigned int milliseconds)
+{
+    if (!settled())
+        pause_ms(milliseconds);
 }
 
 void need_success(struct ibv_cq *cq, unsigned int count)
@@ -430,14 +465,14 @@ void say_none(struct ibv_cq *cq)
 {
     struct ibv_wc wc;
 
-    say("%s", wait_up_to(cq, &wc, QUIET_MS) ? status_name(wc.status) : "none");
+    say("%s", wait_up_to(cq, &wc, settled() ? 0 : QUIET_MS) ? status_name(wc.status) : "none");
 }
 
 static bool readable(int fd)
 {
     struct pollfd ready = {.fd = fd, .events = POLLIN};
 
-    return poll(&ready, 1, EVENT_MS) > 0;
+    return poll(&ready, 1, settled() ? 0 : EVENT_MS) > 0;
 }
 
 void say_event(void)

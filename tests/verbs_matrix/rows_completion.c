@@ -182,7 +182,7 @@ ROW(poll_cq, "none of what is there")
 
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     say("%d", verbs_poll_cq(a.send_cq, 0, &wc));
     say_statuses(a.send_cq, 1);
 }
@@ -194,7 +194,7 @@ ROW(poll_cq, "more than there is")
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     say("%d", verbs_poll_cq(a.send_cq, 8, wcs));
 }
 
@@ -239,7 +239,7 @@ ROW(start_poll, "two completions, and the end of them")
 
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
     NEED(post(&a, request(IBV_WR_RDMA_READ, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     SAY_INT(cq->start_poll(cq, &poll));
     say("%s wr_id %d opcode %d", status_name(cq->status), (int)cq->wr_id, (int)cq->read_opcode(cq));
     SAY_INT(cq->next_poll(cq));
@@ -254,7 +254,7 @@ ROW(start_poll, "again after a session")
     struct ibv_poll_cq_attr poll = {0};
 
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     SAY_INT(cq->start_poll(cq, &poll));
     cq->end_poll(cq);
     SAY_INT(cq->start_poll(cq, &poll));
@@ -295,7 +295,7 @@ ROW(resize_cq, "to fewer entries than wait in it; they are still there")
     make_pair(IBV_QPT_RC);
     for (int i = 0; i < 8; i++)
         NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(200);
+    settle(200);
     SAY_INT(verbs->resize_cq(a.send_cq, 1));
     struct ibv_wc wcs[16];
     say("%d", verbs_poll_cq(a.send_cq, 16, wcs));
@@ -324,7 +324,7 @@ ROW(req_notify_cq, "with a completion there already")
 {
     make_watched_pair();
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     SAY_INT(verbs_req_notify_cq(a.send_cq, 0));
     say_cq_event(channel());
 }
@@ -368,7 +368,7 @@ ROW(destroy_cq, "with completions in it")
 {
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     NEED(verbs->destroy_qp(a.qp));
     SAY_INT(verbs->destroy_cq(a.send_cq));
 }
@@ -377,7 +377,7 @@ ROW(poll_cq, "what a destroyed queue pair completed")
 {
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     NEED(verbs->destroy_qp(a.qp));
     say_none(a.send_cq);
 }
@@ -399,7 +399,7 @@ ROW(poll_cq, "after more completions than the queue holds")
     for (int i = 0; i < 64; i++)
         post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8));
     say_event();
-    pause_ms(200);
+    settle(200);
     while ((found = verbs_poll_cq(a.send_cq, 64, wcs)) > 0 && total < 1000)
         total += found;
     say("%s", found < 0 ? "polling fails" : "polling goes on");

@@ -247,7 +247,7 @@ ROW(modify_qp, "to RESET: what was completed and not polled")
 {
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    pause_ms(100);
+    settle(100);
     NEED(step(a.qp, IBV_QPS_RESET, 0));
     say_none(a.send_cq);
 }

@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 import threading
-import time
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -29,7 +29,7 @@ from aioverbs.cli.ping_request import (
 )
 from aioverbs.establishing import Transport
 from tests.cli.processes import ask, ended, line_of, lines, server, started
-from tests.listening import free_port
+from tests.listening import own_address
 from tests.pace import patience
 from tests.sockets import directory_of_sockets, short_path
 
@@ -96,10 +96,17 @@ def test_a_signal_ends_it_with_the_summary(number: signal.Signals) -> None:
     assert lines(output)[-1]["event"] == "summary"
 
 
-def test_a_signal_ends_a_flood() -> None:
-    with server("--port", "0") as (_, address), started("ping", address, "-f") as process:
-        assert line_of(process).startswith("PING ")
-        time.sleep(patience(1))  # for one answer
+def test_a_signal_ends_a_flood(tmp_path: Path) -> None:
+    watched = {"AIOVERBS_MONITOR_DIRECTORY": str(tmp_path / "monitor")}
+    with (
+        server("--port", "0") as (_, address),
+        started("ping", address, "-f", AIOVERBS_MONITOR="1", **watched) as process,
+    ):
+        assert line_of(process).startswith("PING ")  # it is connected: all that it does from here on is to ping
+        operations = 0.0
+        while operations < 10:
+            (told,) = lines(ask("top", str(process.pid), "--once", "--json", "-i", "0.1", **watched).stdout)
+            operations = told["rates"]["operations"] * told["seconds"]
         status, output, complaints = ended(process)
     assert (status, complaints) == (0, "")
     assert " 0 % lost" in output
@@ -117,7 +124,8 @@ def test_the_server_dies() -> None:
 
 
 def test_a_server_that_stands_still() -> None:
-    with server("--port", "0") as (process, address), started("ping", address, "--json", "-i", "0.05") as client:
+    patient = ("-i", "0.5", "-t", "20")  # it is stopped between two pings, and the next one is not given up
+    with server("--port", "0") as (process, address), started("ping", address, "--json", *patient) as client:
         line_of(client)
         process.send_signal(signal.SIGSTOP)
         output, _ = client.communicate(timeout=patience(30))
@@ -181,10 +189,10 @@ async def test_what_comes_back_is_something_else() -> None:
 
 
 def test_nobody_is_there() -> None:
-    port = free_port()
-    done = ask("ping", f"127.0.0.1:{port}", "-c", "1")
+    host, port = own_address(), 1  # a port that nobody is given, either
+    done = ask("ping", f"{host}:{port}", "-c", "1")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == f"aioverbs: no connection to 127.0.0.1, port {port}: [Errno 111] Connection refused\n"
+    assert done.stderr == f"aioverbs: no connection to {host}, port {port}: [Errno 111] Connection refused\n"
 
 
 def test_a_name_that_is_none() -> None:

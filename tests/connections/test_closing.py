@@ -35,9 +35,10 @@ async def flood(connection: Connection) -> None:
 
 async def stuck(connection: Connection) -> None:
     """Until it waits for a credit that nobody gives it: the first message is taken in, and the second is not."""
-    seen = None
-    while seen != (seen := connection.traffic()) or seen.credits > 1 or not (seen.waits and seen.messages_sent):  # noqa: ASYNC110  # of the other end
-        await asyncio.sleep(0.02)
+    before, seen = None, connection.traffic()
+    while seen != before or seen.credits > 1 or not (seen.waits and seen.messages_sent):
+        await asyncio.sleep(0.02)  # nobody tells: it is the other end's doing
+        before, seen = seen, connection.traffic()
 
 
 async def test_everything_is_delivered(device: Device) -> None:

@@ -19,7 +19,7 @@
 
 #include "soft_device.h"
 
-enum { LIMIT_MS = 6000 };
+enum { LIMIT_MS = 20000 };
 
 struct ibv_context *context;
 const struct verbs_table *verbs;

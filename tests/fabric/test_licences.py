@@ -1,6 +1,7 @@
 """Reads of another process's memory that its device is not asked about again, until something is taken back."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from tests.pace import fewer, patience
 
 PAGE = 4096
 LONGEST = 16 * 1024  # of a read that is not asked about
+PLACES, WORDS = 4, 251  # for licences that a queue pair has, and for what is taken back: a key has one by its number
 
 directly = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 models = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -254,19 +256,28 @@ async def test_a_licence_is_for_its_window_alone(device: Device) -> None:
         assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
+async def apart(here: Scene, opened: contextlib.AsyncExitStack) -> list[MemoryRegion]:
+    """As many regions as have places and words of their own, ours first. Keys are used again, in any order."""
+    found = [here.remote]
+    while len(found) < PLACES:
+        region = await opened.enter_async_context(here.pair.far_domain.register(PAGE, ACCESS))
+        numbers = [each.remote().rkey >> 8 for each in (*found, region)]
+        if all(len({number % count for number in numbers}) == len(numbers) for count in (PLACES, WORDS)):
+            found.append(region)
+    return found
+
+
 @directly
 async def test_other_regions_keep_theirs(device: Device) -> None:
-    async with scene(device) as here:
-        assert await is_licensed(here)
-        more: list[MemoryRegion] = [await here.pair.far_domain.register(PAGE, ACCESS).open() for _ in range(3)]
-        for region in more:
+    async with scene(device) as here, contextlib.AsyncExitStack() as opened:
+        regions = await apart(here, opened)
+        for region in regions:
             assert await is_licensed(here, region.remote())
         before = asked(device)
-        await more[0].aclose()
-        await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
+        await regions[-1].aclose()
+        for region in regions[:-1]:
+            await here.pair.near.read(here.local[:8], region.remote()[:8])
         assert asked(device) == before
-        for region in more[1:]:
-            await region.aclose()
 
 
 @directly

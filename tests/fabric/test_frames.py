@@ -47,7 +47,7 @@ MISHAPS: dict[str, Callable[..., None]] = {
     "late": lambda plan, *arguments, **more: plan.delay_frames(40 * MS, *arguments, **more),  # it is repeated before
     "cut": engine.FaultPlan.cut_at_frames,
 }
-SENT_AGAIN = ("drop", "late", "cut")  # what these strike, when its time is over
+SENT_AGAIN = ("drop", "delay", "late", "cut")  # what these strike, or what overtook it, when its time is over
 
 
 @dataclass

@@ -271,12 +271,17 @@ async def test_in_the_child_of_a_fork(folder: Path) -> None:
 
 
 async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, end = threading.Event(), threading.Event()
+    begun, end, forked = (threading.Event() for _ in range(3))
 
     def slow() -> dict[str, object]:
         begun.set()
         end.wait(patience(10))
         return {"time_ns": 1, "devices": []}
+
+    def let_it_end() -> None:
+        time.sleep(0.2)
+        end.set()
+        forked.wait()  # a thread that ends is inside of a sanitizer's allocator, which a child would find locked
 
     monkeypatch.setattr(monitor_server, "sample", slow)
     monkeypatch.setattr(monitor_server, "_FORK_S", patience(10))
@@ -285,12 +290,13 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
             await viewer.line()
             viewer.ask(b'{"interval_s": 1.0}\n')
             await asyncio.to_thread(begun.wait)
-            timer = threading.Timer(0.2, end.set)
-            timer.start()
+            thread = threading.Thread(target=let_it_end)
+            thread.start()
             locked, ended = in_child(lambda: (monitor_server._sampling.locked(), end.is_set()))
+            forked.set()
             assert (locked, ended) == (False, True)
             assert "devices" in await viewer.told()
-            timer.join()
+            thread.join()
 
 
 async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,26 @@ async def test_samples_come_at_intervals() -> None:
     assert times == sorted(set(times))
 
 
+async def test_a_sample_that_takes_long_leaves_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+    rests: list[float] = []
+
+    def slow() -> dict[str, object]:
+        rests.extend(time.monotonic() - end for end in ends[-1:])
+        time.sleep(0.1)
+        ends.append(time.monotonic())
+        return {"time_ns": 1, "devices": []}
+
+    monkeypatch.setattr(monitor_server, "sample", slow)
+    async with monitor() as watched:
+        with looking(watched) as viewer:
+            await viewer.line()
+            viewer.ask(b'{"interval_s": 0.05}\n')
+            for _ in range(3):
+                await viewer.told()
+    assert min(rests) >= 0.05
+
+
 async def test_who_does_not_read_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_server, "sample", lambda: {"text": "x" * (8 << 20), "devices": []})
     async with monitor() as watched:

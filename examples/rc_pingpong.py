@@ -129,11 +129,12 @@ async def main(options: argparse.Namespace) -> None:
             await run_end(device, None, options)
             return
         with listen(options.port) as listener:
-            print(f"waiting at port {listener.getsockname()[1]}", flush=True)
+            port = listener.getsockname()[1]
+            print(f"waiting at port {port}", flush=True)
             async with asyncio.TaskGroup() as ends:
                 ends.create_task(run_end(device, listener, options))
                 if options.both:
-                    options.port = listener.getsockname()[1]
+                    options.port = port
                     ends.create_task(run_end(device, None, options))
 
 

@@ -32,6 +32,7 @@ from tests.cli.processes import ask, ended, line_of, lines, server, started
 from tests.listening import own_address
 from tests.pace import patience
 from tests.sockets import directory_of_sockets, short_path
+from tests.waiting import wait_until
 
 __all__ = ["directory_of_sockets", "short_path"]
 
@@ -96,6 +97,12 @@ def test_a_signal_ends_it_with_the_summary(number: signal.Signals) -> None:
     assert lines(output)[-1]["event"] == "summary"
 
 
+def operations_of(pid: int, **environment: str) -> float:
+    """How many it ended in a tenth of a second."""
+    (told,) = lines(ask("top", str(pid), "--once", "--json", "-i", "0.1", **environment).stdout)
+    return float(told["rates"]["operations"] * told["seconds"])
+
+
 def test_a_signal_ends_a_flood(tmp_path: Path) -> None:
     watched = {"AIOVERBS_MONITOR_DIRECTORY": str(tmp_path / "monitor")}
     with (
@@ -103,10 +110,7 @@ def test_a_signal_ends_a_flood(tmp_path: Path) -> None:
         started("ping", address, "-f", AIOVERBS_MONITOR="1", **watched) as process,
     ):
         assert line_of(process).startswith("PING ")  # it is connected: all that it does from here on is to ping
-        operations = 0.0
-        while operations < 10:
-            (told,) = lines(ask("top", str(process.pid), "--once", "--json", "-i", "0.1", **watched).stdout)
-            operations = told["rates"]["operations"] * told["seconds"]
+        wait_until(lambda: operations_of(process.pid, **watched) >= 10)
         status, output, complaints = ended(process)
     assert (status, complaints) == (0, "")
     assert " 0 % lost" in output

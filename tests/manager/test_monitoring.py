@@ -301,7 +301,8 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     def let_it_end() -> None:
         time.sleep(0.2)
         end.set()
-        forked.wait()  # a thread that ends is inside of a sanitizer's allocator, which a child would find locked
+        # A thread that ends is inside of a sanitizer's allocator, which a child would find locked.
+        forked.wait(patience(20))
 
     monkeypatch.setattr(monitor_server, "sample", slow)
     monkeypatch.setattr(monitor_server, "_FORK_S", patience(10))

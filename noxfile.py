@@ -1,5 +1,7 @@
 """The project's sessions: `nox -l` lists them. Arguments after `--` go to the tool that a session runs."""
 
+import fcntl
+import hashlib
 import os
 import platform
 import shutil
@@ -21,12 +23,40 @@ EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 EXTENSIONS = ("engine", "allocators", "domains", "work", "rdma_cm", "pyverbs_bridge")
 COMPILED = [f"aioverbs._core.{name}" for name in EXTENSIONS]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
-# Those that are run on RDMA devices: of what any device can do, and of what only these have around them.
+# Tests of what any device can do, and of what only RDMA devices have around them: `nox -s rdma -- --all` runs them.
 SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
 SHARED_TESTS += [f"tests/connections/test_{name}.py" for name in ("messages", "grants", "closing", "serving")]
 SHARED_TESTS += ["tests/storage/test_serving.py", "tests/storage/test_commands.py"]
 SHARED_TESTS += [f"tests/connections/test_processes.py::test_{name}" for name in ("killed", "one_that_is_stopped")]
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
+# The shared tests that `nox -s rdma` runs: those in which the kernel or the provider gives the answer, be it a status,
+# an errno, an attribute, an event, a flush, or pages that it registers. The others test the library's own bookkeeping,
+# which is the same on the software device.
+ANSWERS_OF_DEVICES = {
+    "manager": "capabilities connecting forked gids limits memory waking",
+    "data_path": "batches completion_queues failures messages operations refused_in_the_middle shared_receives",
+    "data_path_endings": "closing processes storm",
+}
+CHOSEN_TESTS = [f"tests/{name}/test_{each}.py" for name, files in ANSWERS_OF_DEVICES.items() for each in files.split()]
+CHOSEN_TESTS += [
+    f"tests/{name}"
+    for name in (
+        "data_path/test_arguments.py::test_gathered_and_scattered",
+        "data_path/test_arguments.py::test_no_bytes",
+        "data_path/test_arguments.py::test_small_requests_go_inline",
+        "data_path/test_arguments.py::test_a_message_longer_than_the_port_takes",
+        "connections/test_grants.py::test_read_write_and_atomics",
+        "connections/test_grants.py::test_what_the_device_refuses",
+        "connections/test_grants.py::test_revoked_under_load",
+        "connections/test_processes.py::test_killed",
+        "connections/test_processes.py::test_one_that_is_stopped",
+        "storage/test_serving.py::test_what_is_written_is_read",
+    )
+]
+# The kernel does not know the event loop: its descriptors meet uvloop in one file. Soft-RoCE has no thread domains: all
+# thread models are the same verbs there.
+CHOSEN_PARAMETERS = "(not uvloop or test_connections) and not (test_operations and SAFE-)"
+CHOSEN_SEEDS = "10"  # of 60, of the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
@@ -42,6 +72,10 @@ def group(name: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(PYPROJECT, name)
 
 
+# What the tests of the whole suite need.
+WHOLE_SUITE = [each for name in ("test", "arrays", "plots", "services", "storage") for each in group(name)]
+
+
 def folder(session: nox.Session, name: str) -> Path:
     """A folder of the session's own for what it builds, kept for the next run."""
     path = session.cache_dir.absolute() / session.name / name
@@ -50,32 +84,43 @@ def folder(session: nox.Session, name: str) -> Path:
 
 
 def install_project(
-    session: nox.Session, *requirements: str, cflags: str = "", ldflags: str = "", python: str = "python"
+    session: nox.Session,
+    *requirements: str,
+    cflags: str = "",
+    ldflags: str = "",
+    python: str = "python",
+    anew: bool = False,
 ) -> Path:
     """Compile and install the project and what is required beside it; the folder with the products of the build.
 
-    That folder is the session's own: nothing is built in the tree.
+    Nothing is built in the tree. Sessions that compile with the same flags share the folder, one at a time.
     """
     check = session.run(python, "aioverbs/_build/toolchain.py", silent=True, success_codes=[0, 1], external=True)
     if isinstance(check, str) and check.strip():
         session.error(check.strip().removesuffix("."))
-    products = folder(session, "build")
-    config = products / "setup.cfg"
     flags = {
         name: f"{os.environ.get(name, '')} {more}".strip()
         for name, more in (("CFLAGS", cflags), ("LDFLAGS", ldflags))
         if more  # a variable that is set takes the place of Python's own flags, -O3 among them
     }
-    settings = (
-        f"[build]\nbuild_base = {products}\n[egg_info]\negg_base = {products}\n# {os.environ.get('CC')} {flags}\n"
-    )
-    if config.exists() and config.read_text() != settings:  # other flags: nothing of before fits
-        shutil.rmtree(products)
-        products.mkdir()
-    config.write_text(settings)
+    version = session.run(python, "-VV", silent=True, external=True)
+    same = hashlib.sha256(f"{version} {os.environ.get('CC')} {flags}".encode()).hexdigest()[:16]
+    products = session.cache_dir.absolute() / "build" / same
+    if anew:
+        shutil.rmtree(products, ignore_errors=True)
+    products.mkdir(parents=True, exist_ok=True)
+    config = products / "setup.cfg"
+    config.write_text(f"[build]\nbuild_base = {products}\n[egg_info]\negg_base = {products}\n")
     env = {"DIST_EXTRA_CONFIG": str(config), **flags}
-    session.run(python, "-m", "pip", "install", "-q", *requirements, ".", env=env, silent=True, external=True)
+    with (products / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        session.run(python, "-m", "pip", "install", "-q", *requirements, ".", env=env, silent=True, external=True)
     return products
+
+
+def without_all(session: nox.Session) -> tuple[list[str], bool]:
+    """The session's arguments without `--all`, and whether it is not among them."""
+    return [each for each in session.posargs if each != "--all"], "--all" not in session.posargs
 
 
 def build_native(session: nox.Session, kind: str) -> list[str]:
@@ -87,9 +132,19 @@ def build_native(session: nox.Session, kind: str) -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
-    every = ("test", "arrays", "plots", "services", "storage")
-    install_project(session, *(each for name in every for each in group(name)))
+    install_project(session, *WHOLE_SUITE)
     session.run("pytest", *AT_ONCE, *session.posargs)
+
+
+@nox.session
+def flaky(session: nox.Session) -> None:
+    """Find tests that fail by chance: random order, busy processors, stopped processes; `-- --minutes 60 --passes 3`.
+
+    The results of several runs are collected: a run goes on where the one before it ended. `-- --fresh` forgets them.
+    """
+    install_project(session, *WHOLE_SUITE)
+    results = folder(session, "results") / "results.jsonl"
+    session.run("python", "-P", "tests/flaky/run.py", "--results", str(results), *session.posargs)
 
 
 @nox.session
@@ -127,7 +182,12 @@ def contracts(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """Run the C programs, then pytest, under the address and undefined-behaviour sanitizers."""
+    """Run the C programs, then pytest, under the address and undefined-behaviour sanitizers.
+
+    They watch C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs it on both, with
+    more of hypothesis's examples.
+    """
+    arguments, usual = without_all(session)
     install_project(session, *group("test"), cflags=ADDRESS, ldflags=ADDRESS)
     strict = {"UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
     for program in build_native(session, "asan"):
@@ -135,10 +195,11 @@ def sanitize(session: nox.Session) -> None:
 
     runtime = runtime_of(session, "libasan.so")
     env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
+    env |= {"AIOVERBS_TEST_LOOPS": "asyncio"} if usual else {"HYPOTHESIS_PROFILE": "thorough"}
     # Of commands and of the storage server most is Python, in processes that take long to start there.
     left_out = ("tests/cli", "tests/storage/test_power_cuts.py", "tests/storage/test_steps.py")
     ignored = [f"--ignore={each}" for each in left_out]
-    session.run("pytest", *AT_ONCE, "-m", UNDER_SANITIZER, *ignored, "-o", "timeout=300", *session.posargs, env=env)
+    session.run("pytest", *AT_ONCE, "-m", UNDER_SANITIZER, *ignored, "-o", "timeout=300", *arguments, env=env)
 
 
 @nox.session
@@ -224,7 +285,7 @@ def coverage(session: nox.Session) -> None:
     """Measure what pytest and the C programs reach, in Python, in the allocators and in the software device."""
     shutil.rmtree(folder(session, "."))  # counts of before, and of sources that are gone
     flags = "--coverage -fprofile-update=atomic -O0 -g"
-    objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage")
+    objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage", anew=True)
     for program in build_native(session, "coverage"):
         session.run(*LIMITED, program, silent=True, external=True)
     env = {"COVERAGE_FILE": str(folder(session, "python-coverage") / "data")}
@@ -349,6 +410,7 @@ def bench_program(session: nox.Session) -> str:
 def rdma(session: nox.Session) -> None:
     """Run `pytest -m rdma` on the RDMA device that is here, else on soft-RoCE in a virtual machine; `-- --shell`.
 
+    In the virtual machine, which is emulated, those run that ask the kernel or the provider; `-- --all` runs all.
     `-- --matrix` runs what is about RDMA devices there with the rdma-core and pyverbs of later Debian releases as well.
     `-- --soak` runs what takes long instead: 10,000 connects and disconnects, and storms. `-- --bench` runs the
     benchmarks on RDMA devices instead, with `-- --bench window` some of them. `-- --power-cuts` cuts the power of the
@@ -383,20 +445,25 @@ def rdma(session: nox.Session) -> None:
     session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-o", str(shim), external=True)
     probe = session.run("python", "tests/verbs_matrix/build.py", str(folder(session, "probe")), silent=True)
 
-    env = {name: value for name, value in os.environ.items() if name.startswith("AIOVERBS_TEST_")}
+    env = {name: value for name, value in os.environ.items() if name.startswith(("AIOVERBS_TEST_", "PYTEST_ADDOPTS"))}
     env |= {
         "AIOVERBS_TEST_SHIM": str(shim),
         "AIOVERBS_TEST_PROBE": str(probe).strip(),
         "AIOVERBS_TEST_DEVICES": "rdma",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    soak, matrix, shell = (each in session.posargs for each in ("--soak", "--matrix", "--shell"))
-    arguments = [each for each in session.posargs if each not in ("--soak", "--matrix", "--shell")]
+    given, usual = without_all(session)
+    soak, matrix, shell = (each in given for each in ("--soak", "--matrix", "--shell"))
+    arguments = [each for each in given if each not in ("--soak", "--matrix", "--shell")]
     named = any(each.startswith("tests") for each in arguments)
-    marked = "rdma and slow" if soak else "rdma and not slow"
+    chosen = usual and not (here or named or soak or matrix)
+    marked = "rdma and slow" if soak else "rdma and not slow and not rdma_all" if chosen else "rdma and not slow"
     hang = f"faulthandler_timeout={SOAK_LIMIT_S if soak else 700}"  # beyond the limits of single tests
     tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "-o", hang, *arguments)
-    everything = () if named else (*SHARED_TESTS, *RDMA_TESTS)
+    if chosen:
+        env["AIOVERBS_DIFFERENTIAL"] = CHOSEN_SEEDS
+        tests = (*tests, "-k", CHOSEN_PARAMETERS)
+    everything = () if named else (*(CHOSEN_TESTS if chosen else SHARED_TESTS), *RDMA_TESTS)
     if here:
         if matrix:
             session.error("--matrix is for the virtual machine; an RDMA device is tested with what is installed")

@@ -1,6 +1,7 @@
 """What every test has: both event loops, hypothesis profiles, and the repository's folder for helpers of the tests."""
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,14 +17,15 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 pytest_plugins = ["aioverbs.testing"]
+if "AIOVERBS_TEST_ROUND" in os.environ:  # set by tests/flaky/run.py
+    pytest_plugins.append("tests.flaky.plugin")
 
 from tests.pace import fewer  # noqa: E402  (found by what stands above)
 
-hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=fewer(50, least=10))
-hypothesis.settings.register_profile(
-    "ci", deadline=None, derandomize=True, max_examples=fewer(200, least=20), print_blob=True
-)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+# The usual examples are the same ones each time; HYPOTHESIS_PROFILE=thorough draws others, and more of them.
+hypothesis.settings.register_profile("usual", deadline=None, derandomize=True, max_examples=fewer(50, least=10))
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=fewer(200, least=20), print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +55,36 @@ LOOP_FACTORIES = _loop_factories()
 def pytest_asyncio_loop_factories() -> Mapping[str, LoopFactory]:
     """Each async test is run once per loop."""
     return LOOP_FACTORIES
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking at all tests, each time that it is asked for what a test has left.
+
+    They are half a million objects that live until the end; a child of a fork looks at them as well, when it exits.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+# A test that is marked `once` is run with the first value of each of these parameters.
+_LOOPS_AND_EXECUTIONS = ("_asyncio_loop_factory", "aioverbs_device", "context", "device", "direct", "loop_name")
+
+
+def _is_repetition(item: pytest.Item) -> bool:
+    """Return whether a test marked `once` would run here with another loop or execution than the first."""
+    if (
+        not isinstance(item, pytest.Function)
+        or item.get_closest_marker("once") is None
+        or not hasattr(item, "callspec")
+    ):
+        return False
+    values, indices = item.callspec.params, item.callspec.indices
+    return any(indices.get(name, 0) > 0 and values[name] != "rdma" for name in _LOOPS_AND_EXECUTIONS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the repetitions of tests that are marked `once`."""
+    repetitions = [item for item in items if _is_repetition(item)]
+    if repetitions:
+        config.hook.pytest_deselected(items=repetitions)
+        items[:] = [item for item in items if not _is_repetition(item)]

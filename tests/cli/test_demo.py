@@ -221,6 +221,7 @@ def test_a_client_that_is_killed(before: Callable[[str, Do], None]) -> None:
     assert descendants(os.getpid()) == []
 
 
+@pytest.mark.stops_processes
 def test_a_client_that_stands_still(before: Callable[[str, Do], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "SILENCE_S", 3.0)
     monkeypatch.setattr(children, "_END_S", 0.5)

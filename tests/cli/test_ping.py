@@ -127,6 +127,7 @@ def test_the_server_dies() -> None:
     assert summary["broken"]
 
 
+@pytest.mark.stops_processes
 def test_a_server_that_stands_still() -> None:
     patient = ("-i", "0.5", "-t", "20")  # it is stopped between two pings, and the next one is not given up
     with server("--port", "0") as (process, address), started("ping", address, "--json", *patient) as client:

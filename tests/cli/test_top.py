@@ -262,6 +262,7 @@ asyncio.run(parent())
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.stops_processes
 def test_one_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     with program() as process:
         process.send_signal(signal.SIGSTOP)

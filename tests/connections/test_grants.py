@@ -211,6 +211,7 @@ async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
         assert grant.revoked
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("access", [AccessFlags(0), LOCAL, LOCAL | READ, AccessFlags.MW_BIND])
 async def test_what_cannot_be_granted(device: Device, access: AccessFlags) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:

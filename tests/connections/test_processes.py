@@ -160,6 +160,7 @@ async def test_killed_again_and_again(device: Device) -> None:
                 await connection.receive()
 
 
+@pytest.mark.stops_processes
 async def test_one_that_is_stopped(device: Device) -> None:
     """It says nothing, and its kernel keeps the TCP connection: it is dead within the stated time. An RDMA device goes
     on answering for a process that is stopped, which is alive therefore."""

@@ -166,6 +166,7 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
         await near[0].aclose()
 
 
+@pytest.mark.once
 async def test_a_domain_or_a_pool(device: Device) -> None:
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match="one of these"):

@@ -22,6 +22,7 @@ def domain_of(
     return domains.ParentDomain(engine.ProtectionDomain(context), td, allocator)
 
 
+@pytest.mark.once
 def test_what_a_domain_tells(context: engine.Context, td: domains.ThreadDomain | None) -> None:
     pd, allocator = engine.ProtectionDomain(context), Recording()
     domain = domains.ParentDomain(pd, td, allocator)

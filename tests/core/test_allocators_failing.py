@@ -78,6 +78,7 @@ def turns_bad(bad: Answer, at: int) -> Answer:
     return answer
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["cq", "its record", "qp", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad(
@@ -110,6 +111,7 @@ def test_bad(
     engine.QueuePair(domain, cq, cq)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("at", [0, 1], ids=["queue", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_a_shared_receive_queue(
@@ -127,6 +129,7 @@ def test_bad_for_a_shared_receive_queue(
     engine.SharedReceiveQueue(domain, 100)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("which", ["cq", "srq"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_another_size(
@@ -161,6 +164,7 @@ def test_bad_for_another_size(
     assert [piece.freed for piece in allocator.pieces] == asked == [1] * len(asked)
 
 
+@pytest.mark.once
 def test_the_same_address_twice(context: engine.Context) -> None:
     """Memory that is in use is not given back for having been offered again."""
     allocator = Recording()
@@ -197,6 +201,7 @@ def test_free_that_raises(context: engine.Context, monkeypatch: pytest.MonkeyPat
     assert [piece.freed for piece in allocator.pieces] == [1] * 4
 
 
+@pytest.mark.once
 def test_an_allocator_without_methods(context: engine.Context) -> None:
     nothing: Any = object()
     domain = domains.ParentDomain(engine.ProtectionDomain(context), None, nothing)
@@ -229,6 +234,7 @@ def test_a_cause_is_its_own_thread_s(context: engine.Context) -> None:
     assert causes == {"one": "one", "other": "other"}
 
 
+@pytest.mark.once
 def test_a_failure_inside_of_a_success(context: engine.Context) -> None:
     """An allocator that copes with a failure of its own leaves no cause behind for the next one."""
     inner = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))

@@ -138,6 +138,7 @@ def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: engine.Con
     assert far.cq.poll() == []
 
 
+@pytest.mark.once
 def test_qkey_is_told(context: engine.Context) -> None:
     near, _ = make_ud_pair(context)
     assert near.qp.query().qkey == QKEY

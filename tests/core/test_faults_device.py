@@ -130,6 +130,7 @@ class TestBreaking:
         assert wait_for(near.cq)[0].status is WcStatus.RNR_RETRY_EXC_ERR
         assert far.cq.poll() == []
 
+    @pytest.mark.once
     def test_objects_of_others_and_closed_ones(self, context: engine.Context) -> None:
         domain = make_domain(context, "plain")
         end, srq = make_end(domain), engine.SharedReceiveQueue(domain, 4)

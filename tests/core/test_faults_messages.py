@@ -135,6 +135,7 @@ class TestRequests:
         near.qp.post_send(WRITE, flags=SIGNALED)
         succeed(near.cq)
 
+    @pytest.mark.once
     def test_queue_pairs_of_others_and_closed_ones(self, context: engine.Context) -> None:
         near, _ = make_pair(context)
         plan = context.faults

@@ -27,6 +27,7 @@ def outcomes(context: engine.Context, count: int) -> list[int]:
     return [outcome(context.query_device) for _ in range(count)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("strike", "calls"),
     [
@@ -49,6 +50,7 @@ def test_which_calls(context: engine.Context, strike: dict[str, int], calls: str
     assert context.faults.records() == [FaultRecord("verb", "query_device", number, errno.EIO) for number in struck]
 
 
+@pytest.mark.once
 def test_the_error_is_the_verb_s(context: engine.Context) -> None:
     context.faults.fail("alloc_pd", errno.ENOSPC)
     with pytest.raises(VerbsError, match="ibv_alloc_pd failed: ENOSPC") as caught:
@@ -58,6 +60,7 @@ def test_the_error_is_the_verb_s(context: engine.Context) -> None:
     engine.ProtectionDomain(context)
 
 
+@pytest.mark.once
 def test_all_verbs_counted_together(context: engine.Context) -> None:
     context.faults.fail(None, errno.ENOMEM, first=2, every=2, times=2)
     query, port, gid, pkey = context.query_device, context.query_port, context.query_gid, context.query_pkey
@@ -70,6 +73,7 @@ def test_all_verbs_counted_together(context: engine.Context) -> None:
     ]
 
 
+@pytest.mark.once
 def test_the_oldest_rule_decides_and_each_counts_for_itself(context: engine.Context) -> None:
     assert outcome(context.query_device) == 0  # before the rules: not counted
     context.faults.fail("query_device", errno.EIO, first=3)
@@ -78,6 +82,7 @@ def test_the_oldest_rule_decides_and_each_counts_for_itself(context: engine.Cont
     assert outcomes(context, 4) == [errno.EPERM, errno.EIO, errno.EPERM, 0]
 
 
+@pytest.mark.once
 def test_a_plan_is_one_context_s(context: engine.Context) -> None:
     with opened("inline") as other:
         context.faults.fail("query_device", errno.EIO)
@@ -96,6 +101,7 @@ def drawn(context: engine.Context, seed: int) -> list[list[int]]:
     return [list(calls) for calls in zip(*both, strict=True)]
 
 
+@pytest.mark.once
 def test_at_random_and_again(context: engine.Context) -> None:
     """The same seed and the same calls: the same failures and records, in this context and in another."""
     context.faults.fail_at_random(250_000, errno.ENFILE)
@@ -120,6 +126,7 @@ def test_at_random_and_again(context: engine.Context) -> None:
     context.faults.clear()
 
 
+@pytest.mark.once
 def test_the_ends_of_chance(context: engine.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     assert outcomes(context, 20) == [errno.EIO] * 20
@@ -129,6 +136,7 @@ def test_the_ends_of_chance(context: engine.Context) -> None:
     assert outcomes(context, 20) == [0] * 20
 
 
+@pytest.mark.once
 def test_a_rule_comes_before_chance(context: engine.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     context.faults.fail("query_device", errno.EPERM, first=2)
@@ -139,6 +147,7 @@ def test_a_rule_comes_before_chance(context: engine.Context) -> None:
 # ---- counting, records, and the end of a plan
 
 
+@pytest.mark.once
 def test_counting(context: engine.Context) -> None:
     plan = context.faults
     outcomes(context, 3)
@@ -167,6 +176,7 @@ def test_records_are_kept_up_to_a_number(inline: engine.Context) -> None:
     assert [record.ordinal for record in inline.faults.records()] == list(range(1, KEPT + 1))
 
 
+@pytest.mark.once
 def test_clearing_ends_all_and_forgets_no_record(context: engine.Context) -> None:
     context.faults.fail("query_device", errno.EIO, times=0)
     context.faults.fail_at_random(1_000_000, errno.EPERM)

@@ -80,6 +80,7 @@ def test_the_family_has_every_kind(inline: engine.Context) -> None:
     assert kinds - {type(handle) for handle in make_all(inline).values()} == {engine.Handle}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("parent", "child"), KINSHIPS)
 def test_a_parent_with_a_child_refuses_and_works_on(context: engine.Context, parent: str, child: str) -> None:
     family: Family = {"context": context}

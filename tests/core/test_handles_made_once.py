@@ -10,6 +10,8 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children
 from tests.core.family import make_all
 
+pytestmark = pytest.mark.once
+
 
 def construct(handle: engine.Handle, *arguments: object) -> None:
     operator.methodcaller("__init__", *arguments)(handle)

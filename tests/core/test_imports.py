@@ -139,6 +139,7 @@ def provider(context: engine.Context) -> Iterator[Provider]:
     assert context.counts()["pds"] == 0
 
 
+@pytest.mark.once
 def test_an_instance_among_others_is_unimported(context: engine.Context, provider: Provider) -> None:
     lease = Lease(last=False)
     pd = engine.ProtectionDomain.import_pd(context, 5, lease)
@@ -157,6 +158,7 @@ def test_an_instance_among_others_is_unimported(context: engine.Context, provide
         _ = pd.handle
 
 
+@pytest.mark.once
 def test_the_last_one_is_deallocated(context: engine.Context, provider: Provider) -> None:
     pd = engine.ProtectionDomain(context)
     assert pd.handle >= 0
@@ -171,6 +173,7 @@ def test_the_last_one_is_deallocated(context: engine.Context, provider: Provider
     assert lease.left == [(True, True), (True, False)]
 
 
+@pytest.mark.once
 def test_what_another_process_left_behind_keeps_only_the_domain(context: engine.Context, provider: Provider) -> None:
     pd = engine.ProtectionDomain.import_pd(context, 5, Lease(last=True))
     provider.fails = errno.EBUSY
@@ -179,6 +182,7 @@ def test_what_another_process_left_behind_keeps_only_the_domain(context: engine.
     provider.fails = 0
 
 
+@pytest.mark.once
 def test_what_cannot_be_imported(context: engine.Context, provider: Provider) -> None:
     lease = Lease(last=True)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: ENOENT"):
@@ -187,6 +191,7 @@ def test_what_cannot_be_imported(context: engine.Context, provider: Provider) ->
     assert provider.calls == ["import 404"]
 
 
+@pytest.mark.once
 def test_the_software_device_has_none(context: engine.Context) -> None:
     pd = engine.ProtectionDomain(context)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: EOPNOTSUPP"):

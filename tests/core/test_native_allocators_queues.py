@@ -127,6 +127,7 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
     return found
 
 
+@pytest.mark.once
 def test_exhaustion(context: engine.Context, td: domains.ThreadDomain | None) -> None:
     """The verb fails with the allocator's errno, and its reason is the cause."""
     for allocator, text in without_memory().values():
@@ -164,6 +165,7 @@ def test_a_cause_is_told_once(inline: engine.Context) -> None:
         assert caught.value.__cause__ is None
 
 
+@pytest.mark.once
 def test_one_allocator_for_many_domains_and_buffers(context: engine.Context) -> None:
     allocator = RecordingAllocator(ArenaAllocator())
     first, second = domain_of(context, allocator), domain_of(context, allocator)
@@ -265,6 +267,7 @@ def test_many_threads(context: engine.Context, make: Callable[[], NativeAllocato
 # ------------------------------------------------------------------------------------------ recording one in Python
 
 
+@pytest.mark.once
 def test_recording_an_allocator_in_python(context: engine.Context, td: domains.ThreadDomain | None) -> None:
     inner = Recording()
     allocator = RecordingAllocator(inner)

@@ -13,6 +13,7 @@ from tests.core.contexts import opened
 from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
 
 
+@pytest.mark.once
 def test_device(context: engine.Context) -> None:
     attributes = context.query_device()
     assert attributes.node_guid == attributes.sys_image_guid
@@ -24,6 +25,7 @@ def test_device(context: engine.Context) -> None:
     assert attributes.max_qp_rd_atom == attributes.max_qp_init_rd_atom == 16
 
 
+@pytest.mark.once
 def test_port(context: engine.Context) -> None:
     port = context.query_port()
     assert port == context.query_port(1)
@@ -34,6 +36,7 @@ def test_port(context: engine.Context) -> None:
     assert (port.gid_tbl_len, port.pkey_tbl_len) == (2, 1)
 
 
+@pytest.mark.once
 def test_tables(context: engine.Context) -> None:
     # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
     assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
@@ -54,6 +57,7 @@ def test_a_process_has_gids_of_its_own(context: engine.Context) -> None:
     assert not {*ours} & {*in_child(gids)}
 
 
+@pytest.mark.once
 def test_what_a_context_is(context: engine.Context) -> None:
     assert context.name == "soft0"
     assert context.software
@@ -75,6 +79,7 @@ def test_granted_capabilities(inline: engine.Context) -> None:
     assert engine.QueuePair(pd, cq, cq).capabilities.max_send_wr == 16
 
 
+@pytest.mark.once
 def test_a_queue_pair_tells_what_it_was_told(context: engine.Context) -> None:
     qp = make_pair(context)[0].qp
     qp.modify(QpState.RESET)
@@ -107,6 +112,7 @@ def test_a_queue_pair_tells_what_it_was_told(context: engine.Context) -> None:
     assert (told.timeout, told.retry_cnt, told.rnr_retry) == (31, 7, 6)
 
 
+@pytest.mark.once
 def test_a_missing_attribute_changes_nothing(context: engine.Context) -> None:
     pd = engine.ProtectionDomain(context)
     cq = engine.CompletionQueue(context, 1)

@@ -4,6 +4,8 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import pytest
+
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core import domains, engine
 from aioverbs.testing import destroy_all
@@ -37,6 +39,7 @@ def test_destroyed_ones_go() -> None:
     assert [reference() for reference in references] == [None] * len(references)
 
 
+@pytest.mark.once
 def test_a_handle_keeps_what_it_was_made_from(context: engine.Context) -> None:
     def make() -> engine.QueuePair:
         cq = engine.CompletionQueue(context, 4, engine.CompletionChannel(context))
@@ -50,6 +53,7 @@ def test_a_handle_keeps_what_it_was_made_from(context: engine.Context) -> None:
     assert qp.send_cq.channel.get_event() is None
 
 
+@pytest.mark.once
 def test_registered_memory_stays_while_its_region_is_open(context: engine.Context) -> None:
     class Memory(bytearray):
         pass
@@ -65,6 +69,7 @@ def test_registered_memory_stays_while_its_region_is_open(context: engine.Contex
     assert reference() is None
 
 
+@pytest.mark.once
 def test_an_allocator_stays_while_the_provider_holds_its_memory(context: engine.Context) -> None:
     class Kept(Recording):
         pass
@@ -82,6 +87,7 @@ def test_an_allocator_stays_while_the_provider_holds_its_memory(context: engine.
     assert allocator.live == []
 
 
+@pytest.mark.once
 def test_what_a_failed_constructor_left_goes(context: engine.Context) -> None:
     bare = engine.QueuePair.__new__(engine.QueuePair)
     reference = weakref.ref(bare)

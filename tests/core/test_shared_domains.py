@@ -57,6 +57,7 @@ def test_a_domain_of_its_own_is_still_closed_to_others(context: engine.Context) 
     assert wait_for(near.cq)[0].status is WcStatus.REM_ACCESS_ERR
 
 
+@pytest.mark.once
 def test_what_is_not_given_out(context: engine.Context) -> None:
     pd = engine.ProtectionDomain(context)
     share = pd.share(KEY)
@@ -76,6 +77,7 @@ def test_what_is_not_given_out(context: engine.Context) -> None:
     assert context.counts()["mrs"] == before["mrs"]
 
 
+@pytest.mark.once
 def test_the_domain_goes_with_its_last_instance(context: engine.Context) -> None:
     first = engine.ProtectionDomain(context)
     share = first.share(KEY)
@@ -88,6 +90,7 @@ def test_the_domain_goes_with_its_last_instance(context: engine.Context) -> None
         engine.ProtectionDomain.open_shared(context, share, KEY)
 
 
+@pytest.mark.once
 def test_an_instance_is_a_handle_as_any(context: engine.Context) -> None:
     share = engine.ProtectionDomain(context).share(KEY)
     instance = engine.ProtectionDomain.open_shared(context, share, KEY)

@@ -147,6 +147,7 @@ def test_a_size_that_is_too_small_changes_nothing(context: engine.Context, kind:
     assert succeed(far.cq).wr_id == 0
 
 
+@pytest.mark.once
 def test_memory_comes_from_the_parent_domain_s_allocator(context: engine.Context) -> None:
     allocator = Recording()
     domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
@@ -160,6 +161,7 @@ def test_memory_comes_from_the_parent_domain_s_allocator(context: engine.Context
     assert allocator.live == []
 
 
+@pytest.mark.once
 def test_an_allocator_that_fails_is_the_cause(context: engine.Context) -> None:
     refusing = False
 
@@ -183,6 +185,7 @@ def test_an_allocator_that_fails_is_the_cause(context: engine.Context) -> None:
     assert srq.query().max_wr == 8
 
 
+@pytest.mark.once
 def test_an_xrc_queue_has_a_limit_and_grows(context: engine.Context) -> None:
     pd, cq = engine.ProtectionDomain(context), engine.CompletionQueue(context, 16)
     srq = engine.SharedReceiveQueue(pd, 4, limit=2, xrc_domain=engine.XrcDomain(context), cq=cq)

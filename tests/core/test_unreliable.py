@@ -66,6 +66,7 @@ def test_a_message_after_a_lost_one_arrives(context: engine.Context) -> None:
     assert succeed(far.cq).byte_len == 7
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("opcode", [SendOpcode.RDMA_READ, SendOpcode.ATOMIC_FETCH_AND_ADD])
 def test_what_needs_an_answer_is_refused(context: engine.Context, opcode: SendOpcode) -> None:
     near, far = make_uc_pair(context)

@@ -218,6 +218,7 @@ def test_a_window_goes_with_its_key(pair: tuple[End, End], window: engine.Memory
     assert ask(near, READ, far.region.address, key) is WcStatus.REM_ACCESS_ERR
 
 
+@pytest.mark.once
 def test_arguments(pair: tuple[End, End]) -> None:
     _, far = pair
     first, second = (engine.MemoryWindow(far.pd, kind) for kind in MwType)

@@ -132,6 +132,7 @@ def test_one_sided_requests_go_by_the_target_s_memory(context: engine.Context) -
     assert receiver.memory[:6] == b"write\0"
 
 
+@pytest.mark.once
 def test_numbers_are_distinct(context: engine.Context) -> None:
     xrc_domain = domains.XrcDomain(context)
     receivers = [make_receiver(context, xrc_domain) for _ in range(4)]
@@ -179,6 +180,7 @@ class TestDomains:
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
             domains.XrcDomain(inline, file, 0)
 
+    @pytest.mark.once
     def test_it_stays_while_something_is_associated(self, context: engine.Context, file: int) -> None:
         xrc_domain = domains.XrcDomain(context, file)
         target = engine.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)

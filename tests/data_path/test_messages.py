@@ -164,6 +164,7 @@ async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None
             assert box.qp.statistics().receives.under_way == 4
 
 
+@pytest.mark.once
 async def test_what_cannot_be(device: Device) -> None:
     async with ends(device) as pair:
         with pytest.raises(ValueError, match="make it with receive_depth and receive_size"):

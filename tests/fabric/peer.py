@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from aioverbs import AccessFlags, Endpoint, MemoryRegion, MessageModel, QueuePair, RegionSlice, open_device
+from tests.fabric.words import words
 
 SIZE = 4 << 20
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -18,7 +19,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE
 
 def pattern(at: int, length: int) -> bytes:
     """What the memory has there at first: each 8 bytes tell where they are."""
-    return b"".join(each.to_bytes(8, "little") for each in range(at // 8, (at + length) // 8))
+    return words(at // 8, length)
 
 
 def doze(seconds: float) -> None:

@@ -32,6 +32,7 @@ from aioverbs.attributes import FrameKind
 from tests.conftest import LOOP_FACTORIES
 from tests.data_path.ends import ACCESS, Ends, ends
 from tests.devices import far_device, far_devices
+from tests.fabric.words import words
 from tests.listening import own_address
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -80,7 +81,7 @@ class Scene:
 
 
 def pattern(seed: int, length: int) -> bytes:
-    return b"".join(((seed << 32) + each).to_bytes(8, "little") for each in range(length // 8))
+    return words(seed << 32, length)
 
 
 @asynccontextmanager

@@ -146,6 +146,7 @@ def stop(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
+@pytest.mark.stops_processes
 async def test_one_that_is_stopped_and_goes_on() -> None:
     """Silent for longer than all repetitions take; then what was asked is not done any more."""
     async with other() as there, end(queue_pairs=2) as here:

@@ -14,6 +14,8 @@ from aioverbs.device import devices, open_device
 from aioverbs.providers import hardware
 from tests.listening import own_address
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
             await asyncio.to_thread(td.handle.destroy)
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @names
 async def test_a_thread_domain_degrades_and_says_so_once(
@@ -73,6 +74,7 @@ async def test_a_thread_domain_degrades_and_says_so_once(
     assert device.statistics().native_thread_domains == 0
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_other_errors_are_errors(device: Device) -> None:
     device.handle.faults.fail("alloc_td", errno.EIO)
@@ -81,6 +83,7 @@ async def test_other_errors_are_errors(device: Device) -> None:
     assert device.statistics().native_thread_domains == 0
 
 
+@pytest.mark.once
 async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
     async with open_device("soft0", max_native_thread_domains=2) as device:
         for _ in range(3):
@@ -95,6 +98,7 @@ async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixtu
 # ---- Parent domains
 
 
+@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain(context="mine") as domain:
@@ -110,12 +114,14 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
             handle.destroy()
 
 
+@pytest.mark.once
 async def test_no_parent_domain_of_a_parent_domain(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain() as domain:
         with pytest.raises(TypeError, match="is made from a protection domain"):
             ProtectionDomain.parent_domain(domain)  # type: ignore[arg-type]
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
 async def test_a_parent_domain_degrades(device: Device, number: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,6 +260,7 @@ async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Dev
             assert third.state is State.OPEN
 
 
+@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_what_is_closed_is_native_no_more(device: Device) -> None:
     async with device.resource_domain(allocator=DefaultAllocator()) as domain:

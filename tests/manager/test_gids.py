@@ -156,6 +156,7 @@ def test_a_verb_that_pyverbs_says_failed(
     assert (caught.value.errno, caught.value.__cause__) == (number, error)
 
 
+@pytest.mark.once
 async def test_what_the_device_has(device: Device) -> None:
     found = gid_table(device.handle, 1)
     assert [device.handle.query_gid(1, each.index) for each in found] == [each.gid for each in found]
@@ -205,6 +206,7 @@ async def test_datagrams_are_sent_from_it(device: Device) -> None:
         assert (await receive).byte_len == 8
 
 
+@pytest.mark.once
 async def test_one_that_is_not_there(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         empty = len(gid_table(device.handle, 1))
@@ -222,6 +224,7 @@ async def test_one_that_is_not_there(device: Device) -> None:
             await domain.address_handle(Endpoint(bytes(range(16)), 1, 2, Mtu.MTU_1024), port=2).open()
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_a_table_that_cannot_be_read(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:

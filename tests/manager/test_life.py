@@ -84,6 +84,7 @@ async def test_without_a_block(device: Device, make: Callable[[Device], Resource
     assert not verbs_left(device)
 
 
+@pytest.mark.once
 @every_kind
 async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[[Device], Resource]) -> None:
     other = await open_device("soft0").open()
@@ -96,6 +97,7 @@ async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[
     assert resource.state is State.NEW
 
 
+@pytest.mark.once
 @every_kind
 async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
@@ -257,6 +259,7 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make:
         assert not verbs_left(device)
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
     pd = device.protection_domain()
@@ -322,6 +325,7 @@ async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> Non
     assert not verbs_left(device)
 
 
+@pytest.mark.once
 async def test_the_tree(device: Device) -> None:
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
         tree = device.resources()
@@ -336,6 +340,7 @@ async def test_the_tree(device: Device) -> None:
     assert device.resources().children == ()
 
 
+@pytest.mark.once
 async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
     line = sys._getframe().f_lineno
     async with (
@@ -362,6 +367,7 @@ async def test_what_is_closed_is_no_garbage(device: Device, make: Callable[[Devi
         gc.enable()
 
 
+@pytest.mark.once
 async def test_rich_prints_the_tree(device: Device) -> None:
     console = Console(record=True, width=300, file=io.StringIO())
     async with device.protection_domain() as pd, pd.parent_domain():

@@ -13,6 +13,8 @@ from aioverbs.limits import check_completion_queue, check_queue_pair, check_shar
 from tests.capabilities import Capability, capabilities
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.once
+
 
 @pytest_asyncio.fixture
 async def domain(device: Device) -> AsyncIterator[ResourceDomain]:

@@ -11,6 +11,8 @@ from aioverbs._core import pyverbs_bridge
 from aioverbs.providers import hardware
 from tests.manager.pyverbs_objects import laid_out
 
+pytestmark = pytest.mark.once
+
 NAME = "mlx5_9"
 
 

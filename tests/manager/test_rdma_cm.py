@@ -45,6 +45,7 @@ print("librdmacm" in open("/proc/self/maps").read())
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.once
 @pytest.mark.skipif(DEVICE.exists(), reason="there is a connection manager: tests/rdma")
 async def test_no_connection_manager() -> None:
     channel = Channel()

@@ -78,6 +78,7 @@ async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = Acce
 # ---- Found again
 
 
+@pytest.mark.once
 @every_buffer
 async def test_what_comes_back_is_registered_once(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
     buffer = make()
@@ -106,6 +107,7 @@ async def test_what_only_the_cache_holds_is_evicted(pd: ProtectionDomain, make: 
     assert counts(pd) == (1, 3, 2, 1)
 
 
+@pytest.mark.once
 async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     whole = await use(pd, memory)
@@ -129,6 +131,7 @@ async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
     memory.append(1)
 
 
+@pytest.mark.once
 async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     await use(pd, memory)
@@ -141,6 +144,7 @@ async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
         await use(pd, buffer, AccessFlags.REMOTE_READ)
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -> None:
     with pytest.raises(BufferError):
@@ -163,6 +167,7 @@ async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -
 # ---- Never stale
 
 
+@pytest.mark.once
 async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain) -> None:
     memory, mapping, numbers = bytearray(SIZE), mmap.mmap(-1, SIZE), array.array("B", bytes(SIZE))
     for buffer in (memory, mapping, numbers):
@@ -203,6 +208,7 @@ async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
     assert len(seen) == 20
 
 
+@pytest.mark.once
 async def test_memory_of_nobody_is_not_kept(pd: ProtectionDomain) -> None:
     pages = mmap.mmap(-1, SIZE)
     make = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -226,6 +232,7 @@ async def test_an_object_that_only_a_view_holds_is_kept(pd: ProtectionDomain) ->
 # ---- Bounds
 
 
+@pytest.mark.once
 async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
     cache = pd.cache
     cache.max_bytes = 3 * SIZE
@@ -251,6 +258,7 @@ async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
     assert cache.statistics().entries == 1
 
 
+@pytest.mark.once
 async def test_what_is_too_large_drives_nothing_out(pd: ProtectionDomain) -> None:
     small, large = bytearray(SIZE), bytearray(4 * SIZE)
     pd.cache.max_bytes = 3 * SIZE

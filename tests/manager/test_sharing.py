@@ -348,6 +348,7 @@ def fill(sock: socket.socket) -> None:
             sock.send(bytes(4096))
 
 
+@pytest.mark.once
 async def test_other_sockets(stand_in: StandIn, shared: Share) -> None:
     with socket.socket(socket.AF_UNIX) as blocking, pytest.raises(ValueError, match=r"setblocking\(False\)"):
         await answer(blocking, stand_in.context, shared)
@@ -540,6 +541,7 @@ async def test_another_software_device_of_this_process(device: Device, ends: End
                 await pd.import_memory_region(alone.rkey).open()
 
 
+@pytest.mark.once
 @software
 async def test_memory_that_there_is_not(device: Device) -> None:
     async with device.protection_domain() as pd:
@@ -597,6 +599,7 @@ async def test_a_file_that_is_no_domain(ends: Ends, shared: Share) -> None:
     await device.aclose()
 
 
+@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_the_three_errors_of_the_software_device(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:

@@ -59,7 +59,14 @@ def test_one_device() -> None:
     assert gid["address"] in text
 
 
-@pytest.mark.parametrize(("verb", "transport"), [("send", "rdmacm"), ("write", "tcp"), ("read", "rdmacm")])
+@pytest.mark.parametrize(
+    ("verb", "transport"),
+    [
+        ("send", "rdmacm"),
+        pytest.param("write", "tcp", marks=pytest.mark.rdma_all),
+        pytest.param("read", "rdmacm", marks=pytest.mark.rdma_all),
+    ],
+)
 def test_ping(verb: str, transport: str) -> None:
     near, *_, far = rdma_devices() * 2
     port = str(free_port())
@@ -73,6 +80,7 @@ def test_ping(verb: str, transport: str) -> None:
         assert 0 < summary["latency_ns"]["min"] <= summary["latency_ns"]["p50"] <= summary["latency_ns"]["max"]
 
 
+@pytest.mark.rdma_all
 def test_nobody_is_there() -> None:
     name = rdma_devices()[0]
     done = ask("ping", f"{address_of(name)}:{free_port()}", "--device", name, "--transport", "rdmacm")
@@ -87,6 +95,7 @@ def sampled(pid: int, **variables: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.rdma_all
 def test_top(tmp_path: Path) -> None:
     name, port = rdma_devices()[0], str(free_port())
     watched = {"AIOVERBS_MONITOR_DIRECTORY": str(tmp_path / "monitor")}

@@ -92,6 +92,7 @@ def test_all_is_well() -> None:
     assert libraries["trials"][rdma_devices()[0]] == {"problem": None, "number": 0}
 
 
+@pytest.mark.rdma_all
 def test_a_port_that_is_down() -> None:
     with another_link(up=False):
         told = ask()
@@ -100,6 +101,7 @@ def test_a_port_that_is_down() -> None:
     assert told["status"] == 0  # others can be used
 
 
+@pytest.mark.rdma_all
 def test_a_port_without_addresses() -> None:
     with another_link(up=True):
         told = ask()
@@ -107,6 +109,7 @@ def test_a_port_without_addresses() -> None:
     assert findings(told, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
 
 
+@pytest.mark.rdma_all
 def test_no_memory_may_be_locked() -> None:
     told = ask("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=0:0")
     assert told["status"] == 1
@@ -114,6 +117,7 @@ def test_no_memory_may_be_locked() -> None:
     assert findings(told, "system")["memlock"][0] == "ulimit -l unlimited"
 
 
+@pytest.mark.rdma_all
 def test_another_user_may_not() -> None:
     node = next(Path("/sys/class/infiniband_verbs").glob("uverbs*"))
     path, name = Path("/dev/infiniband", node.name), (node / "ibdev").read_text().strip()
@@ -127,6 +131,7 @@ def test_another_user_may_not() -> None:
     assert findings(told, name) == {"permission": [f"sudo chmod 666 {path}"]}
 
 
+@pytest.mark.rdma_all
 def test_no_provider() -> None:
     told = ask_with_mount("mount -t tmpfs none /etc/libibverbs.d")
     assert told["status"] == 1
@@ -134,12 +139,14 @@ def test_no_provider() -> None:
         assert "ibverbs-providers" in findings(told, name)["no-provider"][0]
 
 
+@pytest.mark.rdma_all
 def test_no_libibverbs() -> None:
     told = ask_with_mount(f"mount --bind /dev/null {libibverbs()}")
     assert (told["status"], told["usable"]) == (1, [])
     assert "libibverbs1" in findings(told, "system")["libibverbs-missing"][0]
 
 
+@pytest.mark.rdma_all
 def test_pyverbs_of_another_libibverbs() -> None:
     """The release's pyverbs, and the libibverbs that is installed."""
     library = libibverbs()

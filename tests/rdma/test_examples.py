@@ -13,7 +13,7 @@ from tests.rdma.cm import address_of, nothing_left
 from tests.rdma.seam import rdma_devices
 from tests.running import run
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(620)]
+pytestmark = [pytest.mark.rdma, pytest.mark.rdma_all, pytest.mark.timeout(620)]
 
 NOT_NATIVE = "not native from here on"  # what is said of devices without domains
 CONNECTS = {"arrays", "asgi", "key_value"}  # with `aioverbs.connect`, at an address that they are told

@@ -221,6 +221,7 @@ async def opened_parts(device: Device, td_first: bool) -> dict[str, Resource]:
     return {"pd": pd, "td": td, "parent": parent, "qp": await parent.queue_pair(cq).open()}
 
 
+@pytest.mark.rdma_all
 @pytest.mark.parametrize("td_first", [False, True], ids=["pd first", "td first"])
 @pytest.mark.parametrize("order", list(itertools.permutations(PARTS)), ids="-".join)
 async def test_every_order_of_closing(device: Device, shim: Shim, order: tuple[str, ...], td_first: bool) -> None:

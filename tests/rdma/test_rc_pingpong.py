@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.listening import free_port, listens
 from tests.rdma.seam import rdma_devices
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.rdma, pytest.mark.rdma_all, pytest.mark.timeout(240)]
 
 GID_INDEX = os.environ.get("AIOVERBS_RDMA_GID_INDEX", "1")
 OURS = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "--timeout", "60"]

@@ -480,6 +480,7 @@ async def test_waiting_is_cancelled_and_closed(channel: Channel, listener: Liste
 # ---- The end, in every order
 
 
+@pytest.mark.rdma_all
 @pytest.mark.parametrize("order", list(itertools.permutations(range(5)))[::3], ids=str)
 async def test_every_order_of_closing(order: tuple[int, ...]) -> None:
     with nothing_left():

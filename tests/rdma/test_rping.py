@@ -77,7 +77,10 @@ def pings(count: int, size: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("count", "size"), [(3, 64), (70, 26), (3, 8000)])
+PINGS = [(3, 64), *(pytest.param(*each, marks=pytest.mark.rdma_all) for each in ((70, 26), (3, 8000)))]
+
+
+@pytest.mark.parametrize(("count", "size"), PINGS)
 def test_their_client(count: int, size: int) -> None:
     place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()), "-S", str(size))
     with running(*EXAMPLE, "-s", "-v", *place) as server:
@@ -89,7 +92,7 @@ def test_their_client(count: int, size: int) -> None:
         assert heard == [*(f"server ping data: {ping}" for ping in pings(count, size)), f"{count} pings"]
 
 
-@pytest.mark.parametrize(("count", "size"), [(3, 64), (70, 26), (3, 8000)])
+@pytest.mark.parametrize(("count", "size"), PINGS)
 def test_their_server(count: int, size: int) -> None:
     port = free_port()
     place = ("-a", address_of(rdma_devices()[-1]), "-p", str(port), "-S", str(size))
@@ -103,6 +106,7 @@ def test_their_server(count: int, size: int) -> None:
         assert heard == [f"server ping data: {ping}" for ping in pings(count, size)]
 
 
+@pytest.mark.rdma_all
 def test_ours_with_ours() -> None:
     place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()))
     with running(*EXAMPLE, "-s", *place) as server:
@@ -112,6 +116,7 @@ def test_ours_with_ours() -> None:
         assert output(server)[-1] == "5 pings"
 
 
+@pytest.mark.rdma_all
 def test_their_client_dies() -> None:
     place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()))
     with running(*EXAMPLE, "-s", "-v", *place) as server:
@@ -123,6 +128,7 @@ def test_their_client_dies() -> None:
             server.communicate(timeout=LIMIT_S)  # it hears of it, and ends
 
 
+@pytest.mark.rdma_all
 def test_their_server_dies() -> None:
     port = free_port()
     place = ("-a", address_of(rdma_devices()[-1]), "-p", str(port))

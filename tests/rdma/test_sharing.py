@@ -304,6 +304,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.rdma_all
 async def test_every_order_of_closing(name: str, shim: Imports) -> None:
     """The domain goes with the last instance, whosever that is, and what is left works until then."""
     domains = kernel_domains(name)

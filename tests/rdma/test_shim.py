@@ -119,6 +119,7 @@ def test_parents_with_children_are_refused(context: engine.Context, shim: Shim) 
 ORDERS = list(itertools.permutations(("parent", "td", "pd")))
 
 
+@pytest.mark.rdma_all
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_every_order_of_destruction(context: engine.Context, shim: Shim, order: tuple[str, ...]) -> None:
     handles: dict[str, engine.Handle] = {}

@@ -15,6 +15,7 @@ from tests.rdma.seam import connect
 KEY = 0xFEDCBA9876543210
 
 
+@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> None:
     """ "ibv_share_pd() shares the protection domain specified by a unique identifier shpd for the RDMA device context
@@ -29,6 +30,7 @@ async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> N
             await other.shared_protection_domain(shared.id, KEY).open()
 
 
+@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_every_instance_is_deallocated_and_the_last_removes_it(device: Device) -> None:
     """ "ibv_pds created using ibv_share_pd() can be deallocated using ibv_dealloc_pd(). Libibverbs keeps track of each
@@ -69,6 +71,7 @@ async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device
                 handle.destroy()
 
 
+@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
     """ "The life span of an MR mr1 created under ibv_pd pd1 (which is an instance of shared PD shPD1) will end whenever
@@ -83,6 +86,7 @@ async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
             pass
 
 
+@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_not_among_different_devices(device: Device) -> None:
     """ "Sharing PD is not supported among 'ibv_context' created for different RDMA devices." """
@@ -109,6 +113,7 @@ async def test_processes_share_it_by_a_socket(device: Device) -> None:
                     assert instance.handle.context is other.handle
 
 
+@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_a_parent_domain_is_not_shared(device: Device) -> None:
     """It stands for its protection domain in the making of objects only."""

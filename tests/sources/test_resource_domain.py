@@ -81,6 +81,7 @@ def test_the_message_models_are_those_of_the_document() -> None:
     assert [model.name for model in MessageModel] == ["FORCE_LOW_LATENCY", "LOW_LATENCY", "HIGH_BANDWIDTH", "DEFAULT"]
 
 
+@pytest.mark.once
 async def test_the_example(device: Device) -> None:
     """ "Example - creating a CQ and QP that may be called from one thread only" """
     async with device.resource_domain(
@@ -93,6 +94,7 @@ async def test_the_example(device: Device) -> None:
         cq.destroy()
 
 
+@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_creating_one_may_fail(device: Device) -> None:
     """ "if (!_domain) { fprintf(stderr, "Can't create resource domain\\n")" """

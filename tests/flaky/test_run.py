@@ -1,0 +1,113 @@
+"""`run.py` as `nox -s flaky` starts it, with tests of which one fails by chance."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.flaky.disturbances import Stopper
+from tests.flaky.results import passes_in_a_row, read_results
+from tests.pace import patience
+from tests.running import run
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(240)]  # it has pytest run several times
+
+CONFTEST = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+pytest_plugins = ["tests.flaky.plugin"] if "AIOVERBS_TEST_ROUND" in __import__("os").environ else []
+"""
+PASSING = "".join(f"def test_passes_{number}(): pass\n" for number in range(20))
+FAILS_AT_FIRST = """
+from pathlib import Path
+
+def test_fails_at_first():
+    before = Path({folder!r}, "before")
+    there = before.exists()
+    before.touch()
+    assert there, "for the first time"
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = stops_processes\n")
+    (folder / "test_passing.py").write_text(PASSING)
+    (folder / "test_failing.py").write_text(FAILS_AT_FIRST.format(folder=str(tmp_path)))
+    return folder
+
+
+def flaky(suite: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-P", str(ROOT / "tests/flaky/run.py"), "--results", str(suite.parent / "results.jsonl")]
+    env = {name: value for name, value in os.environ.items() if name != "AIOVERBS_TEST_ROUND"}
+    return run([*command, "--busy", "0", *arguments, "--", str(suite)], patience(200), env=env, cwd=suite)
+
+
+def test_it_ends_when_each_test_has_passed_and_goes_on_from_there(suite: Path) -> None:
+    results = suite.parent / "results.jsonl"
+    first = flaky(suite, "--passes", "1", "--minutes", "3", "--seed", "1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "21 tests have passed 1 times in a row or more" in first.stdout
+    assert "failed 1 of 2 times, passed 1 times since: test_failing.py::test_fails_at_first" in first.stdout
+    collected = list(read_results(results))
+    assert Counter(passes_in_a_row(collected).values()) == {1: 21}
+    (failed,) = (result for result in collected if not result.passed)
+    assert "for the first time" in failed.report
+    names = [result.test.partition("::")[2] for result in collected if "passing" in result.test]
+    assert names != sorted(names, key=PASSING.index), "they are in random order"
+
+    assert flaky(suite, "--passes", "1", "--minutes", "3").returncode == 0
+    assert list(read_results(results)) == collected, "there was nothing left to run"
+
+    none = flaky(suite, "--passes", "1", "--minutes", "0", "--fresh")
+    assert (none.returncode, results.exists()) == (1, False)
+    assert "21 tests have passed 0 times in a row" in none.stdout
+
+
+def test_a_suite_that_cannot_be_collected_is_an_error(suite: Path) -> None:
+    (suite / "test_passing.py").write_text("import there_is_no_such_module\n")
+    done = flaky(suite, "--minutes", "1")
+    assert done.returncode == 2
+    assert "there_is_no_such_module" in done.stderr
+
+
+WITH_A_CHILD = textwrap.dedent("""
+    import subprocess, sys
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=sys.stdin) as child:
+        print(child.pid, flush=True)
+""")
+
+
+def test_descendants_are_stopped_and_go_on(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WITH_A_CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        with Stopper(parent.pid, stop_s=0.02, pause_s=0.01, exempt=tmp_path, seed=1) as stopper:
+            assert child in stopper.candidates()
+            wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
+            wait_until(lambda: stopper.stops > 3)
+        assert child.status() != psutil.STATUS_STOPPED
+
+        (tmp_path / str(child.pid)).touch()
+        assert child not in stopper.candidates()
+        (tmp_path / str(child.pid)).unlink()
+
+        child.suspend()  # by itself: it stays as it is
+        wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
+        stopper.stop(child)
+        assert child.status() == psutil.STATUS_STOPPED
+        child.resume()
+        parent.communicate("\n", timeout=patience(20))
+        stopper.stop(child)  # and one that has ended is nothing to stop

@@ -2,10 +2,10 @@
 
     python tests/flaky/run.py --passes 3 --minutes 60 --results results.jsonl [-- PYTEST ARGUMENTS]
 
-Beside the tests there are two busy processes for each processor, and random processes of the run, pytest-xdist's workers
-among them, are stopped for 300 ms. Results are appended to a file: the next run goes on from there. The run ends when
-each test has passed often enough since it last failed, or when the time is over. The exit status is 0 if each test has
-passed as often as it is to, else 1; 2 if pytest did not run.
+Beside the tests there are two busy processes for each processor, and random processes of the run, the workers of
+pytest-xdist among them, are stopped for 300 ms. Results are appended to a file: the next run goes on from there. The
+run ends when each test has passed often enough since it last failed, or when the time is over. The exit status is 0
+if each test has passed as often as it is to, else 1; 2 if pytest did not run.
 """
 
 import argparse

@@ -52,7 +52,7 @@ def exempt(round_: Round) -> Iterator[None]:
         mark.unlink()
 
 
-@dataclass
+@dataclass(eq=False)  # pluggy keeps plugins in sets
 class _Plugin:
     round: Round
     writes: bool

@@ -43,7 +43,10 @@ def suite(tmp_path: Path) -> Path:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = stops_processes\n")
     (folder / "test_passing.py").write_text(PASSING)
-    (folder / "test_failing.py").write_text(FAILS_AT_FIRST.format(folder=str(tmp_path)))
+    below = folder / "below"
+    below.mkdir()
+    (below / "conftest.py").touch()  # where several folders have one, pytest asks some plugins only
+    (below / "test_failing.py").write_text(FAILS_AT_FIRST.format(folder=str(tmp_path)))
     return folder
 
 
@@ -58,7 +61,7 @@ def test_it_ends_when_each_test_has_passed_and_goes_on_from_there(suite: Path) -
     first = flaky(suite, "--passes", "1", "--minutes", "3", "--seed", "1")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "21 tests have passed 1 times in a row or more" in first.stdout
-    assert "failed 1 of 2 times, passed 1 times since: test_failing.py::test_fails_at_first" in first.stdout
+    assert "failed 1 of 2 times, passed 1 times since: below/test_failing.py::test_fails_at_first" in first.stdout
     collected = list(read_results(results))
     assert Counter(passes_in_a_row(collected).values()) == {1: 21}
     (failed,) = (result for result in collected if not result.passed)

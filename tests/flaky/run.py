@@ -29,7 +29,8 @@ from tests.flaky.plugin import Round
 from tests.flaky.results import Result, next_round, passes_in_a_row, read_results
 
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider")
-ROUND = ("-q", "--no-header", "--tb=short", "--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
+PROCESSORS = os.cpu_count() or 1
+ROUND = ("-q", "--no-header", "--tb=short", f"--numprocesses={2 * PROCESSORS}", "--dist=worksteal")
 TIMEOUT = ("-o", "timeout=300")  # of a test that has none of its own, on a machine that is five times slower than usual
 STOP_S = 0.3
 PAUSE_S = 0.5
@@ -65,10 +66,9 @@ def run_round(tests: list[str], until: float, options: argparse.Namespace, seed:
         plan = Path(name, "round.json")
         plan.write_text(json.dumps(dataclasses.asdict(round_)))
         env = {**os.environ, "AIOVERBS_TEST_ROUND": str(plan)}
-        busy = options.busy * (os.cpu_count() or 1)
         seconds = until - time.time() + GRACE_S
         with (
-            busy_processes(busy, seconds),
+            busy_processes(options.busy * PROCESSORS, seconds),
             subprocess.Popen([*PYTEST, *ROUND, *TIMEOUT, *options.arguments], env=env) as process,
             Stopper(process.pid, STOP_S, PAUSE_S, exempt, seed) as stopper,
         ):

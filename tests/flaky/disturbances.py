@@ -12,12 +12,16 @@ import psutil
 
 __all__ = ["Stopper", "busy_processes"]
 
-_SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
+_SPIN = """
+import os, sys, time
+parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end and os.getppid() == parent: pass
+"""
 
 
 @contextmanager
 def busy_processes(count: int, seconds: float) -> Iterator[None]:
-    """Keep processors busy; the processes end by themselves after that time, if not before."""
+    """Keep processors busy; the processes end by themselves after that time, or when this one has ended."""
     with ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN, str(seconds)]))

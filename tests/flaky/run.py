@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32), help="of order and stops")
     parser.add_argument("arguments", nargs="*", metavar="PYTEST ARGUMENT", help="after --")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end what was started
     until = time.time() + 60 * options.minutes
     if options.fresh:
         options.results.unlink(missing_ok=True)

@@ -61,7 +61,6 @@ RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
-LIMITED = ["timeout", "900"]  # for what has no time limit of its own
 # Tests sleep and wait for other processes a good part of their time. No more than a few at once: they have time limits.
 AT_ONCE = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
@@ -123,10 +122,10 @@ def without_all(session: nox.Session) -> tuple[list[str], bool]:
     return [each for each in session.posargs if each != "--all"], "--all" not in session.posargs
 
 
-def build_native(session: nox.Session, kind: str) -> list[str]:
-    """Build the Python-free C programs of tests/native; their paths."""
-    printed = session.run("python", "tests/native/build.py", kind, str(folder(session, f"native-{kind}")), silent=True)
-    return str(printed).split()
+def run_native(session: nox.Session, kind: str, *wrapper: str, env: dict[str, str] | None = None) -> None:
+    """Build and run the Python-free C programs of tests/native."""
+    out = folder(session, f"native-{kind}")
+    session.run("python", "tests/native/run.py", kind, str(out), *(("--", *wrapper) if wrapper else ()), env=env)
 
 
 @nox.session
@@ -190,9 +189,7 @@ def sanitize(session: nox.Session) -> None:
     arguments, usual = without_all(session)
     install_project(session, *group("test"), cflags=ADDRESS, ldflags=ADDRESS)
     strict = {"UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
-    for program in build_native(session, "asan"):
-        session.run(*LIMITED, program, env={**strict, "ASAN_OPTIONS": "detect_leaks=1"}, external=True)
-
+    run_native(session, "asan", env={**strict, "ASAN_OPTIONS": "detect_leaks=1"})
     runtime = runtime_of(session, "libasan.so")
     env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
     env |= {"AIOVERBS_TEST_LOOPS": "asyncio"} if usual else {"HYPOTHESIS_PROFILE": "thorough"}
@@ -204,14 +201,16 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def tsan(session: nox.Session) -> None:
-    """Run the C programs, then what several loops do in several threads and processes, under the thread sanitizer."""
+    """Run the C programs, then what several loops do in several threads and processes, under the thread sanitizer.
+
+    It watches C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs it on both.
+    """
+    loops = {"AIOVERBS_TEST_LOOPS": "asyncio"} if without_all(session)[1] else {}
     # Its shadow memory wants addresses that are not randomised; where setarch may not do that, it is tried without.
     fixed = ["setarch", platform.machine(), "-R"]
     able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
     options = "halt_on_error=1:second_deadlock_stack=1"
-    env = {"TSAN_OPTIONS": options}
-    for program in build_native(session, "tsan"):
-        session.run(*(fixed if able else ()), *LIMITED, program, *session.posargs, env=env, external=True)
+    run_native(session, "tsan", *(fixed if able else ()), env={"TSAN_OPTIONS": options})
     # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
     # What it has to say goes to files: of processes that tests start, too, and of those that they kill or do not ask.
@@ -225,7 +224,7 @@ def tsan(session: nox.Session) -> None:
 
     def run(*tests: str, **more: str) -> None:
         try:
-            session.run(*(fixed if able else ()), *pytest, *tests, env=env | more, external=True)
+            session.run(*(fixed if able else ()), *pytest, *tests, env=env | loops | more, external=True)
         finally:
             if said := [each.read_text(errors="replace") for each in sorted(reports.iterdir())]:
                 session.error("\n".join(said))
@@ -238,7 +237,7 @@ def tsan(session: nox.Session) -> None:
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
     chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or half or chance) or not test_frames"
     run(*fabric, "-k", chosen)
-    # Of processes, most of whose time goes to starting them: on one loop. Pools have workers with both.
+    # Of processes, most of whose time goes to starting them: on one loop always. Pools have workers with both.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
     run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
 
@@ -286,8 +285,7 @@ def coverage(session: nox.Session) -> None:
     shutil.rmtree(folder(session, "."))  # counts of before, and of sources that are gone
     flags = "--coverage -fprofile-update=atomic -O0 -g"
     objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage", anew=True)
-    for program in build_native(session, "coverage"):
-        session.run(*LIMITED, program, silent=True, external=True)
+    run_native(session, "coverage")
     env = {"COVERAGE_FILE": str(folder(session, "python-coverage") / "data")}
     session.run("coverage", "erase", env=env)
     session.run("coverage", "run", f"{session.bin}/pytest", *session.posargs, env=env)

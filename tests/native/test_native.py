@@ -1,5 +1,6 @@
 """Runs each Python-free C program of this folder."""
 
+import fcntl
 import subprocess
 from pathlib import Path
 
@@ -11,14 +12,24 @@ pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    try:
-        return {program.name: program for program in build("plain", tmp_path_factory.mktemp("native"))}
-    except subprocess.CalledProcessError as error:
-        pytest.fail(f"{error.cmd[-1]} cannot be built: the compiler says why", pytrace=False)
+def built(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Return the folder of the programs, which the workers of pytest-xdist share; the first one builds them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "native"
+    folder.mkdir(exist_ok=True)
+    done = folder / "done"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            try:
+                build("plain", folder)
+            except subprocess.CalledProcessError as error:
+                pytest.fail(f"{error.cmd[-1]} cannot be built: the compiler says why", pytrace=False)
+            done.touch()
+    return folder
 
 
 @pytest.mark.parametrize("name", [source.stem for source in programs("plain")])
-def test_program(built: dict[str, Path], name: str) -> None:
-    done = subprocess.run([built[name]], capture_output=True, text=True, timeout=240)
+def test_program(built: Path, name: str) -> None:
+    done = subprocess.run([built / name], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout}{done.stderr}"

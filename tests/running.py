@@ -3,10 +3,14 @@
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["run"]
+import psutil
+
+from tests.waiting import wait_until
+
+__all__ = ["run", "wait_for_ends"]
 
 
 def run(
@@ -33,3 +37,24 @@ def run(
                 f"{command} did not end within {timeout_s:g} s. It said:\n{said}\nand complained:\n{complained}"
             ) from None
     return subprocess.CompletedProcess(command, process.returncode, output, complaints)
+
+
+def wait_for_ends(pids: Iterable[int]) -> None:
+    """Wait until processes have ended, be it that nobody has asked for their status yet.
+
+    :raises AssertionError: one did not end in time.
+    """
+    left = set(pids)
+
+    def all_have_ended() -> bool:
+        left.difference_update([pid for pid in left if _has_ended(pid)])
+        return not left
+
+    wait_until(all_have_ended, 30)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -23,6 +23,7 @@ from aioverbs.cli.common import Status
 from aioverbs.completion import MessageModel
 from tests.cli.processes import COMMAND, environment, on_a_terminal
 from tests.pace import patience
+from tests.running import wait_for_ends
 from tests.waiting import until
 
 ESCAPE = "\x1b["
@@ -256,20 +257,6 @@ def child_of(process: "subprocess.Popen[str]") -> int:
     raise AssertionError("the other process was not started")
 
 
-def gone(pid: int) -> bool:
-    """Whether a process ends soon. One that nobody waits for is still listed."""
-    end = time.monotonic() + patience(30)
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.fixture
 def measuring_now() -> "Iterator[subprocess.Popen[str]]":
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where all of it runs in the background: it is inherited
@@ -285,7 +272,7 @@ def measuring_now() -> "Iterator[subprocess.Popen[str]]":
 def test_it_is_killed(measuring_now: "subprocess.Popen[str]") -> None:
     child = child_of(measuring_now)
     measuring_now.kill()
-    assert gone(child)
+    wait_for_ends([child])
 
 
 def test_it_is_interrupted(measuring_now: "subprocess.Popen[str]") -> None:
@@ -294,7 +281,7 @@ def test_it_is_interrupted(measuring_now: "subprocess.Popen[str]") -> None:
     measuring_now.send_signal(signal.SIGINT)
     output, complaints = measuring_now.communicate(timeout=patience(30))
     assert (measuring_now.returncode, output, complaints) == (Status.INTERRUPTED, "", "")
-    assert gone(child)
+    wait_for_ends([child])
 
 
 def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from aioverbs.cli.demonstration import children
 from aioverbs.cli.demonstration.progress import Silence
 from tests.cli.processes import COMMAND, ask, environment, line_of, started
 from tests.pace import patience
+from tests.running import wait_for_ends
 
 pytest.importorskip("prometheus_client")
 
@@ -44,16 +44,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def descendants(pid: int) -> list[int]:
     """The children of a process."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether processes end within some time."""
-    end = time.monotonic() + patience(20)
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def nodes(thing: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -286,7 +276,7 @@ def test_signals_end_all_of_it(number: signal.Signals) -> None:
         finally:
             process.kill()
     assert (process.returncode, output, complaints) == (130, "", "")
-    assert gone(pids)
+    wait_for_ends(pids)
 
 
 def test_one_that_is_killed_leaves_no_process(temporary: Path) -> None:
@@ -298,7 +288,7 @@ def test_one_that_is_killed_leaves_no_process(temporary: Path) -> None:
         finally:
             process.kill()
     assert len(pids) == 3
-    assert gone(pids)
+    wait_for_ends(pids)
     for left in temporary.iterdir():  # nobody was there to take it away
         shutil.rmtree(left)
 

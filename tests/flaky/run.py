@@ -70,13 +70,14 @@ def run_round(tests: list[str], until: float, options: argparse.Namespace, seed:
         seconds = until - time.time() + GRACE_S
         with (
             busy_processes(options.busy * PROCESSORS, seconds),
-            subprocess.Popen([*PYTEST, *ROUND, *TIMEOUT, *options.arguments], env=env) as process,
+            subprocess.Popen([*PYTEST, *ROUND, *TIMEOUT, *options.arguments], env=env, process_group=0) as process,
             Stopper(process.pid, STOP_S, PAUSE_S, exempt, seed) as stopper,
         ):
             try:
                 status = process.wait(seconds)
-            finally:
-                process.kill()
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # pytest-xdist's workers, too
+                raise
     if status not in (0, 1, 5):  # 5: the time was over before the first test
         raise PytestError(f"pytest ended with status {status}")
     return stopper.stops

@@ -1,6 +1,7 @@
 """`run.py` as `nox -s flaky` starts it, with tests of which one fails by chance."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from tests.conftest import ROOT
 from tests.flaky.disturbances import Stopper
 from tests.flaky.results import passes_in_a_row, read_results
 from tests.pace import patience
-from tests.running import run
+from tests.running import run, wait_for_ends
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(240)]  # it has pytest run several times
@@ -50,10 +51,17 @@ def suite(tmp_path: Path) -> Path:
     return folder
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "AIOVERBS_TEST_ROUND"}
+
+
+def command(suite: Path, *arguments: str) -> list[str]:
+    results = suite.parent / "results.jsonl"
+    script = str(ROOT / "tests/flaky/run.py")
+    return [sys.executable, "-P", script, "--results", str(results), *arguments, "--", str(suite)]
+
+
 def flaky(suite: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-P", str(ROOT / "tests/flaky/run.py"), "--results", str(suite.parent / "results.jsonl")]
-    env = {name: value for name, value in os.environ.items() if name != "AIOVERBS_TEST_ROUND"}
-    return run([*command, "--busy", "0", *arguments, "--", str(suite)], patience(200), env=env, cwd=suite)
+    return run(command(suite, "--busy", "0", *arguments), patience(200), env=ENVIRONMENT, cwd=suite)
 
 
 def test_it_ends_when_each_test_has_passed_and_goes_on_from_there(suite: Path) -> None:
@@ -82,6 +90,20 @@ def test_a_suite_that_cannot_be_collected_is_an_error(suite: Path) -> None:
     done = flaky(suite, "--minutes", "1")
     assert done.returncode == 2
     assert "there_is_no_such_module" in done.stderr
+
+
+def test_no_process_is_left_when_it_is_ended(suite: Path) -> None:
+    (suite / "test_passing.py").write_text("import time\ndef test_stays(): time.sleep(100)\n")
+    with subprocess.Popen(command(suite, "--minutes", "3"), env=ENVIRONMENT, cwd=suite) as process:
+        try:
+            runner = psutil.Process(process.pid)
+            busy, workers = 2 * (os.cpu_count() or 1), 2 * (os.cpu_count() or 1)
+            wait_until(lambda: len(runner.children(recursive=True)) == busy + 1 + workers, 60)
+            started = runner.children(recursive=True)
+        finally:
+            process.terminate()
+        assert process.wait(patience(20)) == 128 + signal.SIGTERM
+    wait_for_ends(each.pid for each in started)
 
 
 WITH_A_CHILD = textwrap.dedent("""

@@ -12,6 +12,7 @@ from aioverbs.errors import (
     ConnectionRejectedError,
     DeviceRemovedError,
     LibraryNotFoundError,
+    StateError,
     UnreachableError,
     VerbsError,
 )
@@ -82,8 +83,12 @@ class CmLine:
         await self.identifier.accept(traffic.qp, timeout_s=None, **attributes)  # type: ignore[arg-type]
 
     async def send(self, data: bytes) -> None:
-        """Say something."""
-        assert self._traffic is not None
+        """Say something.
+
+        :raises StateError: the queue pair is not connected yet.
+        """
+        if self._traffic is None:
+            raise StateError("the queue pair is not connected yet: connect() or accept() first")
         await self._traffic.send_early(data)
 
     async def receive(self) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +45,21 @@ __all__ = ["Connection", "Line"]
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 )  # of a peer; what it reaches of memory its keys say
+# Error numbers of connecting a queue pair that another attempt may not meet: the path to the peer, or a shortage.
+_MAY_PASS = {
+    errno.EADDRNOTAVAIL,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EINTR,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENOBUFS,
+    errno.ENODEV,  # the network interface of a GID is down
+    errno.ENOMEM,
+    errno.ETIMEDOUT,
+}
 _LINGER_S = 0.02  # completions may be behind the news that the peer is gone
 
 Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
@@ -237,8 +253,12 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             capabilities |= Capabilities.ATOMICS
         if has_windows(context):
             capabilities |= Capabilities.WINDOWS
+        try:
+            endpoint = qp.local_endpoint()
+        except ValueError as error:  # a port without a GID, which goes and comes with its address
+            raise HandshakeError(Reason.TEMPORARY, str(error)) from error
         return Offer(
-            qp.local_endpoint(),
+            endpoint,
             settings.buffer_size,
             settings.receive_depth,
             settings.max_message,
@@ -261,7 +281,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         try:
             self._traffic.qp.connect(peer.endpoint, timeout=self._settings.timeout)
         except (TransitionError, ValueError, VerbsError) as error:
-            raise HandshakeError(Reason.DEVICE, str(error)) from error
+            may_pass = isinstance(error, VerbsError) and error.errno in _MAY_PASS
+            raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
 
     def _begin(self, line: Line) -> None:
         """Both are through with the handshake."""

@@ -43,12 +43,21 @@ _ADVICE = {
     _errno.EAGAIN: "the device has no more of what was asked for, or nothing is ready yet",
     _errno.EBUSY: "something made from this object is still there: close that first",
     _errno.EINVAL: "an argument does not fit the device's limits, its port or the object's state",
+    _errno.EHOSTUNREACH: "no host answers at the peer's address: see the links and the addresses of both ends",
     _errno.EIO: "the device is gone or broken: close it and open it again",
+    _errno.ENETDOWN: "the network interface of the port is down: bring it up",
+    _errno.ENETUNREACH: "there is no route to the peer's address: see the link, the addresses and the routes here",
     _errno.ENODEV: "the device is gone: open it again when it is back",
     _errno.ENOMEM: "memory, queue entries or locked memory ran out: see `ulimit -l` and the sizes asked for",
     _errno.ENOSPC: "the device has no more of these: see its attributes for the maximum",
     _errno.EOPNOTSUPP: "this device or its driver does not have it",
     _errno.EPERM: "the process may not do this: it needs a privilege or the object's owner",
+    _errno.ETIMEDOUT: "no host answered at the peer's address in time: see the links and the addresses of both ends",
+}
+
+# Where a verb's error number means something of its own.
+_VERB_ADVICE = {
+    ("ibv_modify_qp", _errno.ENODEV): "the network interface of its GID is down, or the device is gone",
 }
 
 _STATUS_ADVICE = {
@@ -90,6 +99,7 @@ _HANDSHAKE_REASONS = {
     4: "what it said is not what a connection begins with",
     5: "the devices of the two ends do not fit together",
     6: "the other end takes no more connections",
+    7: "a device cannot be connected now, which may pass: try again later",
 }
 
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}
@@ -109,7 +119,7 @@ class VerbsError(OSError):
 
     def __init__(self, verb: str, errno: int, advice: str | None = None) -> None:
         self.verb = verb
-        self.advice = advice if advice is not None else _ADVICE.get(errno)
+        self.advice = advice if advice is not None else _VERB_ADVICE.get((verb, errno), _ADVICE.get(errno))
         super().__init__(errno, os.strerror(errno))
 
     def __str__(self) -> str:

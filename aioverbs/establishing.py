@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import ssl as tls
 from collections.abc import Callable, Generator
@@ -16,6 +17,7 @@ from aioverbs.errors import (
     BrokenResourceError,
     HandshakeError,
     StateError,
+    UnreachableError,
     WorkCompletionError,
 )
 from aioverbs.handshake import Handshake, refusal_of
@@ -168,7 +170,10 @@ async def _by_rdma_cm(
     host: str, port: int, domain: Domain, secret: bytes | None, settings: ConnectionSettings, timeout_s: float | None
 ) -> Connection:
     context = domain.handle.context
-    index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
+    try:
+        index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
+    except ValueError as error:  # a port without a GID, which goes and comes with its address
+        raise UnreachableError("rdma_resolve_addr", errno.EADDRNOTAVAIL, str(error)) from error
     async with asyncio.timeout(timeout_s):  # where nobody answers it is asked again and again
         line = await resolve(host, port, context, context.query_gid(settings.port, index))
     return await _shake_hands(line, secret, Connection(domain, settings), initiator=True)

@@ -81,10 +81,13 @@ class Reason(enum.IntEnum):
     """What was said is none of these messages, or not the one that is due, or cannot be."""
 
     DEVICE = 5
-    """Their devices do not reach each other, or this one's has not what it takes."""
+    """Their devices do not fit together, or this one's has not what it takes."""
 
     CLOSING = 6
     """It takes no more connections."""
+
+    TEMPORARY = 7
+    """Its device cannot be connected now, for a cause that may pass, as a link that is down."""
 
 
 class Capabilities(enum.IntFlag):

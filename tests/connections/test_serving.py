@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 
 import anyio
@@ -15,11 +16,16 @@ from aioverbs import (
     HandshakeError,
     WorkerPool,
     connect,
+    open_device,
+    ports,
     reconnecting,
     serve,
 )
+from aioverbs._core import engine
+from aioverbs.gids import Gid
 from aioverbs.handshake import Reason
 from aioverbs.server import Server
+from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, echo, served
 from tests.listening import listens
@@ -225,6 +231,76 @@ async def test_what_waiting_does_not_mend(device: Device) -> None:
         with pytest.raises(HandshakeError) as caught:
             await anext(reconnecting(HOST, server.port, domain=domain, secret=b"two"))
         assert caught.value.reason == Reason.SECRET
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENODEV])
+@pytest.mark.parametrize("end", ["near", "far"])
+async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
+    device: Device, caplog: pytest.LogCaptureFixture, end: str, number: int
+) -> None:
+    caplog.set_level(logging.DEBUG, "aioverbs")
+    async with (
+        open_device("soft0") as other,
+        device.resource_domain() as domain,
+        other.resource_domain() as far_domain,
+        served(far_domain) as server,
+        contextlib.aclosing(
+            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
+        ) as again,
+    ):
+        (device if end == "near" else other).faults.fail("modify_qp", number, first=2)  # to RTR, after INIT
+        connection = await anext(again)
+        await connection.send(b"hello")
+        assert await connection.receive() == b"hello"
+        refused = server.statistics().refused
+    (text,) = (message for message in caplog.messages if message.startswith("connecting to "))
+    assert f"ibv_modify_qp failed: {errno.errorcode[number]}" in text
+    assert "do not fit together" not in text
+    assert refused == (("TEMPORARY", 1),)
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, number: int) -> None:
+    async with (
+        open_device("soft0") as other,
+        device.resource_domain() as domain,
+        other.resource_domain() as far_domain,
+        served(far_domain) as server,
+    ):
+        device.faults.fail("modify_qp", number, first=2)
+        with pytest.raises(HandshakeError, match="do not fit together") as caught:
+            await anext(reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST))
+        assert caught.value.reason == Reason.DEVICE
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("at", [1, 2], ids=["near", "far"])
+async def test_reconnecting_waits_for_the_address_of_a_port(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    """An IPv6 address leaves with its link, and the port's GIDs with it."""
+    caplog.set_level(logging.DEBUG, "aioverbs")
+    gid_table, looks = ports.gid_table, [0]
+
+    def without_gids_once(context: engine.Context, port: int) -> list[Gid]:
+        looks[0] += 1
+        return [] if looks[0] == at else gid_table(context, port)
+
+    async with device.resource_domain() as domain, served(domain) as server:
+        monkeypatch.setattr(ports, "gid_table", without_gids_once)
+        async with contextlib.aclosing(
+            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
+        ) as again:
+            connection = await anext(again)
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"
+    (text,) = (message for message in caplog.messages if message.startswith("connecting to "))
+    assert "has no GID" in text
 
 
 async def test_the_last_one_is_closed(device: Device) -> None:

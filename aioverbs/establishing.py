@@ -6,6 +6,7 @@ import errno
 import os
 import ssl as tls
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
@@ -135,7 +136,7 @@ def connect(
     :param host: where the peer listens: an address, or a name.
     :param domain: what the queue pair is made on; the connection belongs to the running loop.
     :param transport: by what the two ends find each other: ``"tcp"``; ``"rdmacm"``, on RDMA devices; ``"auto"``: by
-        rdma_cm where the device has it and the peer is found so, without TLS; else by TCP.
+        rdma_cm where the device has it and the peer is found so within half of `timeout_s`, without TLS; else by TCP.
     :param ssl: for TLS on the TCP connection, which carries the handshake and no data of the user's; the data goes from
         device to device as it is.
     :param server_hostname: the name in the peer's certificate; None: `host`.
@@ -144,7 +145,7 @@ def connect(
     :param timeout_s: the longest that all of it may take, in seconds.
     :raises HandshakeError: one end refuses the other.
     :raises OSError: nobody listens there; of these, `ssl.SSLError`: TLS does not come about.
-    :raises TimeoutError: it took too long.
+    :raises TimeoutError: it took too long; the text says what was waited for.
     :raises BrokenResourceError: the peer went meanwhile.
     """
     chosen = settings if settings is not None else ConnectionSettings()
@@ -153,30 +154,67 @@ def connect(
     sure = transport == "rdmacm"
 
     async def make() -> Connection:
-        async with asyncio.timeout(timeout_s):
-            if by_manager(transport, domain, ssl):
-                try:
-                    return await _by_rdma_cm(host, port, domain, secret, chosen, None if sure else _TRY_S)
-                except (*NO_WAY, TimeoutError):
-                    if sure:
-                        raise
-            line = await dial(host, port, ssl, server_hostname)
-            return await _shake_hands(line, secret, Connection(domain, chosen), initiator=True)
+        limit = asyncio.timeout(timeout_s)
+        progress = _Progress()
+        before = ""
+        try:
+            async with limit:
+                if by_manager(transport, domain, ssl):
+                    try:
+                        half_s = None if sure else timeout_s / 2
+                        return await _by_rdma_cm(host, port, domain, secret, chosen, half_s, progress)
+                    except (*NO_WAY, TimeoutError) as error:
+                        if sure:
+                            raise
+                        before = f", and before that: {str(error) or progress.awaits}"
+                progress.awaits = "the peer's host did not answer by TCP"
+                line = await dial(host, port, ssl, server_hostname)
+                progress.awaits = "the peer did not go on with the handshake over TCP"
+                return await _shake_hands(line, secret, Connection(domain, chosen), initiator=True)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"no connection with {host}, port {port}, within {timeout_s:g} s: {progress.awaits}{before}"
+            raise TimeoutError(text) from None
 
     return Connecting(make)
 
 
+@dataclass
+class _Progress:
+    """How far an attempt to connect has come.
+
+    :param awaits: what is missing, for the text of a timeout.
+    """
+
+    awaits: str = ""
+
+
 async def _by_rdma_cm(
-    host: str, port: int, domain: Domain, secret: bytes | None, settings: ConnectionSettings, timeout_s: float | None
+    host: str,
+    port: int,
+    domain: Domain,
+    secret: bytes | None,
+    settings: ConnectionSettings,
+    timeout_s: float | None,
+    progress: _Progress,
 ) -> Connection:
+    """Connect by rdma_cm.
+
+    :param timeout_s: the longest that it may take where TCP is tried afterwards; None: where it is not.
+    :raises TimeoutError: it took longer.
+    """
     context = domain.handle.context
     try:
         index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
     except ValueError as error:  # a port without a GID, which goes and comes with its address
         raise UnreachableError("rdma_resolve_addr", errno.EADDRNOTAVAIL, str(error)) from error
-    async with asyncio.timeout(timeout_s):  # where nobody answers it is asked again and again
-        line = await resolve(host, port, context, context.query_gid(settings.port, index))
-    return await _shake_hands(line, secret, Connection(domain, settings), initiator=True)
+    async with asyncio.timeout(timeout_s):
+        progress.awaits = "rdma_cm did not resolve the peer's address"
+        async with asyncio.timeout(None if timeout_s is None else _TRY_S):  # it is asked again and again
+            line = await resolve(host, port, context, context.query_gid(settings.port, index))
+        progress.awaits = "the peer did not answer by rdma_cm, or go on with the handshake"
+        return await _shake_hands(line, secret, Connection(domain, settings), initiator=True)
 
 
 def check_secret(secret: bytes | None) -> None:

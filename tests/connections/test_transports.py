@@ -1,16 +1,24 @@
 """Peers that are looked for by rdma_cm, with a stand-in for it, and found or not."""
 
+import errno
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
 from unittest import mock
 
+import anyio
 import pytest
 
-from aioverbs import Device, HandshakeError, establishing, ports
+from aioverbs import Device, HandshakeError, UnreachableError, connect, establishing, ports
 from aioverbs._core import engine
 from aioverbs.cm_line import CmLine
+from aioverbs.establishing import Transport
 from aioverbs.gids import Gid
 from aioverbs.handshake import Reason
+from aioverbs.traffic import Traffic
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
+from tests.pace import patience
 
 pytestmark = pytest.mark.once
 
@@ -49,7 +57,76 @@ async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypat
     without_gids(monkeypatch, 2)
     async with device.resource_domain() as domain:
         with pytest.raises(HandshakeError, match="has no GID") as caught:
-            await establishing.connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
+            await connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
     assert caught.value.reason == Reason.TEMPORARY
     identifier.aclose.assert_awaited_once()
     channel.leave.assert_awaited_once()
+
+
+class SilentLine(CmLine):
+    """A way that was found to a peer that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(mock.AsyncMock(), mock.AsyncMock())
+
+    async def connect(self, traffic: Traffic, **attributes: int) -> None:
+        await anyio.sleep_forever()
+
+
+async def no_answer(*_: object) -> CmLine:
+    """Stand in for an address that nobody resolves."""
+    await anyio.sleep_forever()
+    raise AssertionError("nothing ends it but a cancellation")
+
+
+async def silence(*_: object) -> CmLine:
+    """Stand in for a peer whose connection manager is silent."""
+    return SilentLine()
+
+
+UNANSWERED = [
+    (no_answer, "rdma_cm did not resolve the peer's address"),
+    (silence, "the peer did not answer by rdma_cm"),
+]
+
+
+@pytest.mark.parametrize("find", [each for each, _ in UNANSWERED])
+async def test_auto_leaves_time_for_tcp(
+    device: Device, monkeypatch: pytest.MonkeyPatch, find: Callable[..., Coroutine[Any, Any, CmLine]]
+) -> None:
+    monkeypatch.setattr(establishing, "resolve", find)
+    monkeypatch.setattr(establishing, "_TRY_S", 60.0)
+    async with (
+        device.resource_domain() as domain,
+        served(domain) as server,
+        asked(server, domain, transport="auto", timeout_s=patience(4)) as near,
+    ):
+        await near.send(b"hello")
+        assert await near.receive() == b"hello"
+
+
+@pytest.mark.parametrize(("find", "awaits"), UNANSWERED)
+async def test_a_timeout_of_rdma_cm_says_what_was_waited_for(
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    find: Callable[..., Coroutine[Any, Any, CmLine]],
+    awaits: str,
+) -> None:
+    monkeypatch.setattr(establishing, "resolve", find)
+    async with device.resource_domain() as domain:
+        with pytest.raises(TimeoutError, match=f"no connection with {HOST}, port 7, within 0.05 s: {awaits}"):
+            await connect(HOST, 7, domain=domain, transport="rdmacm", settings=SMALL, timeout_s=0.05)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+async def test_a_timeout_of_tcp_says_what_was_waited_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    no_way = mock.AsyncMock(side_effect=UnreachableError("rdma_resolve_addr", errno.ENETUNREACH))
+    monkeypatch.setattr(establishing, "resolve", no_way)
+    with socket.create_server((HOST, 0)) as listening:  # and nobody accepts
+        port = listening.getsockname()[1]
+        async with device.resource_domain() as domain:
+            with pytest.raises(TimeoutError, match=f"port {port}, within .*: the peer.* TCP") as caught:
+                await connect(HOST, port, domain=domain, transport=transport, settings=SMALL, timeout_s=patience(0.5))
+    assert ("and before that: rdma_resolve_addr failed" in str(caught.value)) == (transport == "auto")

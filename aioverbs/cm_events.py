@@ -1,15 +1,18 @@
 """Events of librdmacm, taken by a channel's loop and told to whom they are about."""
 
 import enum
+from pathlib import Path
 from typing import Protocol
 
 from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, running_loop
 from aioverbs.errors import VerbsError
+from aioverbs.kernel_devices import check_node
 from aioverbs.resource import Handled
 
 __all__ = ["CmEventType", "Dispatcher", "EventChannel", "Listening"]
 
+_MANAGER_NODE = Path("/dev/infiniband/rdma_cm")
 _PER_TURN = 64  # events that are taken in one turn of the loop
 
 
@@ -99,7 +102,11 @@ class EventChannel(Handled[core.EventChannel]):
         return owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
-        self._handle = core.EventChannel(self._life.owner)
+        try:
+            self._handle = core.EventChannel(self._life.owner)
+        except VerbsError as error:
+            check_node(error.verb, _MANAGER_NODE)
+            raise
         self._life.hold(self._handle)
         self._dispatcher = Dispatcher(self._handle)
         self._life.hold(self._dispatcher)

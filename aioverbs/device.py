@@ -422,18 +422,19 @@ def open_device(
 
 def _first_active() -> str:
     """The first RDMA device with an active port, else the software device."""
-    reason = "there is no RDMA device"
+    reasons = []
     try:
         names = hardware.names()
     except OSError as error:
         names = []
         if kernel_devices():  # else nothing that could be installed leads to one
-            reason = str(error)
+            reasons.append(str(error))
     for name in names:
         found = _look_at(name)
         if found.active:
             return name
-        reason = found.problem or f"no port of {name} is active"
+        why = f"{name} cannot be opened: {found.problem}" if found.problem else f"no port of {name} is active"
+        reasons.append(why)
     (fallback,) = software.names()
-    logger.warning("opening the software device %s: %s", fallback, reason)
+    logger.warning("opening the software device %s: %s", fallback, "; ".join(reasons) or "there is no RDMA device")
     return fallback

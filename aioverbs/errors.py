@@ -57,6 +57,7 @@ _ADVICE = {
 
 # Where a verb's error number means something of its own.
 _VERB_ADVICE = {
+    ("ibv_open_device", _errno.ENOENT): "its file is not in /dev/infiniband: a container has to be given it",
     ("ibv_modify_qp", _errno.ENODEV): "the network interface of its GID is down, or the device is gone",
 }
 

@@ -1,6 +1,5 @@
 """What there is on a machine for RDMA, as data: read from its files, and by a process that tries the libraries."""
 
-import errno
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aioverbs.kernel_devices import device_nodes, try_open
 from aioverbs.soft_settings import SoftSettings
 
 __all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "look"]
@@ -144,15 +144,6 @@ class Machine:
     soft_problem: str | None = None
 
 
-def try_open(path: Path) -> int:
-    """The error number of opening a device's file, 0 where that works."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        return error.errno or errno.EIO
-    return 0
-
-
 def probe() -> Probe:
     """Use the libraries in a process of its own, which may crash."""
     command = [sys.executable, "-P", "-m", "aioverbs.cli.probe"]
@@ -270,14 +261,13 @@ def _hardware(folder: Path) -> Iterator[str]:
 
 
 def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
-    verbs = root / "sys/class/infiniband_verbs"
-    nodes = {_text(verbs / name / "ibdev"): name for name in _names(verbs)}
+    nodes = device_nodes(root)
     folder = root / "sys/class/infiniband"
     for name in _names(folder):
         node = nodes.get(name)
-        refused = try_open(root / "dev/infiniband" / node) if node is not None else 0
+        refused = try_open(node) if node is not None else 0
         ports = tuple(_port(folder / name, number) for number in sorted(map(int, _names(folder / name / "ports"))))
-        yield Device(name, f"/dev/infiniband/{node}" if node is not None else None, refused, ports)
+        yield Device(name, f"/{node.relative_to(root)}" if node is not None else None, refused, ports)
 
 
 def _port(device: Path, number: int) -> Port:

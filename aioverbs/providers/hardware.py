@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioverbs._core import engine, pyverbs_bridge
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 from aioverbs.gids import Gid
+from aioverbs.kernel_devices import check_node, device_nodes
 from aioverbs.types import GidType
 
 if TYPE_CHECKING:
@@ -77,8 +78,13 @@ def open_context(name: str) -> engine.Context:
 
 
 def _open(name: str) -> "PyverbsContext":
-    with _as_verbs_error("ibv_open_device"):
-        context: PyverbsContext = _pyverbs_device().Context(name=name)
+    try:
+        with _as_verbs_error("ibv_open_device"):
+            context: PyverbsContext = _pyverbs_device().Context(name=name)
+    except VerbsError as error:
+        if (node := device_nodes().get(name)) is not None:
+            check_node(error.verb, node)
+        raise
     return context
 
 

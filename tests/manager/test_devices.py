@@ -5,13 +5,15 @@ import logging
 import sys
 import types
 from ipaddress import IPv6Address
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError
+from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError, kernel_devices
 from aioverbs.device import devices, open_device
 from aioverbs.providers import hardware
+from aioverbs.rdma_cm import Channel
 from tests.listening import own_address
 
 pytestmark = pytest.mark.once
@@ -188,7 +190,10 @@ def test_a_budget_is_a_number_of_things() -> None:
         open_device(max_native_thread_domains=-1)
 
 
-def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unopened(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A pyverbs with a device, the opening of which ends with the error number of its `error_code`."""
+
     class PyverbsError(Exception):
         error_code = errno.EACCES
 
@@ -201,9 +206,73 @@ def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(monkeypatch: 
     monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
     monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", fake)
     monkeypatch.setattr(hardware, "_pyverbs_device", lambda: fake)
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    return fake
+
+
+def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(unopened: types.SimpleNamespace) -> None:
     (found, _) = devices()
     assert found.name == "mlx5_7"
     assert found.problem is not None
     assert "ibv_open_device failed: EACCES" in found.problem
-    fake.get_device_list = lambda: refuse("any")
+    unopened.get_device_list = lambda: unopened.Context("any")
     assert [each.name for each in devices()] == ["soft0"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+async def test_the_error_of_a_device_file_is_the_one_of_opening_it(
+    unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """The number that libibverbs leaves is that of its last attempt, which is another one."""
+    unopened.PyverbsError.error_code = errno.ENOENT
+    node = Path("/dev/infiniband/uverbs7")
+    monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": node})
+    monkeypatch.setattr(kernel_devices, "try_open", lambda path: number if path == node else 0)
+    with pytest.raises(VerbsError, match=f"ibv_open_device failed: .*{node}") as caught:
+        await open_device("mlx5_7").open()
+    assert caught.value.errno == number
+    async with open_device() as device:
+        assert device.software
+    (message,) = caplog.messages
+    assert message == f"opening the software device soft0: mlx5_7 cannot be opened: {caught.value}"
+
+
+@pytest.mark.parametrize("number", [0, errno.ENOENT])
+async def test_a_device_file_that_opens_or_is_not_there_leaves_the_error_of_the_verb(
+    unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    unopened.PyverbsError.error_code = errno.ENOENT
+    monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": Path("/dev/infiniband/uverbs7")})
+    monkeypatch.setattr(kernel_devices, "try_open", lambda path: number)
+    with pytest.raises(VerbsError, match=r"failed: ENOENT .*: its file is not in /dev/infiniband") as caught:
+        await open_device("mlx5_7").open()
+    assert caught.value.errno == errno.ENOENT
+
+
+async def test_the_error_of_the_connection_manager_file_is_the_one_of_opening_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(affinity: object) -> None:
+        raise VerbsError("rdma_create_event_channel", errno.ENOENT)
+
+    monkeypatch.setattr("aioverbs._core.rdma_cm.EventChannel", refuse)
+    monkeypatch.setattr(kernel_devices, "try_open", lambda path: errno.EACCES)
+    with pytest.raises(VerbsError, match=r"EACCES .*/dev/infiniband/rdma_cm"):
+        await Channel().open()
+
+
+async def test_the_warning_has_the_reasons_of_all_devices(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> None:
+        raise VerbsError("ibv_open_device", errno.EACCES)
+
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    monkeypatch.setattr(hardware, "names", lambda: ["mlx5_0", "mlx5_1"])
+    monkeypatch.setattr(hardware, "open_context", refuse)
+    async with open_device():
+        pass
+    (message,) = caplog.messages
+    assert message.count("cannot be opened: ibv_open_device failed: EACCES") == 2
+    assert "mlx5_0 cannot" in message
+    assert "; mlx5_1 cannot" in message

@@ -55,15 +55,29 @@ _ADVICE = {
     _errno.ETIMEDOUT: "no host answered at the peer's address in time: see the links and the addresses of both ends",
 }
 
+# Verbs by which the kernel locks memory of the process: EPERM says that it may lock none.
+_LOCKING_VERBS = (
+    "ibv_create_cq",
+    "ibv_create_cq_ex",
+    "ibv_create_qp",
+    "ibv_create_qp_ex",
+    "ibv_create_srq",
+    "ibv_create_srq_ex",
+    "ibv_reg_mr",
+    "ibv_resize_cq",
+)
+
 # Where a verb's error number means something of its own.
 _VERB_ADVICE = {
+    **{(verb, _errno.EPERM): "the process may lock no memory: raise `ulimit -l`" for verb in _LOCKING_VERBS},
     ("ibv_open_device", _errno.ENOENT): "its file is not in /dev/infiniband: a container has to be given it",
     ("ibv_modify_qp", _errno.ENODEV): "the network interface of its GID is down, or the device is gone",
 }
 
 _STATUS_ADVICE = {
     WcStatus.LOC_LEN_ERR: "a message did not fit the buffers posted for it, or exceeds what the port can carry",
-    WcStatus.LOC_QP_OP_ERR: "the queue pair could not carry this work request out: see its opcode, flags and entries",
+    WcStatus.LOC_QP_OP_ERR: "the queue pair could not carry this work request out: see whether its port's link is up, "
+    "then the request's opcode, flags and entries",
     WcStatus.LOC_PROT_ERR: "the lkey, address or length of a local buffer does not lie in a region registered for this",
     WcStatus.WR_FLUSH_ERR: "the queue pair went to the error state before this was carried out",
     WcStatus.MW_BIND_ERR: "the memory window could not be bound: see its region's access flags and bounds",

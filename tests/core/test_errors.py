@@ -1,0 +1,40 @@
+"""The texts of errors: what happened, and what to do about it."""
+
+import errno
+
+import pytest
+
+from aioverbs import VerbsError, WcStatus, WorkCompletionError
+from aioverbs._core import engine
+from aioverbs.types import AccessFlags
+
+pytestmark = pytest.mark.once
+
+
+def test_a_region_of_a_process_that_may_lock_no_memory() -> None:
+    context = engine.Context.open_software()
+    try:
+        pd = engine.ProtectionDomain(context)
+        context.faults.fail("reg_mr", errno.EPERM)
+        with pytest.raises(VerbsError, match=r"ibv_reg_mr failed: EPERM .*raise `ulimit -l`"):
+            engine.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE)
+        pd.destroy()
+    finally:
+        context.destroy()
+
+
+@pytest.mark.parametrize("verb", ["ibv_reg_mr", "ibv_create_cq", "ibv_create_qp", "ibv_create_srq", "ibv_resize_cq"])
+def test_verbs_that_lock_memory_name_its_limit(verb: str) -> None:
+    text = str(VerbsError(verb, errno.EPERM))
+    assert "`ulimit -l`" in text
+    assert "privilege" not in text
+
+
+def test_other_verbs_that_are_not_permitted_need_a_privilege() -> None:
+    assert "privilege" in str(VerbsError("ibv_modify_qp", errno.EPERM))
+
+
+def test_a_request_that_the_queue_pair_does_not_carry_out_may_have_no_link() -> None:
+    text = str(WorkCompletionError(WcStatus.LOC_QP_OP_ERR, None, 0, 1))
+    assert "link is up" in text
+    assert "opcode, flags and entries" in text

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from aioverbs.cli.machine import Device, Library, Machine, Port
+from aioverbs.cli.machine import Device, Library, Machine, Port, Trial
 
 __all__ = ["Diagnosis", "Finding", "Severity", "diagnose"]
 
@@ -188,7 +188,7 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
-    refused = [name for name, trial in machine.probe.trials.items() if trial.number == errno.ENOMEM]
+    refused = [name for name, trial in machine.probe.trials.items() if _beyond_limit(machine, trial)]
     if machine.memlock is None:
         return
     commands = (
@@ -201,8 +201,14 @@ def _limits(machine: Machine) -> Iterator[Finding]:
         message = f"{limit}, and what {', '.join(refused)} was to register is more"
         yield _error("memlock", "system", message, *commands, hint=hint)
     elif machine.devices and machine.memlock < _ENOUGH_LOCKED:
-        message = f"{limit}: registering more fails with ENOMEM"
+        message = f"{limit}: registering {'more fails with ENOMEM' if machine.memlock else 'any fails with EPERM'}"
         yield _warning("memlock", "system", message, *commands, hint=hint)
+
+
+def _beyond_limit(machine: Machine, trial: Trial) -> bool:
+    """Return whether a device could not be used since too little memory may be locked."""
+    numbers = (errno.ENOMEM, errno.EPERM) if machine.memlock == 0 else (errno.ENOMEM,)
+    return machine.memlock is not None and trial.number in numbers
 
 
 def _build(machine: Machine) -> Iterator[Finding]:
@@ -313,7 +319,7 @@ def _use(machine: Machine, device: Device) -> Iterator[Finding]:
         )
         return
     trial = probe.trials.get(device.name)
-    if trial is None or trial.problem is None or (trial.number == errno.ENOMEM and machine.memlock is not None):
+    if trial is None or trial.problem is None or _beyond_limit(machine, trial):
         return
     code = "pyverbs-layout" if "lays its objects out" in trial.problem else "use"
     yield _error(code, device.name, f"it was opened, and could not be used: {trial.problem}")
@@ -343,6 +349,15 @@ def _gid(device: Device, port: Port) -> Finding:
     if not port.gids:
         return _error(
             "no-gid", device.name, f"port {port.number} has no GID, by which peers reach it", command, hint=hint
+        )
+    if device.soft_roce and not port.ipv6:
+        return _error(
+            "no-ip-gid",
+            device.name,
+            f"port {port.number} has GIDs of no IP address, only of its link: soft-RoCE sends from these by IPv6, which"
+            f" is off on {interface}",
+            command,
+            hint=hint,
         )
     return _warning(
         "no-ip-gid",

@@ -19,6 +19,8 @@ __all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "loo
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PROBE_S = 60.0
 _CAP_IPC_LOCK = 14
+_PARENT = "parent"  # an attribute that links of soft-RoCE have, and no other device: the interface below
+_UNLOADED = re.compile(r"couldn't load driver '(?:.*/)?lib([^'/]+)-rdmav\d+\.so'")  # of libibverbs, on its stderr
 _DIST_PACKAGES = Path("usr/lib/python3/dist-packages")
 
 # Which module of the kernel drives what stands on the PCI bus, where the vendor's number leaves no doubt.
@@ -42,6 +44,7 @@ class Port:
     :param physical: as ``"LinkUp"``.
     :param link_layer: ``"Ethernet"`` or ``"InfiniBand"``.
     :param netdev: the network interface that it goes with.
+    :param ipv6: whether that interface has IPv6, or nothing is known of it here.
     """
 
     number: int
@@ -50,6 +53,7 @@ class Port:
     link_layer: str
     netdev: str | None
     gids: tuple[Gid, ...]
+    ipv6: bool
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,14 @@ class Device:
 
     :param node: the file by which programs reach it; None where the kernel offers none.
     :param refused: the error number of opening that; 0 where it can be opened.
+    :param soft_roce: whether it is a link of soft-RoCE.
     """
 
     name: str
     node: str | None
     refused: int
     ports: tuple[Port, ...]
+    soft_roce: bool
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class Machine:
     :param interfaces: of the network, but for the loopback.
     :param rdma_cm: the error number of opening the file of connection management, 0 where it can be opened.
     :param pyverbs_builds: which Pythons the distribution's pyverbs is for.
-    :param providers: of libibverbs, as ``"mlx5"``.
+    :param providers: of libibverbs, as ``"mlx5"``: those that are configured, without those that it could not load.
     :param soft_problem: what cannot be understood of the environment variables of the software device; None: nothing.
     """
 
@@ -190,6 +196,9 @@ def look(
     """
     release = platform.release() if kernel is None else kernel
     builds = (root / _DIST_PACKAGES / "pyverbs").glob("device.*.so")
+    found = probe()
+    unloaded = {match[1] for line in found.warnings for match in _UNLOADED.finditer(line)}
+    configured = {path.stem for path in (root / "etc/libibverbs.d").glob("*.driver")}
     return Machine(
         kernel=release,
         soabi="-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2]),
@@ -203,8 +212,8 @@ def look(
         devices=tuple(_devices(root, try_open)),
         rdma_cm=try_open(root / "dev/infiniband/rdma_cm"),
         pyverbs_builds=tuple(sorted("-".join(path.name.split(".")[1].split("-")[:2]) for path in builds)),
-        providers=tuple(sorted(path.stem for path in (root / "etc/libibverbs.d").glob("*.driver"))),
-        probe=probe(),
+        providers=tuple(sorted(configured - unloaded)),
+        probe=found,
         soft_problem=_soft_problem(environment),
     )
 
@@ -266,11 +275,13 @@ def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
     for name in _names(folder):
         node = nodes.get(name)
         refused = try_open(node) if node is not None else 0
-        ports = tuple(_port(folder / name, number) for number in sorted(map(int, _names(folder / name / "ports"))))
-        yield Device(name, f"/{node.relative_to(root)}" if node is not None else None, refused, ports)
+        numbers = sorted(map(int, _names(folder / name / "ports")))
+        ports = tuple(_port(root, folder / name, number) for number in numbers)
+        path = f"/{node.relative_to(root)}" if node is not None else None
+        yield Device(name, path, refused, ports, (folder / name / _PARENT).exists())
 
 
-def _port(device: Path, number: int) -> Port:
+def _port(root: Path, device: Path, number: int) -> Port:
     port = device / "ports" / str(number)
     indices = sorted(map(int, _names(port / "gids")))
     found = ((index, _text(port / "gids" / str(index))) for index in indices)
@@ -281,11 +292,19 @@ def _port(device: Path, number: int) -> Port:
         if address not in ("", _NO_GID)
     )
     netdevs = filter(None, (_text(attributes / "ndevs" / str(index)) for index in indices))
+    netdev = next(netdevs, None) or _text(device / _PARENT) or None
     return Port(
         number,
         _text(port / "state").rpartition(" ")[2],
         _text(port / "phys_state").rpartition(" ")[2],
         _text(port / "link_layer"),
-        next(netdevs, None) or _text(device / "parent") or None,
+        netdev,
         gids,
+        netdev is None or _has_ipv6(root, netdev),
     )
+
+
+def _has_ipv6(root: Path, interface: str) -> bool:
+    if not (root / "sys/class/net" / interface).exists():  # it is another network namespace's
+        return True
+    return _text(root / "proc/sys/net/ipv6/conf" / interface / "disable_ipv6") == "0"

@@ -80,7 +80,8 @@ def refused(name: str, number: int, *, container: bool = False) -> Callable[[Tre
 
 def no_provider(tree: Tree) -> None:
     tree.probe = replace(tree.probe, listed=(), trials={}, warnings=("couldn't load driver 'librxe-rdmav34.so'",))
-    tree.write("etc/libibverbs.d/rxe.driver", "driver rxe")
+    for name in ("rxe", "mlx5"):
+        tree.write(f"etc/libibverbs.d/{name}.driver", f"driver {name}")
 
 
 def trial(problem: str, number: int = 0, limit: int | None = None) -> Callable[[Tree], None]:
@@ -144,11 +145,13 @@ CHANGES = [
         *("permission", "rxe0", True, "Operation not permitted", "docker run --device=/dev/infiniband/uverbs0"),
     ),
     (refused("uverbs0", errno.EIO), "node", "rxe0", True, "Input/output error", None),
-    (no_provider, "no-provider", "rxe0", True, "those for rxe); libibverbs says: couldn't load", "ibverbs-providers"),
+    (no_provider, "no-provider", "rxe0", True, "those for mlx5); libibverbs says: couldn't load", "ibverbs-providers"),
     (trial(LAYOUT), "pyverbs-layout", "rxe0", True, "could not be used: this pyverbs", None),
     (trial("ibv_create_qp failed", errno.EINVAL), "use", "rxe0", True, "ibv_create_qp failed", None),
     (trial("ibv_reg_mr failed", errno.ENOMEM), "use", "rxe0", True, "ibv_reg_mr failed", None),
     (trial("ibv_reg_mr", errno.ENOMEM, 64 << 10), "memlock", "system", True, "only 64 KiB", "ulimit -l unlimited"),
+    (trial("ibv_reg_mr", errno.EPERM, 0), "memlock", "system", True, "only 0 KiB", "ulimit -l unlimited"),
+    (trial("ibv_create_qp", errno.EPERM, 64 << 20), "use", "rxe0", True, "ibv_create_qp", None),
     (limited, "memlock", "system", False, "only 8192 KiB", "ulimit -l unlimited"),
 ]
 
@@ -239,6 +242,38 @@ def test_port(tree: Tree, port: dict[str, str], code: str, severity: Severity, s
     assert says in finding.message
     assert command in "".join(finding.commands)
     assert (diagnosis.unusable if severity is Severity.ERROR else diagnosis.usable) == ("rxe0",)
+
+
+@pytest.mark.parametrize(("limit", "says"), [(8 << 20, "more fails with ENOMEM"), (0, "any fails with EPERM")])
+def test_what_registering_beyond_the_limit_fails_with(tree: Tree, limit: int, says: str) -> None:
+    tree.device()
+    tree.write("proc/self/limits", LIMITED.format(limit))
+    tree.write("proc/self/status", USER_STATUS)
+    assert the_finding(diagnose(tree.look())).message.endswith(f"registering {says}")
+
+
+@pytest.mark.parametrize(("soft_roce", "severity"), [(True, Severity.ERROR), (False, Severity.WARNING)])
+def test_link_local_gids_without_ipv6(tree: Tree, soft_roce: bool, severity: Severity) -> None:
+    """Soft-RoCE sends by the host's IPv6; NICs make their packets themselves."""
+    tree.device(gids={0: LINK_LOCAL}, ipv6=False, soft_roce=soft_roce)
+    diagnosis = diagnose(tree.look())
+    finding = the_finding(diagnosis)
+    assert (finding.code, finding.severity) == ("no-ip-gid", severity)
+    assert ("off on eth0" in finding.message) == soft_roce
+    assert (diagnosis.unusable if soft_roce else diagnosis.usable) == ("rxe0",)
+
+
+def test_a_kernel_without_ipv6(tree: Tree) -> None:
+    tree.device(gids={0: LINK_LOCAL})
+    (tree.root / "proc/sys/net/ipv6/conf/eth0/disable_ipv6").unlink()
+    assert diagnose(tree.look()).unusable == ("rxe0",)
+
+
+def test_an_interface_of_another_namespace_may_have_ipv6(tree: Tree) -> None:
+    tree.device(gids={0: LINK_LOCAL}, ipv6=False)
+    (tree.root / "sys/class/net/eth0/operstate").unlink()
+    (tree.root / "sys/class/net/eth0").rmdir()
+    assert diagnose(tree.look()).usable == ("rxe0",)
 
 
 def test_one_of_two_can_be_used(tree: Tree) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_no_device_can_be_used(tree: Tree) -> None:
     assert done.exit_code == 1
     assert "rxe0  unusable\n  port 1: DOWN, Ethernet, eth0\n    GID 0: fe80:" in done.output
     assert "  error: port 1 is DOWN (Disabled): eth0 is down\n      sudo ip link set eth0 up\n" in done.output
+
+
+def test_a_provider_that_does_not_load_is_not_among_those_that_are_there(tree: Tree) -> None:
+    tree.device()
+    for name in ("mlx5", "rxe"):
+        tree.write(f"etc/libibverbs.d/{name}.driver", f"driver {name}")
+    warning = "libibverbs: Warning: couldn't load driver 'librxe-rdmav34.so': no such file"
+    tree.probe = replace(tree.probe, listed=(), trials={}, warnings=(warning,))
+    done = invoke()
+    assert "\nproviders: mlx5\n" in done.output
+    assert "(here are those for mlx5)" in done.output
 
 
 def test_json(tree: Tree) -> None:

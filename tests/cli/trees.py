@@ -46,6 +46,8 @@ class Tree:
         netdev: str = "eth0",
         uverbs: str = "uverbs0",
         trial: Trial = GOOD,
+        soft_roce: bool = True,
+        ipv6: bool = True,
     ) -> None:
         """Add an RDMA device, one that can be used where nothing else is said."""
         port = f"sys/class/infiniband/{name}/ports/1"
@@ -58,7 +60,9 @@ class Tree:
             self.write(f"{port}/gid_attrs/ndevs/{index}", netdev if index in gids else "")
         if link_layer == "Ethernet":
             self.write(f"sys/class/net/{netdev}/operstate", "up")
-            self.write(f"sys/class/infiniband/{name}/parent", netdev)
+            self.write(f"proc/sys/net/ipv6/conf/{netdev}/disable_ipv6", "0" if ipv6 else "1")
+            if soft_roce:
+                self.write(f"sys/class/infiniband/{name}/parent", netdev)
         self.write(f"sys/class/infiniband_verbs/{uverbs}/ibdev", name)
         self.write(f"dev/infiniband/{uverbs}")
         self.write("dev/infiniband/rdma_cm")

@@ -103,9 +103,22 @@ def test_a_port_that_is_down() -> None:
 
 @pytest.mark.rdma_all
 def test_a_port_without_addresses() -> None:
+    if not Path("/proc/sys/net/ipv6/conf").exists():
+        pytest.skip("this kernel has no IPv6")
     with another_link(up=True):
         told = ask()
     assert OURS in told["usable"]
+    assert findings(told, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
+
+
+@pytest.mark.rdma_all
+def test_a_port_without_addresses_where_ipv6_is_off() -> None:
+    with another_link(up=True):
+        switch = Path("/proc/sys/net/ipv6/conf", OURS, "disable_ipv6")
+        if switch.exists():
+            switch.write_text("1")
+        told = ask()
+    assert told["unusable"] == [OURS]
     assert findings(told, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
 
 
@@ -115,6 +128,7 @@ def test_no_memory_may_be_locked() -> None:
     assert told["status"] == 1
     assert set(rdma_devices()) <= set(told["unusable"])
     assert findings(told, "system")["memlock"][0] == "ulimit -l unlimited"
+    assert not any(findings(told, name) for name in rdma_devices())
 
 
 @pytest.mark.rdma_all

@@ -4,7 +4,7 @@ from rich.table import Table
 
 from tests.bench.measuring import Result
 
-__all__ = ["add", "empty_table"]
+__all__ = ["add", "empty_table", "missed"]
 
 
 def empty_table() -> Table:
@@ -21,8 +21,20 @@ def add(table: Table, result: Result) -> None:
     for figure, value in result.figures.items():
         limit = result.limits.get(figure)
         met = {None: "", True: "yes", False: "[bold]no[/bold]"}[result.met(figure)]
-        shown = f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1000 else value
-        shown = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
-        table.add_row(name, figure, shown, "" if limit is None else str(limit), met)
+        table.add_row(name, figure, _shown(value), "" if limit is None else str(limit), met)
         name = ""
     table.add_section()
+
+
+def missed(result: Result) -> list[str]:
+    """Name the figures that are not within their limits, in a line each."""
+    return [
+        f"{result.name}: {figure} is {_shown(result.figures[figure])}, and its limit {limit}"
+        for figure, limit in result.limits.items()
+        if not result.met(figure)
+    ]
+
+
+def _shown(value: object) -> str:
+    shown = f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1000 else value
+    return f"{shown:.3g}" if isinstance(shown, float) else str(shown)

@@ -1,0 +1,47 @@
+"""The benchmarks on RDMA devices tell at their end which limits were missed, and their exit status does."""
+
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.bench import rdma
+from tests.bench.measuring import Limit, Result
+from tests.bench.table import missed
+
+pytestmark = pytest.mark.once
+
+LIMITS = {"to_c": Limit(at_most=1.3), "per_s": Limit(at_least=1e6)}
+
+
+async def ends(monkeypatch: pytest.MonkeyPatch, figures: Mapping[str, object]) -> int:
+    """The exit status, with one benchmark that has these figures."""
+
+    async def measure() -> Result:
+        return Result("write_8", figures, LIMITS)
+
+    def benchmarks(*_: Any) -> types.SimpleNamespace:
+        return types.SimpleNamespace(all={"write": measure})
+
+    monkeypatch.setattr(rdma, "Benchmarks", benchmarks)
+    monkeypatch.setattr(rdma, "rdma_devices", lambda: ["rxe0"])
+    monkeypatch.setattr(rdma, "check_build", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["rdma.py", "--yard", "yard"])
+    return await rdma.main()
+
+
+async def test_limits_that_are_met(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not await ends(monkeypatch, {"to_c": 1.3, "per_s": 2e6})
+    assert not capsys.readouterr().err
+
+
+async def test_a_limit_that_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ends(monkeypatch, {"to_c": 1.4567, "per_s": 2e6}) == 1
+    assert capsys.readouterr().err == "not met: write_8: to_c is 1.46, and its limit ≤ 1.3\n"
+
+
+def test_a_figure_that_was_not_measured_misses_its_limit() -> None:
+    (line,) = missed(Result("write_8", {"to_c": None, "per_s": 2e6}, LIMITS))
+    assert line == "write_8: to_c is None, and its limit ≤ 1.3"

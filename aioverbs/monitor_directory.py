@@ -100,9 +100,9 @@ class MonitorDirectory:
         try:
             # Whoever finds it by its name finds somebody listening: else it would be taken for a dead one's.
             hidden = f".{name}"
+            os.fchmod(listening.fileno(), 0o600)  # the mode that its file gets
             listening.bind(self._at(hidden))
             try:
-                os.chmod(hidden, 0o600, dir_fd=self._fd)
                 listening.listen(backlog)
                 os.rename(hidden, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             except BaseException:

@@ -2,6 +2,7 @@
 #include "soft_directory.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -20,7 +21,7 @@ static void path_of(const struct soft_settings *settings, const char *name, char
     memcpy(path + length + 1, name, more + 1);
 }
 
-/* Whether nobody but us (or those that we share it with) could have put something there. */
+/* Whether nobody but us could have put something there; or, where it is shared with others, replaced what is ours. */
 static int check(const struct soft_settings *settings, char *why, size_t size)
 {
     struct stat found;
@@ -34,8 +35,13 @@ static int check(const struct soft_settings *settings, char *why, size_t size)
                  settings->directory);
         return ENOTDIR;
     }
-    if (settings->user_count) /* its owner and mode are the users' affair */
-        return 0;
+    if (settings->user_count) { /* its owner is the users' affair, and whether all of them may write there */
+        if (!(found.st_mode & 022) || found.st_mode & S_ISVTX)
+            return 0;
+        snprintf(why, size, "%s has no sticky bit, so that its users could replace each other's sockets: chmod +t it",
+                 settings->directory);
+        return EACCES;
+    }
     if (found.st_uid != geteuid()) {
         snprintf(why, size, "%s is another user's: name one of your own by AIOVERBS_SOFT_DIRECTORY",
                  settings->directory);
@@ -110,20 +116,45 @@ static int name_it(const struct soft_settings *settings, const char *from, const
     return EADDRINUSE;
 }
 
-static int listen_at(const char *path, mode_t mode, struct soft_entry *entry)
+/* The file of the socket that `fd` leads to, by O_PATH: no name is looked up again, as the directory's owner may put
+ * something else in its place at any moment. EEXIST: he has. */
+static int take_file(int fd, mode_t mode, struct soft_entry *entry)
 {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
     struct stat made;
+    char name[32];
 
-    strcpy(address.sun_path, path);
-    unlink(path); /* of an earlier process with our number */
-    if (bind(entry->fd, (struct sockaddr *)&address, sizeof(address)))
+    if (fstat(fd, &made))
         return errno;
-    if (chmod(path, mode) || listen(entry->fd, SOMAXCONN) || lstat(path, &made))
+    if (!S_ISSOCK(made.st_mode) || made.st_uid != geteuid())
+        return EEXIST;
+    snprintf(name, sizeof(name), "/proc/self/fd/%d", fd);
+    if ((made.st_mode & 07777) != mode && chmod(name, mode)) /* the umask took something away */
         return errno;
     entry->device = made.st_dev;
     entry->inode = made.st_ino;
     return 0;
+}
+
+static int listen_at(const char *path, mode_t mode, struct soft_entry *entry)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    int fd, error;
+
+    strcpy(address.sun_path, path);
+    unlink(path); /* of an earlier process with our number */
+    /* The file gets the mode that the socket has. */
+    if (fchmod(entry->fd, mode) || bind(entry->fd, (struct sockaddr *)&address, sizeof(address)))
+        return errno;
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(open(path, O_PATH | O_NOFOLLOW | O_CLOEXEC));
+    error = fd < 0 ? errno : 0;
+    soft_descriptors_release();
+    if (!error)
+        error = take_file(fd, mode, entry);
+    soft_descriptor_close(fd);
+    if (!error && listen(entry->fd, SOMAXCONN))
+        error = errno;
+    return error;
 }
 
 int soft_directory_enter(const struct soft_settings *settings, const union ibv_gid gids[2], struct soft_entry *entry,
@@ -157,7 +188,10 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
     }
     unlink(path);
     if (error) {
-        snprintf(why, size, error == EADDRINUSE ? "%s: another device of this host has the GID %s" : "%s/%s: %s",
+        snprintf(why, size,
+                 error == EADDRINUSE ? "%s: another device of this host has the GID %s"
+                 : error == EEXIST   ? "%s/%s: another file took its place: name a directory whose owner is trusted"
+                                     : "%s/%s: %s",
                  settings->directory, name, strerror(error));
         soft_directory_leave(entry);
     }

@@ -6,10 +6,12 @@
 #include <dirent.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include "soft_address.h"
+#include "soft_directory.h"
 #include "soft_stream.h"
 
 static unsigned int files_in(const char *path)
@@ -99,6 +101,80 @@ static void directories_that_are_not_ours_alone(void)
         CHECK_EQ(found.st_mode & 07777, 0666);
         node_close(shared);
     }
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* With several users in a directory that all of them write to: it must be sticky. */
+static void a_shared_directory_keeps_each_users_sockets(void)
+{
+    mode_t masks[] = {0, 022, 077, 0777};
+    struct sockaddr_un address;
+    struct node *node;
+    struct stat found;
+    size_t i;
+
+    new_directory();
+    settings.users[settings.user_count++] = geteuid() + 1;
+    CHECK_EQ(chmod(directory(), 0777), 0);
+    expect_no_entry(EACCES, "chmod +t", HERE);
+    CHECK_EQ(chmod(directory(), 0770), 0);
+    expect_no_entry(EACCES, "chmod +t", HERE);
+    CHECK_EQ(chmod(directory(), 01777), 0);
+    for (i = 0; i < COUNT_OF(masks); i++) {
+        mode_t before = umask(masks[i]);
+
+        node = node_open();
+        CHECK_EQ(soft_fabric_listen(&node->device), 0);
+        umask(before);
+        CHECK_EQ(stat(stats_of(node).path, &found), 0);
+        CHECK_EQ(found.st_mode & 07777, 0666); /* whatever the umask is */
+        CHECK_EQ(soft_directory_find(&settings, &node->device.gids[0], &address), 0);
+        CHECK_EQ(chmod(directory(), 0777), 0);
+        CHECK_EQ(soft_directory_find(&settings, &node->device.gids[0], &address), ENOENT);
+        CHECK_EQ(chmod(directory(), 01777), 0);
+        node_close(node);
+    }
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* Another user's move, between bind() and whatever comes after it: the socket's file is this link from then on. */
+static const char *replaced_by;
+
+int bind(int fd, const struct sockaddr *address, socklen_t size)
+{
+    const char *path = ((const struct sockaddr_un *)(const void *)address)->sun_path;
+
+    if (syscall(SYS_bind, fd, address, size))
+        return -1;
+    if (replaced_by && address->sa_family == AF_UNIX && path[0]) {
+        CHECK_EQ(unlink(path), 0);
+        CHECK_EQ(symlink(replaced_by, path), 0);
+    }
+    return 0;
+}
+
+static void a_link_in_the_sockets_place_is_not_followed(void)
+{
+    char path[100];
+    struct stat found;
+    FILE *file;
+
+    new_directory();
+    snprintf(path, sizeof(path), "%s/private", directory());
+    file = fopen(path, "w");
+    REQUIRE(file != NULL);
+    fclose(file);
+    CHECK_EQ(chmod(path, 0640), 0);
+    replaced_by = path;
+    expect_no_entry(EEXIST, "another file took its place", HERE);
+    settings.users[settings.user_count++] = geteuid() + 1;
+    CHECK_EQ(chmod(directory(), 01777), 0);
+    expect_no_entry(EEXIST, "another file took its place", HERE);
+    replaced_by = NULL;
+    CHECK_EQ(stat(path, &found), 0);
+    CHECK_EQ(found.st_mode & 07777, 0640);
+    CHECK_EQ(files_in(directory()), 1);
+    CHECK_EQ(unlink(path), 0);
     CHECK_EQ(rmdir(directory()), 0);
 }
 
@@ -305,4 +381,5 @@ static void gids_that_lead_nowhere(void)
 
 CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(defaults), CASE(what_the_dead_left_is_replaced),
                 CASE(what_is_not_ours_is_left), CASE(over_tcp), CASE(an_address_is_listened_at_when_it_is_opened),
-                CASE(gids_that_lead_nowhere), CASE(directories_that_are_not_ours_alone))
+                CASE(gids_that_lead_nowhere), CASE(directories_that_are_not_ours_alone),
+                CASE(a_shared_directory_keeps_each_users_sockets), CASE(a_link_in_the_sockets_place_is_not_followed))

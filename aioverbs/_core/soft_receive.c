@@ -14,7 +14,8 @@
 
 enum { FILLS = 4 }; /* of the buffer in one turn, so that no stream keeps the others waiting */
 
-/* A page comes beside the first bytes. What else comes is closed by the kernel. */
+/* A page comes beside the first bytes. What else comes the kernel closes, as there is room for one descriptor only:
+ * CMSG_SPACE would be room for two where the header is aligned to 8 bytes. */
 static ssize_t receive_with_descriptor(struct soft_stream *stream, void *to, size_t size)
 {
     union {
@@ -23,7 +24,7 @@ static ssize_t receive_with_descriptor(struct soft_stream *stream, void *to, siz
     } control;
     struct iovec piece = {to, size};
     struct msghdr message = {
-        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_LEN(sizeof(int))};
     struct cmsghdr *header;
     ssize_t got;
     int fd;

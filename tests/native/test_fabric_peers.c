@@ -2,6 +2,7 @@
 #include "support.h"
 #include "support_fabric.h"
 
+#include <dirent.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -150,6 +151,64 @@ static void half_open(void)
         close(fds[i]);
     }
     CHECK_EQ(stats_of(b).streams, 1);
+    close_all();
+}
+
+static unsigned int open_descriptors(void)
+{
+    DIR *listing = opendir("/proc/self/fd");
+    unsigned int count = 0;
+
+    REQUIRE(listing != NULL);
+    while (readdir(listing))
+        count++;
+    closedir(listing);
+    return count;
+}
+
+static void send_with_descriptors(int fd, void *byte, unsigned int count)
+{
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(8 * sizeof(int))];
+    } control = {.header = {CMSG_LEN(count * sizeof(int)), SOL_SOCKET, SCM_RIGHTS}};
+    struct iovec piece = {byte, 1};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_SPACE(count * sizeof(int))};
+
+    REQUIRE(count <= 8);
+    while (count--)
+        memcpy(CMSG_DATA(&control.header) + count * sizeof(int), &fd, sizeof(fd));
+    CHECK_EQ(sendmsg(fd, &message, MSG_NOSIGNAL), 1);
+}
+
+/* Each byte of HELLO comes with some. None is kept when nobody offered to move data directly, nor afterwards. */
+static void descriptors_that_nobody_asked_for(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
+    struct soft_hello said = {.flags = 0};
+    unsigned int before, each, i;
+    int fd;
+
+    open_all();
+    before = open_descriptors();
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    for (each = 1; each <= 8; each++) {
+        fd = raw_connect(b);
+        for (i = 0; i < sizeof(hello); i++)
+            send_with_descriptors(fd, hello + i, each);
+        CHECK(raw_read(fd, welcome, sizeof(welcome)));
+        CHECK_EQ(open_descriptors(), before + 2); /* both ends */
+        close(fd);
+        EVENTUALLY(open_descriptors() == before);
+        fd = raw_connect(b); /* one that goes away in the middle */
+        for (i = 0; i < sizeof(hello) / 2; i++)
+            send_with_descriptors(fd, hello + i, each);
+        EVENTUALLY(stats_of(b).streams == 2);
+        close(fd);
+        EVENTUALLY(open_descriptors() == before);
+    }
     close_all();
 }
 
@@ -335,5 +394,6 @@ static void a_wrong_proof(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(half_open), CASE(frames_that_are_none), CASE(half_frames),
-                CASE(reasons_are_kept), CASE(secrets), CASE(a_wrong_proof))
+CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(half_open), CASE(descriptors_that_nobody_asked_for),
+                CASE(frames_that_are_none), CASE(half_frames), CASE(reasons_are_kept), CASE(secrets),
+                CASE(a_wrong_proof))

@@ -8,6 +8,8 @@
 #ifndef AIOVERBS_SOFT_H
 #define AIOVERBS_SOFT_H
 
+#include <unistd.h>
+
 #include "soft_device.h"
 #include "soft_fabric.h"
 #include "soft_fault.h"
@@ -26,7 +28,6 @@
 #define SOFT_MAX_RD_ATOMIC 16u
 #define SOFT_MAX_MESSAGE (1u << 30)
 #define SOFT_PSN_MASK 0xffffffu
-#define SOFT_PAGE 4096u
 #define SOFT_MTU 4096u /* of the port */
 #define SOFT_GRH 40u   /* bytes before a datagram */
 
@@ -34,6 +35,12 @@
 #define SOFT_FIRST_MR 1u
 #define SOFT_FIRST_SRQ 1u
 #define SOFT_MAX_NUMBER (SOFT_CHUNKS * SOFT_CHUNK_SIZE)
+
+/* A page of this kernel: 4 KiB, 16 KiB or 64 KiB. */
+static inline size_t soft_page(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
 
 /* The smallest power of two that is not less; the sizes here are far below 2^31. */
 static inline uint32_t soft_power_of_two(uint32_t at_least)

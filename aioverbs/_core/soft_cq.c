@@ -25,10 +25,9 @@ static int check_cq(struct soft_context *context, uint32_t cqe, struct ibv_comp_
 
 static int get_buffer(struct soft_memory *buffer, const struct soft_cq *cq, uint32_t entries)
 {
-    size_t size = (size_t)entries * sizeof(struct soft_cqe);
+    size_t page = soft_page(), size = ((size_t)entries * sizeof(struct soft_cqe) + page - 1) & ~(page - 1);
 
-    size = (size + SOFT_PAGE - 1) & ~(size_t)(SOFT_PAGE - 1);
-    return soft_memory_get(buffer, cq->parent_domain, size, SOFT_PAGE, SOFT_RES_CQ);
+    return soft_memory_get(buffer, cq->parent_domain, size, page, SOFT_RES_CQ);
 }
 
 static int get_ring(struct soft_cq *cq, uint32_t entries)

@@ -17,18 +17,23 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
+static uintptr_t page_of(const void *address)
+{
+    return (uintptr_t)address & ~(uintptr_t)(soft_page() - 1);
+}
+
 /* As a NIC's driver pins the pages, this makes sure that they are there and allow what was asked for: an access later
  * on must not be the program's end. Where the kernel cannot do so, it looks at the mappings only (MS_ASYNC starts no
  * I/O). Nobody can help who unmaps what is registered. */
 static int populate(const void *address, size_t length, bool writable)
 {
-    uintptr_t first = (uintptr_t)address & ~(uintptr_t)(SOFT_PAGE - 1);
+    static char probe;
+    uintptr_t first = page_of(address);
     size_t size = (uintptr_t)address + length - first;
-    static _Alignas(SOFT_PAGE) char probe[SOFT_PAGE];
 
     if (!madvise((void *)first, size, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
         return 0;
-    if (errno == EINVAL && madvise(probe, sizeof(probe), MADV_POPULATE_READ)) /* not this mapping: the kernel */
+    if (errno == EINVAL && madvise((void *)page_of(&probe), 1, MADV_POPULATE_READ)) /* not this mapping: the kernel */
         return msync((void *)first, size, MS_ASYNC) ? EFAULT : 0;
     return errno == EAGAIN ? EAGAIN : EFAULT;
 }

@@ -22,7 +22,7 @@ static void fill_attr(const struct soft_device *device, struct ibv_device_attr *
     memcpy(&attr->node_guid, device->gids[0].raw + 8, sizeof(attr->node_guid)); /* both in network byte order */
     attr->sys_image_guid = attr->node_guid;
     attr->max_mr_size = UINT64_MAX;
-    attr->page_size_cap = SOFT_PAGE;
+    attr->page_size_cap = soft_page();
     attr->max_qp = SOFT_MAX_NUMBER - SOFT_FIRST_QPN;
     attr->max_qp_wr = SOFT_MAX_QP_WR;
     attr->device_cap_flags = SOFT_CAPABILITIES;

@@ -17,7 +17,7 @@ static struct soft_rwqe *entry_of(uint8_t *entries, uint32_t mask, uint32_t stri
 /* As mlx5 asks: entries of 32 bytes at least, all of them on pages of their own, not rounded up to a page. */
 static int get_entries(const struct soft_srq *srq, struct soft_memory *buffer, uint32_t depth)
 {
-    return soft_memory_get(buffer, srq->pd, (size_t)depth * srq->stride, SOFT_PAGE, SOFT_RES_SRQ);
+    return soft_memory_get(buffer, srq->pd, (size_t)depth * srq->stride, soft_page(), SOFT_RES_SRQ);
 }
 
 static int get_ring(struct soft_srq *srq)

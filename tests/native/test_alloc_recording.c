@@ -5,6 +5,8 @@
 #include "support_srq.h"
 #include "support_threads.h"
 
+#include <unistd.h>
+
 #define TYPE_SRQ (1ull << 32 | 4)
 #define TYPE_CQ (1ull << 32 | 5)
 
@@ -216,6 +218,7 @@ static void queues_in(struct alloc_source *inner)
         .free = domain_free,
         .pd_context = recording,
     };
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
     struct home home, with_memory;
 
     home_open(&home);
@@ -225,7 +228,7 @@ static void queues_in(struct alloc_source *inner)
     with_memory.pd = verbs_alloc_parent_domain(home.context, &attr);
     REQUIRE(with_memory.pd != NULL);
     use_queues(&with_memory);
-    check_usage(recording, TYPE_CQ, 0, 0, 2, 4096 + 65536); /* both rings while it is resized */
+    check_usage(recording, TYPE_CQ, 0, 0, 2, (page > 4096 ? page : 4096) + 65536); /* both rings while it is resized */
     check_usage(recording, TYPE_SRQ, 0, 0, 2, 64 * 128 + 4 * 128);
     check_usage(recording, TYPE_RECORD, 0, 0, 3, 24);
     CHECK_EQ(usage_of(recording, TYPE_QP).allocations, 1);

@@ -2,6 +2,8 @@
 #include "support.h"
 #include "support_srq.h"
 
+#include <unistd.h>
+
 #define TYPE_QP (1ull << 32 | 1)
 #define TYPE_RECORD (1ull << 32 | 3)
 #define TYPE_SRQ (1ull << 32 | 4)
@@ -26,6 +28,11 @@ struct pool {
     int error; /* errno with NOTHING */
     bool calls_verbs;
 };
+
+static size_t page(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
 
 static void call_verbs(struct pool *pool)
 {
@@ -53,7 +60,7 @@ static void *pool_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_t
     }
     if (answer == USE_DEFAULT)
         return IBV_ALLOCATOR_USE_DEFAULT;
-    REQUIRE_EQ(posix_memalign(&block->memory, 4096, size + alignment), 0);
+    REQUIRE_EQ(posix_memalign(&block->memory, page(), size + alignment), 0);
     memset(block->memory, 0, size + alignment);
     bytes = block->memory;
     if (answer == MISALIGNED)
@@ -163,7 +170,7 @@ static void sizes_and_alignments(void)
     static const struct {
         uint32_t cqe;
         size_t size;
-    } cqs[] = {{1, 4096}, {64, 4096}, {65, 8192}, {1000, 65536}};
+    } cqs[] = {{1, 64}, {64, 4096}, {65, 8192}, {1000, 65536}}; /* rounded up to pages */
     struct home home, with_pool;
     struct ibv_cq *plain;
     struct pool pool;
@@ -191,7 +198,7 @@ static void sizes_and_alignments(void)
         cq = try_cq(&with_pool, cqs[i].cqe);
         REQUIRE(cq != NULL);
         REQUIRE_EQ(pool.count, 2);
-        check_block(&pool.blocks[0], cqs[i].size, 4096, TYPE_CQ);
+        check_block(&pool.blocks[0], (cqs[i].size + page() - 1) / page() * page(), page(), TYPE_CQ);
         check_block(&pool.blocks[1], 8, 8, TYPE_RECORD);
         CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
         CHECK_EQ(pool.live, 0);
@@ -359,7 +366,7 @@ static void shared_receive_queues(void)
         srq = try_srq(&with_pool, table[i].max_wr, table[i].max_sge);
         REQUIRE(srq != NULL);
         REQUIRE_EQ(pool.count, 2);
-        check_block(&pool.blocks[0], table[i].size, 4096, TYPE_SRQ);
+        check_block(&pool.blocks[0], table[i].size, page(), TYPE_SRQ);
         check_block(&pool.blocks[1], 8, 8, TYPE_RECORD);
         CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
         CHECK_EQ(pool.live, 0);
@@ -372,7 +379,7 @@ static void shared_receive_queues(void)
     CHECK_EQ(counter(&pool.blocks[1], 0), 2);
     CHECK_EQ(srq_resize(srq, 64), 0);
     REQUIRE_EQ(pool.count, 3);
-    check_block(&pool.blocks[2], 64 * 128, 4096, TYPE_SRQ);
+    check_block(&pool.blocks[2], 64 * 128, page(), TYPE_SRQ);
     CHECK(pool.blocks[0].freed && !pool.blocks[1].freed && !pool.blocks[2].freed);
     CHECK(contains(&pool.blocks[2], wr_id) && contains(&pool.blocks[2], wr_id + 1));
     CHECK_EQ(srq_resize(srq, 1), EINVAL); /* refused with the memory in hand, which is given back */

@@ -4,6 +4,7 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <unistd.h>
 
 #define TYPE_CQ (1ull << 32 | 5)
 #define MAX_CQE (1 << 22)
@@ -171,6 +172,7 @@ static void poll_meanwhile(struct store *store)
 
 static void *store_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t type)
 {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
     struct store *store = pd_context;
     void *memory;
     size_t i;
@@ -179,7 +181,7 @@ static void *store_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_
     if (type != TYPE_CQ)
         return IBV_ALLOCATOR_USE_DEFAULT;
     poll_meanwhile(store);
-    CHECK(size % 4096 == 0 && alignment == 4096);
+    CHECK(size % page == 0 && alignment == page);
     if (store->answer == NOTHING) {
         errno = ENOSPC;
         return NULL;
@@ -211,7 +213,7 @@ static void store_free(struct ibv_pd *pd, void *pd_context, void *address, uint6
         return;
     store->live[i] = NULL;
     store->taken_back++;
-    free((void *)((uintptr_t)address & ~(uintptr_t)4095)); /* as it was before it was misaligned */
+    free((void *)((uintptr_t)address & ~(uintptr_t)(sysconf(_SC_PAGESIZE) - 1))); /* before it was misaligned */
 }
 
 /* Asked for once, with the old memory given back once it is out of use; where it is refused, all is as it was. */

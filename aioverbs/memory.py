@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import errno
 import mmap
+import operator
 import sys
 import weakref
 from typing import TYPE_CHECKING, Self
@@ -297,7 +298,7 @@ class ImportedMemoryRegion(MemoryRegion):
 
     def __init__(self, pd: Resource, handle: engine.ProtectionDomain, key: int) -> None:
         super().__init__(pd, handle, b"", AccessFlags(0))  # how long it is, it is asked when it is opened
-        self._key = key
+        self._key = operator.index(key)  # no float, which would be truncated
 
     def _open(self) -> None:
         handle = engine.MemoryRegion.import_shared(self._pd_handle, self._key)

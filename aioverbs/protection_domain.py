@@ -234,6 +234,8 @@ class ParentDomain(Domain):
     ) -> None:
         if not isinstance(pd, ProtectionDomain):
             raise TypeError(f"a parent domain is made from a protection domain, and {pd!r} is none")
+        if td is not None and not isinstance(td, ThreadDomain):
+            raise TypeError(f"td must be a ThreadDomain or None, not {td!r}")
         super().__init__(*([pd] if td is None else [pd, td]))
         self._pd = pd
         self._td = td

@@ -41,6 +41,9 @@ class Resource(anyio.abc.AsyncResource):
     """
 
     def __init__(self, *parents: "Resource") -> None:
+        for parent in parents:
+            if not isinstance(parent, Resource):
+                raise TypeError(f"{type(self).__name__} is made from domains, queues and the like, not from {parent!r}")
         self._life = Life(type(self).__name__, creation_site(), weakref.ref(self))
         self._parents = parents
 

@@ -55,9 +55,12 @@ def other_device(shared_id: int, name: str) -> VerbsError:
 def check_share(shared_id: int, share_key: int) -> None:
     """See that an id and a key can be ones.
 
-    :raises ValueError: they cannot.
+    :raises TypeError: one is no integer; a float would be truncated, to what others may guess.
+    :raises ValueError: one is negative, or has more bits.
     """
     for name, value, bits in (("shared_id", shared_id, ID_BITS), ("share_key", share_key, KEY_BITS)):
+        if not isinstance(value, int):  # which value is not told: a key is a secret
+            raise TypeError(f"{name} must be an integer of {bits} bits, not of type {type(value).__name__}")
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name} has {bits} bits")
 

@@ -5,6 +5,7 @@ import contextvars
 import errno
 import gc
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -112,6 +113,23 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
         qp = engine.QueuePair(domain.handle, queue, queue)
         for handle in (qp, queue, region):
             handle.destroy()
+
+
+@pytest.mark.once
+async def test_resources_are_made_from_resources(device: Device) -> None:
+    """Anything else is refused when it is given, not by an error from deep inside."""
+    async with device.protection_domain() as pd, pd.completion_queue(4) as cq:
+        given: Any
+        for given in ("x", "", 0, object()):
+            said = f" is made from domains, queues and the like, not from {re.escape(repr(given))}$"
+            with pytest.raises(TypeError, match=f"^ResourceDomain{said}"):
+                device.resource_domain(given)
+            with pytest.raises(TypeError, match=f"^QueuePair{said}"):
+                pd.queue_pair(given)
+            with pytest.raises(TypeError, match=f"^QueuePair{said}"):
+                pd.queue_pair(cq, given)
+            with pytest.raises(TypeError, match=f"^QueuePair{said}"):
+                pd.queue_pair(cq, srq=given)
 
 
 @pytest.mark.once

@@ -4,6 +4,7 @@ import array
 import asyncio
 import ctypes
 import mmap
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from aioverbs import (
     RemoteRegion,
     SharedPageAllocator,
     VerbsError,
+    import_device,
 )
 from aioverbs.device import Device
 from tests.capabilities import Capability, needs
@@ -309,6 +311,25 @@ async def test_shared_protection_domains(device: Device) -> None:
             pd.share(1 << 64)
         with pytest.raises(ValueError, match="share_key has 64 bits"):
             other.shared_protection_domain(1, 1 << 64)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("key", [1.5, 1.0, "1", b"1", None])
+async def test_keys_are_integers(device: Device, key: Any) -> None:
+    """None is truncated or converted, to a key that somebody may guess; nor is a key told in the error."""
+    said = f"share_key must be an integer of 64 bits, not of type {type(key).__name__}$"
+    async with device.protection_domain() as pd:
+        with pytest.raises(TypeError, match=said):
+            pd.share(key)
+        with pytest.raises(TypeError, match=said):
+            device.shared_protection_domain(1, key)
+        with pytest.raises(TypeError, match="shared_id must be an integer of 96 bits"):
+            device.shared_protection_domain(key, 1)
+        ours, theirs = socket.socketpair()
+        with ours, theirs, pytest.raises(TypeError, match=said):
+            import_device(ours, 1, key)
+        with pytest.raises(TypeError, match="integer"):
+            pd.import_memory_region(key)
 
 
 @pytest.mark.once

@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import re
 import threading
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,17 @@ async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> N
             assert domain.td is given
             assert isinstance(domain.handle, domains.ParentDomain)
             assert domain.handle.td is (td.handle if with_td else None)
+
+
+@pytest.mark.once
+async def test_the_thread_domain_is_nothing_else(device: Device) -> None:
+    """ "reference to a thread domain, or NULL" """
+    async with device.protection_domain() as pd:
+        given: Any
+        for given in ("x", "", 0, 5, pd):
+            with pytest.raises(TypeError, match=f"^td must be a ThreadDomain or None, not {re.escape(repr(given))}$"):
+                pd.parent_domain(given)
+        assert pd.statistics().children == 0
 
 
 @pytest.mark.once

@@ -210,9 +210,9 @@ def tsan(session: nox.Session) -> None:
     fixed = ["setarch", platform.machine(), "-R"]
     able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
     options = "halt_on_error=1:second_deadlock_stack=1"
-    run_native(session, "tsan", *(fixed if able else ()), env={"TSAN_OPTIONS": options})
     # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
+    run_native(session, "tsan", *(fixed if able else ()), env={"TSAN_OPTIONS": options})
     # What it has to say goes to files: of processes that tests start, too, and of those that they kill or do not ask.
     reports = folder(session, "reports")
     shutil.rmtree(reports)

@@ -17,7 +17,7 @@ struct soft_entry {
 
 /* Makes the directory where it is missing, and a listening socket in it. 0 or an errno, which `why` explains:
  * EADDRINUSE: another device that lives has one of the GIDs; EACCES: others could replace what is ours in the directory;
- * EEXIST: somebody has done so. */
+ * EEXIST: another file took the place of the socket. */
 int soft_directory_enter(const struct soft_settings *settings, const union ibv_gid gids[2], struct soft_entry *entry,
                          char *why, size_t size);
 void soft_directory_leave(struct soft_entry *entry);

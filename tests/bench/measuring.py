@@ -29,7 +29,7 @@ def check_build() -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a figure is to be."""
+    """The bounds of a figure."""
 
     at_most: float = math.inf
     at_least: float = -math.inf

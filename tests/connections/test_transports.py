@@ -25,7 +25,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture(autouse=True)
 def _rdma_cm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the end that connects; the one that listens is there by TCP only."""
+    """The end that connects tries rdma_cm; the end that listens is there by TCP only."""
     monkeypatch.setattr(establishing, "by_manager", lambda transport, domain, ssl: transport != "tcp")
 
 

@@ -1,4 +1,4 @@
-"""What disturbs tests: busy processes, and stops of the processes that take part in a test."""
+"""Disturbances of tests: busy processes, and stops of the processes that take part in a test."""
 
 import random
 import subprocess

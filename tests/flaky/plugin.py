@@ -23,7 +23,7 @@ REPORT_CHARACTERS = 6000
 
 @dataclass(frozen=True)
 class Round:
-    """What `run.py` tells pytest.
+    """The task that `run.py` gives to pytest.
 
     Attributes:
         tests: node IDs, in the order to run them in.

@@ -316,7 +316,7 @@ async def test_shared_protection_domains(device: Device) -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("key", [1.5, 1.0, "1", b"1", None])
 async def test_keys_are_integers(device: Device, key: Any) -> None:
-    """None is truncated or converted, to a key that somebody may guess; nor is a key told in the error."""
+    """A key is not truncated or converted to one that others may guess, and no error shows it."""
     said = f"share_key must be an integer of 64 bits, not of type {type(key).__name__}$"
     async with device.protection_domain() as pd:
         with pytest.raises(TypeError, match=said):

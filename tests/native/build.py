@@ -1,15 +1,11 @@
 """Builds the Python-free C programs: each test_*.c or bench_*.c of this folder, with all of the core that is C.
 
-    python tests/native/build.py {plain,asan,tsan,coverage,bench} OUT_DIR
-
-prints the path of each program. ``$CC`` is the compiler, ``$CFLAGS`` and ``$LDFLAGS`` are added.
+``$CC`` is the compiler, ``$CFLAGS`` and ``$LDFLAGS`` are added. `run.py` builds and runs them.
 """
 
-import argparse
 import os
 import shlex
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,20 +53,3 @@ def build(kind: str, out_dir: Path) -> list[Path]:
         shared = list(pool.map(compiled, [*core, *sorted(HERE.glob("support_*.c"))]))
         list(pool.map(compiled, programs(kind)))
         return list(pool.map(linked, programs(kind)))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the Python-free C programs.")
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("out_dir", type=Path)
-    arguments = parser.parse_args()
-    try:
-        for program in build(arguments.kind, arguments.out_dir):
-            print(program)
-    except subprocess.CalledProcessError as error:
-        return int(error.returncode)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

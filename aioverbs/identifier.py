@@ -116,6 +116,13 @@ class Identifier(Handled[core.Identifier]):
         assert self._conversation is not None
         return self._conversation
 
+    def _use(self, verb: str) -> Conversation:
+        """The conversation, for the owner to go on with it by `verb`; who is refused has changed nothing."""
+        conversation = self._now()
+        assert self.owner is not None
+        self.owner.check(self, verb)
+        return conversation
+
     # ---- What is known
 
     @property
@@ -159,7 +166,7 @@ class Identifier(Handled[core.Identifier]):
         :raises TimeoutError: that was not known in time.
         :raises OSError: the name has no address.
         """
-        conversation = self._now()
+        conversation = self._use("rdma_resolve_addr")
         async with conversation.step("resolve", Stage.NEW, timeout_s):
             address = await look_up(host, port)
             own = await look_up(source, 0) if source is not None else None
@@ -266,7 +273,7 @@ class Identifier(Handled[core.Identifier]):
 
         :param private_data: for the peer, 148 bytes at most.
         """
-        conversation = self._now()
+        conversation = self._use("rdma_reject")
         conversation.check("reject", Stage.REQUESTED)
         self.handle.reject(_private(private_data, _REJECT_BYTES))
         conversation.stage = Stage.ENDED
@@ -281,7 +288,7 @@ class Identifier(Handled[core.Identifier]):
         :raises StateError: it was not connected.
         :raises TimeoutError: the peer does not answer; it can only be closed.
         """
-        conversation = self._over()
+        conversation = self._over("rdma_disconnect")
         conversation.hang_up()
         try:
             async with asyncio.timeout(timeout_s):
@@ -295,10 +302,10 @@ class Identifier(Handled[core.Identifier]):
         :raises DeviceRemovedError: the device was removed.
         :raises StateError: it was not connected.
         """
-        await self._over().wait_over()
+        await self._over("rdma_get_cm_event").wait_over()
 
-    def _over(self) -> Conversation:
-        conversation = self._now()
+    def _over(self, verb: str) -> Conversation:
+        conversation = self._use(verb)
         if conversation.stage in (Stage.NEW, Stage.RESOLVED, Stage.REQUESTED):
             raise StateError(f"{self!r} is not connected")
         return conversation
@@ -307,7 +314,7 @@ class Identifier(Handled[core.Identifier]):
         self, what: str, stage: Stage, qp: QueuePair, attributes: Changes, private_data: "Buffer", most: int
     ) -> tuple[Conversation, bytes]:
         """What can be seen before the peer is told anything."""
-        conversation = self._now()
+        conversation = self._use(f"rdma_{what}")
         conversation.check(what, stage)
         check_queue_pair(qp, attributes)
         conversation.check_device(qp)

@@ -390,7 +390,7 @@ async def test_one_call_at_a_time(channel: Channel, listener: Listener, ends: En
 
 
 async def test_it_is_of_its_loop(channel: Channel, listener: Listener, ends: Ends) -> None:
-    near, _ = ends
+    near, far = ends
     async with near.queue_pair() as qp, channel.identifier() as asking:
 
         async def elsewhere(what: Callable[[], Awaitable[object]]) -> None:
@@ -401,6 +401,18 @@ async def test_it_is_of_its_loop(channel: Channel, listener: Listener, ends: End
         await asyncio.to_thread(asyncio.run, elsewhere(channel.aclose))
     async with resolved(channel, near, listener) as asking, near.queue_pair() as qp:
         await asyncio.to_thread(asyncio.run, elsewhere(lambda: asking.connect(qp)))
+        # Nothing has changed: the owner goes on as if nobody else had called.
+        connecting = asyncio.create_task(asking.connect(qp))
+        async with await anext(listener) as answering, far.queue_pair() as another:
+            for refused in (answering.reject, lambda: answering.accept(another)):
+                await asyncio.to_thread(asyncio.run, elsewhere(refused))
+            await answering.accept(another)
+            await connecting
+            for refused in (asking.disconnect, asking.wait_disconnected):
+                await asyncio.to_thread(asyncio.run, elsewhere(refused))
+            assert asking.connected
+            assert answering.connected
+            await asking.disconnect()
 
 
 # ---- Cancellation

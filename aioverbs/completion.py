@@ -62,14 +62,27 @@ class Placement:
     :param base: the protection domain, which memory is of.
     :param owner: who may use them; None: anyone.
     :param native: whether `pd` is a parent domain, which completion queues are told of.
-    :param message_model: of completion queues that are not given another one.
+    :param message_model: that of a resource domain; None: each completion queue has its own.
     """
 
     pd: engine.ProtectionDomain
     base: engine.ProtectionDomain
     owner: Affinity | None
     native: bool
-    message_model: MessageModel = MessageModel.DEFAULT
+    message_model: MessageModel | None = None
+
+    def check_message_model(self, what: str, cq: "CompletionQueue") -> None:
+        """Check that a completion queue waits as the resource domain has it on which something is made.
+
+        :param what: that which is made.
+        :raises ValueError: the two message models differ.
+        """
+        model = self.message_model
+        if model is not None and cq.message_model is not model:
+            raise ValueError(
+                f"the domain of the {what} has the message model {model.name}, and {cq!r} has {cq.message_model.name}: "
+                f"make the completion queue on the same domain, without a model of its own"
+            )
 
 
 @dataclass(frozen=True)
@@ -157,7 +170,8 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
 
     :param depth: how many completions it holds at least.
     :param comp_vector: which of the device's interrupt vectors signals it.
-    :param message_model: how awaits of what completes here wait; None: as its domain has it.
+    :param message_model: how awaits of what completes here wait; None: as its resource domain has it, else DEFAULT.
+        Queue pairs of a resource domain take only completion queues with the domain's message model.
     :param spin_ns: how many nanoseconds an await polls before it sleeps, for FORCE_LOW_LATENCY and LOW_LATENCY; the
         awaits of one turn of the loop share them. None: 100,000.
     """
@@ -173,7 +187,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
     ) -> None:
         if depth < 1:
             raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
-        model = MessageModel(message_model) if message_model is not None else placement.message_model
+        model = MessageModel(message_model or placement.message_model or MessageModel.DEFAULT)
         if spin_ns is not None and not _MODELS[model]:
             raise ValueError(f"spin_ns is for awaits that poll, and {model.name} has none of those: leave it out")
         if spin_ns is not None and not 0 <= spin_ns <= 10**9:

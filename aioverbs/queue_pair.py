@@ -156,6 +156,9 @@ class QueuePair(Connectable, Requester):
             recv_cq = send_cq
         parents = dict.fromkeys(part for part in (domain, send_cq, recv_cq, srq) if part is not None)
         super().__init__(*parents)
+        if placement is not None:
+            for cq in filter(None, (send_cq, recv_cq)):
+                placement.check_message_model("queue pair", cq)
         self._placement = placement
         self._send_cq = send_cq
         self._recv_cq = recv_cq

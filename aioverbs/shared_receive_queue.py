@@ -67,6 +67,8 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         if (xrc_domain is None) != (cq is None):
             raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
         super().__init__(*(parent for parent in (domain, xrc_domain, cq) if parent is not None))
+        if cq is not None:
+            placement.check_message_model("shared receive queue", cq)
         self._placement = placement
         self._sizes = max_wr, max_sge, limit
         self._xrc_domain = xrc_domain

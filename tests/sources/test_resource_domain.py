@@ -82,6 +82,46 @@ def test_the_message_models_are_those_of_the_document() -> None:
 
 
 @pytest.mark.once
+async def test_queue_pairs_and_completion_queues_of_a_domain_have_its_message_model(device: Device) -> None:
+    """ "defines whether associated objects connection is optimized for low latency or high bandwidth": associated
+    objects are the queue pairs and the completion queues, so none of the two has another model than the other one."""
+    async with (
+        device.protection_domain() as pd,
+        device.resource_domain(pd, message_model=MessageModel.LOW_LATENCY) as domain,
+        device.resource_domain(pd, message_model=MessageModel.HIGH_BANDWIDTH) as another,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64, message_model=MessageModel.DEFAULT) as with_its_own,
+        another.completion_queue(64) as of_another,
+        pd.completion_queue(64) as of_pd,
+    ):
+        assert cq.message_model is MessageModel.LOW_LATENCY
+        for wrong in (with_its_own, of_another, of_pd):
+            both = rf"queue pair has the message model LOW_LATENCY, .* has {wrong.message_model.name}: make"
+            for queues in ((wrong,), (cq, wrong), (wrong, cq)):
+                with pytest.raises(ValueError, match=both):
+                    domain.queue_pair(*queues)
+        # Protection domains and the parent domain in it have no message model: these take any.
+        async with pd.queue_pair(of_pd), domain.parent.queue_pair(cq, with_its_own), domain.queue_pair(cq):
+            pass
+
+
+@pytest.mark.once
+@needs(Capability.XRC_DOMAINS)
+async def test_so_have_shared_receive_queues_of_xrc(device: Device) -> None:
+    """ "associated objects" """
+    async with (
+        device.xrc_domain() as xrc_domain,
+        device.resource_domain(message_model=MessageModel.LOW_LATENCY) as domain,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64, message_model=MessageModel.DEFAULT) as wrong,
+    ):
+        with pytest.raises(ValueError, match=r"receive queue has the message model LOW_LATENCY, .* has DEFAULT"):
+            domain.shared_receive_queue(16, xrc_domain=xrc_domain, cq=wrong)
+        async with domain.shared_receive_queue(16, xrc_domain=xrc_domain, cq=cq):
+            pass
+
+
+@pytest.mark.once
 async def test_the_example(device: Device) -> None:
     """ "Example - creating a CQ and QP that may be called from one thread only" """
     async with device.resource_domain(

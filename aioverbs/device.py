@@ -24,7 +24,7 @@ from aioverbs.life import ResourceInfo, State, reap
 from aioverbs.monitoring import start_where_wanted
 from aioverbs.peers import Peer, Refusal
 from aioverbs.ports import gid_table
-from aioverbs.protection_domain import ProtectionDomain
+from aioverbs.protection_domain import InterchangeableDomain, ProtectionDomain
 from aioverbs.providers import hardware, software
 from aioverbs.refusals import attend, log
 from aioverbs.resource import Handled, Resource, ResourceStatistics
@@ -298,7 +298,7 @@ class Device(Handled[engine.Context]):
 
     def resource_domain(
         self,
-        pd: ProtectionDomain | None = None,
+        pd: InterchangeableDomain | None = None,
         *,
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,

@@ -20,7 +20,7 @@ from aioverbs.errors import BusyResourceError
 from aioverbs.hiring import Errand, Processes, Threads
 from aioverbs.life import State
 from aioverbs.placement import Key, PlacementPolicy, RoundRobin
-from aioverbs.protection_domain import ProtectionDomain
+from aioverbs.protection_domain import InterchangeableDomain, ProtectionDomain, base_of
 from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.started import StartedCall
 from aioverbs.worker import LoopFactory, Setup, Worker, WorkerSettings, current_worker, loop_factory
@@ -60,7 +60,7 @@ class WorkerPool(Resource):
     awaits included; where the block raises, it cancels them.
 
     :param size: how many workers.
-    :param pd: the protection domain; None: one of its own, which is `pd`.
+    :param pd: the protection domain, or a parent domain over it; None: one of its own, which is `pd`.
     :param thread_model: that of the workers' domains.
     :param message_model: that of the workers' domains.
     :param allocator: where the provider takes memory from for the workers' domains; None: from its own.
@@ -87,7 +87,7 @@ class WorkerPool(Resource):
         device: Device,
         size: int,
         *,
-        pd: ProtectionDomain | None = None,
+        pd: InterchangeableDomain | None = None,
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,
         allocator: Allocator | None = None,
@@ -106,8 +106,8 @@ class WorkerPool(Resource):
         loop_factory(loop)
         self._device = device
         self._is_own_pd = pd is None
-        self._pd = pd if pd is not None else device.protection_domain()
-        super().__init__(self._pd)
+        self._pd = base_of("worker pool", pd) if pd is not None else device.protection_domain()
+        super().__init__(pd if pd is not None else self._pd)
         self._life.label = str(next(_serials))
         settings = WorkerSettings(ThreadModel(thread_model), MessageModel(message_model), allocator, loop, setup)
         self._drain_s = drain_s

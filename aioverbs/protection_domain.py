@@ -22,7 +22,7 @@ from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 if TYPE_CHECKING:
     from pyverbs.pd import PD
 
-__all__ = ["ParentDomain", "ProtectionDomain", "SharedProtectionDomain"]
+__all__ = ["InterchangeableDomain", "ParentDomain", "ProtectionDomain", "SharedProtectionDomain", "base_of"]
 
 # What a provider says that does not know an attribute of parent domains: some answer EINVAL.
 _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
@@ -41,7 +41,69 @@ class _Allocators:
             shared.close()
 
 
-class ProtectionDomain(Domain):
+class InterchangeableDomain(Domain):
+    """A protection domain, or what is "completely interchangeable" with one: a parent or a resource domain over it."""
+
+    @property
+    def base(self) -> "ProtectionDomain":
+        """The protection domain that protects memory here."""
+        raise NotImplementedError
+
+    @property
+    def shared_memory(self) -> NativeAllocator:
+        """An allocator of memory for regions that queue pairs of all instances reach, those of other processes, too.
+
+            async with pd.share(key), pd.register(1 << 30, access, pd.shared_memory) as region: ...
+
+        On a software device that is a `SharedMemoryAllocator`: what else is registered serves in the process that
+        registered it, and in others it is a key that is none. On RDMA devices all memory will do, and this is a
+        `SharedPageAllocator`.
+
+        :raises VerbsError: with EINVAL where it is not shared; with ENOMEM or EMFILE.
+        :raises ClosedResourceError: it is not open.
+        """
+        return self.base._shared_allocator()
+
+    def import_memory_region(self, key: int) -> ImportedMemoryRegion:
+        """A memory region that another process registered with its instance of this domain: see `ImportedMemoryRegion`.
+
+        It is for local work requests of this process: to send from, receive into, read and write. Peers reach it by its
+        key through the queue pairs of either process, without this.
+
+        Opening raises `VerbsError`: with ENOENT where no region of the domain has that key, with EFAULT where it is not
+        of `shared_memory`, with EOPNOTSUPP on RDMA devices.
+
+        :param key: its `MemoryRegion.rkey`, there.
+        """
+        return ImportedMemoryRegion(self.base, self.base.handle, key)
+
+    def share(self, share_key: int) -> "SharedProtectionDomain":
+        """Let other contexts of the device open it: see `SharedProtectionDomain`."""
+        return SharedProtectionDomain(self.base, share_key)
+
+    def parent_domain(
+        self,
+        td: ThreadDomain | None = None,
+        allocator: Allocator | None = None,
+        context: object = None,
+        *,
+        require_native: bool = False,
+    ) -> "ParentDomain":
+        """A parent domain over it: see `ParentDomain`."""
+        return ParentDomain(self, td, allocator, context, require_native=require_native)
+
+
+def base_of(what: str, pd: object) -> "ProtectionDomain":
+    """The protection domain under what something is made from.
+
+    :raises TypeError: that is no protection domain, and nothing that takes the place of one.
+    """
+    if not isinstance(pd, InterchangeableDomain):
+        raise TypeError(f"a {what} is made from a protection domain, and {pd!r} is none")
+    return pd.base
+
+
+class ProtectionDomain(InterchangeableDomain):
     """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
 
     Made by `Device.protection_domain`.
@@ -83,54 +145,14 @@ class ProtectionDomain(Domain):
         """The registrations that it keeps: see `RegistrationCache`."""
         return self._cache
 
-    @property
-    def shared_memory(self) -> NativeAllocator:
-        """An allocator of memory for regions that queue pairs of all instances reach, those of other processes, too.
+    def _placement(self) -> Placement:
+        return Placement(self.handle, self.handle, None, native=False)
 
-            async with pd.share(key), pd.register(1 << 30, access, pd.shared_memory) as region: ...
-
-        On a software device that is a `SharedMemoryAllocator`: what else is registered serves in the process that
-        registered it, and in others it is a key that is none. On RDMA devices all memory will do, and this is a
-        `SharedPageAllocator`.
-
-        :raises VerbsError: with EINVAL where it is not shared; with ENOMEM or EMFILE.
-        :raises ClosedResourceError: it is not open.
-        """
+    def _shared_allocator(self) -> NativeAllocator:
         handle = self.handle
         if self._allocators.shared is None:
             self._allocators.shared = _shared_memory(handle)
         return self._allocators.shared
-
-    def import_memory_region(self, key: int) -> ImportedMemoryRegion:
-        """A memory region that another process registered with its instance of this domain: see `ImportedMemoryRegion`.
-
-        It is for local work requests of this process: to send from, receive into, read and write. Peers reach it by its
-        key through the queue pairs of either process, without this.
-
-        Opening raises `VerbsError`: with ENOENT where no region of the domain has that key, with EFAULT where it is not
-        of `shared_memory`, with EOPNOTSUPP on RDMA devices.
-
-        :param key: its `MemoryRegion.rkey`, there.
-        """
-        return ImportedMemoryRegion(self, self.handle, key)
-
-    def _placement(self) -> Placement:
-        return Placement(self.handle, self.handle, None, native=False)
-
-    def share(self, share_key: int) -> "SharedProtectionDomain":
-        """Let other contexts of the device open it: see `SharedProtectionDomain`."""
-        return SharedProtectionDomain(self, share_key)
-
-    def parent_domain(
-        self,
-        td: ThreadDomain | None = None,
-        allocator: Allocator | None = None,
-        context: object = None,
-        *,
-        require_native: bool = False,
-    ) -> "ParentDomain":
-        """A parent domain over it: see `ParentDomain`."""
-        return ParentDomain(self, td, allocator, context, require_native=require_native)
 
 
 def _shared_memory(handle: engine.ProtectionDomain) -> NativeAllocator:
@@ -208,13 +230,14 @@ class SharedProtectionDomain(Resource):
         return self._id
 
 
-class ParentDomain(Domain):
+class ParentDomain(InterchangeableDomain):
     """A parent domain: ``ibv_alloc_parent_domain``. It is "completely interchangeable" with its protection domain.
 
     What is made on it takes no locks where `td` is native, and gets its queues and doorbell records from `allocator`
     where the provider asks one. Memory registered on its protection domain serves it, and the other way round.
 
-    Made by `ProtectionDomain.parent_domain`.
+    Made by the `parent_domain` of a protection domain or of another parent domain, whose thread domain and allocator it
+    does not take over.
 
     :param td: the thread domain whose owner is to own what is made on it; None: anyone may use that.
     :param allocator: where the provider takes memory from; None: from its own.
@@ -225,22 +248,21 @@ class ParentDomain(Domain):
 
     def __init__(
         self,
-        pd: ProtectionDomain,
+        pd: InterchangeableDomain,
         td: ThreadDomain | None = None,
         allocator: Allocator | None = None,
         context: object = None,
         *,
         require_native: bool = False,
     ) -> None:
-        if not isinstance(pd, ProtectionDomain):
-            raise TypeError(f"a parent domain is made from a protection domain, and {pd!r} is none")
+        base = base_of("parent domain", pd)
         if td is not None and not isinstance(td, ThreadDomain):
             raise TypeError(f"td must be a ThreadDomain or None, not {td!r}")
         super().__init__(*([pd] if td is None else [pd, td]))
-        self._pd = pd
+        self._pd = base
         self._td = td
-        self._context = pd._context
-        self._budget = pd._budget
+        self._context = base._context
+        self._budget = base._budget
         self._require_native = require_native
         self._is_native = False
         self.allocator = allocator
@@ -269,7 +291,7 @@ class ParentDomain(Domain):
 
     @property
     def base(self) -> ProtectionDomain:
-        """The protection domain that it was made from."""
+        """The protection domain that protects memory here."""
         return self._pd
 
     @property

@@ -8,9 +8,8 @@ from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs.allocators import Allocator
 from aioverbs.completion import MessageModel, Placement
-from aioverbs.domain import Domain
 from aioverbs.life import State
-from aioverbs.protection_domain import ParentDomain, ProtectionDomain
+from aioverbs.protection_domain import InterchangeableDomain, ParentDomain, ProtectionDomain, base_of
 from aioverbs.resource import Resource
 from aioverbs.thread_domain import ThreadDomain, ThreadDomainBudget
 
@@ -20,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class ResourceDomain(Domain):
+class ResourceDomain(InterchangeableDomain):
     """A resource domain: the threads and messages of what is made on it, as ``ibv_exp_create_res_domain`` had it.
 
     It is made of a thread domain (for the thread models SINGLE and UNSAFE), a parent domain and, where none is given, a
@@ -28,7 +27,7 @@ class ResourceDomain(Domain):
 
     Made by `Device.resource_domain`.
 
-    :param pd: the protection domain; None: one of its own.
+    :param pd: the protection domain, or a parent domain over it; None: one of its own.
     :param thread_model: who may use what is made on it.
     :param message_model: what its queues are good at.
     :param allocator: where the provider takes memory from; None: from its own.
@@ -40,7 +39,7 @@ class ResourceDomain(Domain):
         device: Resource,
         context: engine.Context,
         budget: ThreadDomainBudget,
-        pd: ProtectionDomain | None = None,
+        pd: InterchangeableDomain | None = None,
         *,
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,
@@ -51,7 +50,7 @@ class ResourceDomain(Domain):
         self._context = context
         self._budget = budget
         self._require_native = require_native
-        self._pd = pd if pd is not None else ProtectionDomain(self, context, budget)
+        self._pd = base_of("resource domain", pd) if pd is not None else ProtectionDomain(self, context, budget)
         self._td: ThreadDomain | None = None
         self._parent: ParentDomain | None = None
         self.thread_model = ThreadModel(thread_model)

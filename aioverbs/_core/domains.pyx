@@ -80,7 +80,7 @@ cdef class ThreadDomain(Handle):
 cdef class ParentDomain(ProtectionDomain):
     """A parent domain: ``ibv_alloc_parent_domain``. It takes the place of its protection domain everywhere.
 
-    :param pd: the protection domain; not a parent domain itself.
+    :param pd: the protection domain, or a parent domain over it, of which nothing else is taken over.
     :param td: the thread domain of everything that is made on the parent domain.
     :param allocator: gives the provider memory for queues and doorbell records. Its
         ``allocate(size, alignment, resource_type)``, both in bytes, returns an address of zeroed, aligned memory that a
@@ -89,7 +89,7 @@ cdef class ParentDomain(ProtectionDomain):
         queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
         of the verb's error. They are called in the thread that calls the verb, and may call verbs themselves.
         A `NativeAllocator` is asked in C, without the GIL.
-    :raises ValueError: `pd` is a parent domain, or `td` is of another context.
+    :raises ValueError: `td` is of another context, or belongs to another owner.
     :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
     """
 
@@ -102,8 +102,8 @@ cdef class ParentDomain(ProtectionDomain):
 
     def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None, *, Affinity affinity=None):
         self._begin()
-        if isinstance(pd, ParentDomain):
-            raise ValueError(f"{pd!r} is a parent domain: make the new one from its base")
+        if isinstance(pd, ParentDomain):  # which "can be used as an input argument" here, too
+            pd = (<ParentDomain>pd).base
         if td is not None and td.context is not pd.context:
             raise ValueError(f"{td!r} is of another context than {pd!r}")
         if td is not None and td.affinity is not affinity:
@@ -183,6 +183,10 @@ cdef class ParentDomain(ProtectionDomain):
         if self.td is not None:
             self.td._leave()
         self.base._leave()
+
+    def share(self, uint64_t share_key):
+        """Let other contexts open the protection domain, of which all regions are: see there."""
+        return self.base.share(share_key)
 
     cdef object _take_cause(self):
         if domain_memory_take_failure(&self._native):

@@ -152,8 +152,8 @@ cdef class ProtectionDomain(Handle):
         :param share_key: a secret of 64 bits that they need, too.
         :return: the number that `open_shared` takes.
         :raises OverflowError: the key has more than 64 bits.
-        :raises VerbsError: with EEXIST where it is shared already, with EINVAL where it is a parent domain, with
-            EOPNOTSUPP on other devices than the software device.
+        :raises VerbsError: with EEXIST where it is shared already, with EOPNOTSUPP on other devices than the software
+            device.
         """
         cdef uint32_t share = 0
         cdef int error = EOPNOTSUPP

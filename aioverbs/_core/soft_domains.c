@@ -230,8 +230,6 @@ static int check_parent_attr(struct ibv_context *context, const struct ibv_paren
         return EINVAL;
     if (attr->td && attr->td->context != context)
         return EINVAL;
-    if (to_soft_pd(attr->pd)->base != to_soft_pd(attr->pd)) /* a parent domain of a parent domain */
-        return EINVAL;
     if ((attr->comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) && (!attr->alloc || !attr->free))
         return EINVAL;
     return 0;
@@ -252,7 +250,7 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
         errno = error;
         return NULL;
     }
-    parent->base = to_soft_pd(attr->pd);
+    parent->base = to_soft_pd(attr->pd)->base; /* a parent domain takes the place of its protection domain here, too */
     parent->domain = parent->base->domain;
     parent->pd = parent->base->pd; /* the same handle: resources of both mix freely */
     atomic_fetch_add(&parent->base->references, 1);

@@ -29,15 +29,12 @@ static uint32_t next_share(struct soft_device *device)
 int soft_alloc_shpd(struct ibv_pd *ibv_pd, uint64_t share_key, uint32_t *share)
 {
     struct soft_context *context = to_soft_context(ibv_pd->context);
-    struct soft_pd *pd = to_soft_pd(ibv_pd);
     struct soft_device *device = context->device;
-    struct soft_domain *domain = pd->domain;
+    struct soft_domain *domain = to_soft_pd(ibv_pd)->domain;
     int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_alloc_shpd);
 
     if (error)
         return error;
-    if (pd->base != pd)
-        return EINVAL;
     pthread_mutex_lock(&device->lock);
     if (domain->share) {
         error = EEXIST;

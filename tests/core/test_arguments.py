@@ -39,7 +39,6 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
     "td of None": (lambda o: domains.ThreadDomain(o.none), TypeError, "NoneType"),
     "parent domain of None": (lambda o: domains.ParentDomain(o.none), TypeError, "NoneType"),
     "parent domain of a context": (lambda o: domains.ParentDomain(o.context), TypeError, "ProtectionDomain"),
-    "parent domain of a parent domain": (lambda o: domains.ParentDomain(o.domain), ValueError, "make the new one from"),
     "parent domain of two contexts": (lambda o: domains.ParentDomain(o.pd, o.other_td), ValueError, "another context"),
     "parent domain with a pd as td": (lambda o: domains.ParentDomain(o.pd, o.pd), TypeError, "ThreadDomain"),
     "XRC domain of None": (lambda o: domains.XrcDomain(o.none), TypeError, "NoneType"),

@@ -20,7 +20,6 @@ from aioverbs import (
     ClosedResourceError,
     ConcurrentAccessError,
     DefaultAllocator,
-    ProtectionDomain,
     ResourceDomain,
     State,
     VerbsError,
@@ -130,13 +129,6 @@ async def test_resources_are_made_from_resources(device: Device) -> None:
                 pd.queue_pair(cq, given)
             with pytest.raises(TypeError, match=f"^QueuePair{said}"):
                 pd.queue_pair(cq, srq=given)
-
-
-@pytest.mark.once
-async def test_no_parent_domain_of_a_parent_domain(device: Device) -> None:
-    async with device.protection_domain() as pd, pd.parent_domain() as domain:
-        with pytest.raises(TypeError, match="is made from a protection domain"):
-            ProtectionDomain.parent_domain(domain)  # type: ignore[arg-type]
 
 
 @pytest.mark.once

@@ -88,8 +88,13 @@ static void identifiers(void)
     }
     parent = home_parent(&home, NULL);
     REQUIRE(parent != NULL);
-    CHECK_EQ(soft_alloc_shpd(parent, KEY, &unused), EINVAL);
+    CHECK_EQ(soft_alloc_shpd(parent, KEY, &first), 0); /* which takes the place of its protection domain */
+    CHECK_EQ(soft_alloc_shpd(home.base, KEY, &unused), EEXIST);
     CHECK_EQ(soft_verbs.dealloc_pd(parent), 0);
+    instance = soft_share_pd(home.context, first, KEY);
+    REQUIRE(instance != NULL);
+    CHECK(to_soft_pd(instance)->domain == to_soft_pd(home.base)->domain);
+    CHECK_EQ(soft_verbs.dealloc_pd(instance), 0);
     CHECK_EQ(soft_alloc_shpd(pds[0], KEY, &first), 0);
     CHECK_EQ(soft_alloc_shpd(pds[1], KEY, &second), 0);
     CHECK(first && second && first != second);

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from aioverbs import ParentDomain, QpType, ThreadDomain, VerbsError
+from aioverbs import (
+    AccessFlags,
+    ParentDomain,
+    QpType,
+    State,
+    ThreadDomain,
+    ThreadModel,
+    VerbsError,
+    WorkerPool,
+    current_worker,
+)
 from aioverbs._core import domains, engine
 from aioverbs.attributes import AddressVector
 from aioverbs.device import Device
@@ -50,6 +60,54 @@ async def test_is_completely_interchangeable_with_its_protection_domain(device: 
                 assert region.handle.pd is pd.handle
         for handle in reversed(made):
             handle.destroy()
+
+
+@pytest.mark.once
+async def test_whatever_is_made_from_a_protection_domain_is_made_from_a_parent_domain(device: Device) -> None:
+    """ "can be used as an input argument to any function accepting a struct ibv_pd": by another parent domain, a
+    resource domain and a pool of workers, none of which takes over its thread domain or allocator."""
+    allocator = Recording()
+    async with (
+        device.protection_domain() as pd,
+        device.thread_domain() as td,
+        pd.parent_domain(td, allocator, "mine") as first,
+        first.parent_domain() as nested,
+        nested.parent_domain(td) as innermost,
+        device.resource_domain(nested) as domain,
+        device.resource_domain(domain, thread_model=ThreadModel.SAFE) as over_another,
+        WorkerPool(device, 1, pd=first) as pool,
+        innermost.register(64) as region,
+    ):
+        over = [nested, innermost, domain, over_another]
+        assert [each.base for each in over] == [pd] * 4
+        assert (nested.owner, nested.td, nested.allocator, nested.context) == (None, None, None, None)
+        assert pool.pd is pd
+        for each in over:
+            assert region.handle.pd is each.base.handle
+            async with each.completion_queue(4) as cq, each.queue_pair(cq):
+                assert not allocator.pieces
+        async with first.completion_queue(4):
+            assert bool(allocator.pieces) is first.native_allocators
+
+        async def at_the_worker() -> bool:
+            return current_worker().domain.base is pd
+
+        assert await pool.run(at_the_worker)
+
+
+@pytest.mark.once
+@needs(Capability.SHARED_DOMAINS)
+async def test_a_parent_domain_is_shared(device: Device) -> None:
+    """ "any function accepting a struct ibv_pd", ``ibv_alloc_shpd`` among them."""
+    async with (
+        device.protection_domain() as pd,
+        pd.parent_domain() as domain,
+        domain.share(7) as shared,
+        device.shared_protection_domain(shared.id, 7) as instance,
+        domain.register(64, AccessFlags.LOCAL_WRITE, domain.shared_memory) as region,
+    ):
+        assert instance.state is State.OPEN
+        assert region.handle.pd is pd.handle
 
 
 @pytest.mark.once

@@ -9,7 +9,7 @@ An allocator may serve many parent domains, in many threads, and buffers beside 
 in the child, which can use it as if it were new.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ._core.allocators import (
     USE_DEFAULT,
@@ -24,6 +24,9 @@ from ._core.allocators import (
     UseDefault,
 )
 from .attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
+
+if TYPE_CHECKING:
+    from ._core.domains import ParentDomain
 
 __all__ = [
     "USE_DEFAULT",
@@ -51,7 +54,9 @@ class Allocator(Protocol):
     same domain is refused where the domain takes no locks.
     """
 
-    def allocate(self, size: int, alignment: int, resource_type: int, /) -> int | UseDefault | None:
+    def allocate(
+        self, size: int, alignment: int, resource_type: int, pd: "ParentDomain | None", context: object, /
+    ) -> int | UseDefault | None:
         """Return the address of a piece; `USE_DEFAULT` to let the provider use its own memory; None for none.
 
         What it raises becomes the cause of the verb's error. Anything else that it returns makes the verb fail.
@@ -59,13 +64,17 @@ class Allocator(Protocol):
         :param size: bytes. They must be zero, and no fork may copy them: shared anonymous memory, or MADV_DONTFORK.
         :param alignment: bytes; the address must be a multiple of it.
         :param resource_type: what it is for; `ResourceKind.decode` tells.
+        :param pd: the parent domain that it is for, as its `handle`; None for a buffer.
+        :param context: that parent domain's, the "user-specified context"; None for a buffer.
         """
 
-    def free(self, address: int, resource_type: int, /) -> object:
+    def free(self, address: int, resource_type: int, pd: "ParentDomain | None", context: object, /) -> object:
         """Take a piece back, once for each address that `allocate` returned.
 
         What it raises goes to ``sys.unraisablehook``: the verb has succeeded.
 
         :param address: of the piece.
         :param resource_type: what it was asked for with.
+        :param pd: likewise.
+        :param context: likewise.
         """

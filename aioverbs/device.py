@@ -303,6 +303,7 @@ class Device(Handled[engine.Context]):
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,
         allocator: Allocator | None = None,
+        context: object = None,
         require_native: bool = False,
     ) -> ResourceDomain:
         """A resource domain: see there."""
@@ -314,6 +315,7 @@ class Device(Handled[engine.Context]):
             thread_model=thread_model,
             message_model=message_model,
             allocator=allocator,
+            context=context,
             require_native=require_native,
         )
 

@@ -135,7 +135,7 @@ class _Piece:
         region = self._region()
         if region is not None:
             region._memory = None
-        self._allocator.free(self._address, 0)
+        self._allocator.free(self._address, 0, None, None)
 
 
 class MemoryRegion(Handled[engine.MemoryRegion], Registered):
@@ -187,7 +187,7 @@ class MemoryRegion(Handled[engine.MemoryRegion], Registered):
     def _allocate(self) -> "Buffer":
         address: object = USE_DEFAULT
         if self._allocator is not None:
-            address = self._allocator.allocate(self._length, mmap.PAGESIZE, 0)
+            address = self._allocator.allocate(self._length, mmap.PAGESIZE, 0, None, None)
         if address is None:
             raise MemoryError(f"{self._allocator!r} has no {self._length} bytes")
         if self._allocator is None or not isinstance(address, int):

@@ -241,7 +241,7 @@ class ParentDomain(InterchangeableDomain):
 
     :param td: the thread domain whose owner is to own what is made on it; None: anyone may use that.
     :param allocator: where the provider takes memory from; None: from its own.
-    :param context: anything; `context` gives it back ("additional user-specific data").
+    :param context: anything: "additional user-specific data", which `context` and the allocator are given back.
     :param require_native: raise where the provider has no parent domains, or where `td` is not native, instead of
         going on without.
     """
@@ -276,7 +276,7 @@ class ParentDomain(InterchangeableDomain):
         if self._require_native and self._td is not None and td is None:
             raise VerbsError("ibv_alloc_parent_domain", errno.EOPNOTSUPP, f"{self._td!r} is not native")
         try:
-            handle = core.ParentDomain(self._pd.handle, td, self.allocator, affinity=self._life.owner)
+            handle = core.ParentDomain(self._pd.handle, td, self.allocator, self.context, affinity=self._life.owner)
         except VerbsError as error:
             of_allocator = error.__cause__ is not None  # it raised, or gave what cannot be used
             if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:

@@ -31,31 +31,34 @@ class ResourceDomain(InterchangeableDomain):
     :param thread_model: who may use what is made on it.
     :param message_model: what its queues are good at.
     :param allocator: where the provider takes memory from; None: from its own.
+    :param context: anything, which the allocator is given back.
     :param require_native: raise where the provider cannot drop its locks, instead of going on with them.
     """
 
     def __init__(
         self,
         device: Resource,
-        context: engine.Context,
+        of_device: engine.Context,
         budget: ThreadDomainBudget,
         pd: InterchangeableDomain | None = None,
         *,
         thread_model: ThreadModel = ThreadModel.SINGLE,
         message_model: MessageModel = MessageModel.DEFAULT,
         allocator: Allocator | None = None,
+        context: object = None,
         require_native: bool = False,
     ) -> None:
         super().__init__(pd if pd is not None else device)
-        self._context = context
+        self._context = of_device
         self._budget = budget
         self._require_native = require_native
-        self._pd = base_of("resource domain", pd) if pd is not None else ProtectionDomain(self, context, budget)
+        self._pd = base_of("resource domain", pd) if pd is not None else ProtectionDomain(self, of_device, budget)
         self._td: ThreadDomain | None = None
         self._parent: ParentDomain | None = None
         self.thread_model = ThreadModel(thread_model)
         self.message_model = MessageModel(message_model)
         self.allocator = allocator
+        self.context = context
 
     def _owner(self) -> Affinity | None:
         return owner_for(self.thread_model)
@@ -67,7 +70,9 @@ class ResourceDomain(InterchangeableDomain):
         if owner is not None:
             self._td = ThreadDomain(self, self._context, self._budget, require_native=self._require_native, owner=owner)
             self._open_part(self._td)
-        self._parent = ParentDomain(self._pd, self._td, self.allocator, require_native=self._require_native)
+        self._parent = ParentDomain(
+            self._pd, self._td, self.allocator, self.context, require_native=self._require_native
+        )
         self._open_part(self._parent)
         self._handle = self._parent.handle
 

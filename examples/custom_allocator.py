@@ -17,17 +17,22 @@ class Mappings:
     def __init__(self) -> None:
         self._pieces: dict[int, mmap.mmap] = {}
 
-    def allocate(self, size: int, alignment: int, resource_type: int) -> int | aioverbs.UseDefault | None:
-        """Zeroed memory at an address that is a multiple of `alignment`; what is asked for tells `resource_type`."""
+    def allocate(
+        self, size: int, alignment: int, resource_type: int, pd: object, context: object
+    ) -> int | aioverbs.UseDefault | None:
+        """Zeroed memory at an address that is a multiple of `alignment`; what is asked for tells `resource_type`.
+
+        `context` is what the domain was made with. Both are None for buffers.
+        """
         if alignment > mmap.PAGESIZE:
             return aioverbs.USE_DEFAULT  # let the provider do it
         mapping = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._pieces[address] = mapping
-        print(f"  {size} bytes at {address:#x} for {aioverbs.ResourceKind.decode(resource_type)}")
+        print(f"  {size} bytes at {address:#x} for {aioverbs.ResourceKind.decode(resource_type)} of {context}")
         return address
 
-    def free(self, address: int, resource_type: int) -> None:
+    def free(self, address: int, resource_type: int, pd: object, context: object) -> None:
         """Take a piece back."""
         del self._pieces[address]
 
@@ -35,7 +40,7 @@ class Mappings:
 async def use(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
     """Make some queues whose memory comes from an allocator."""
     async with (
-        device.resource_domain(allocator=allocator) as domain,
+        device.resource_domain(allocator=allocator, context="the example") as domain,
         domain.completion_queue(64) as cq,
         domain.queue_pair(cq),
     ):

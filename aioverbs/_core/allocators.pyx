@@ -160,12 +160,14 @@ cdef class NativeAllocator:
             raise TypeError(f"{self!r} is an allocator in Python")
         return <uintptr_t>self.alloc, <uintptr_t>self.give, <uintptr_t>self.source
 
-    def allocate(self, size, alignment, resource_type=0):
+    def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
         """Get a piece of zeroed memory that a fork does not copy.
 
         :param size: bytes, 1 at least.
         :param alignment: bytes, a power of two; the address is a multiple of it.
         :param resource_type: what it is for, as ``ibv_alloc_parent_domain`` has it; 0 for a buffer.
+        :param pd: the parent domain that it is for, which makes no difference here.
+        :param context: that of the parent domain, which makes no difference here.
         :returns: its address, or `USE_DEFAULT`.
         :raises ValueError: size or alignment are none.
         :raises OSError: there is no such memory; it says what to do.
@@ -184,11 +186,13 @@ cdef class NativeAllocator:
             _no_source()
         return <uintptr_t>address
 
-    def free(self, address, resource_type=0):
+    def free(self, address, resource_type=0, pd=None, context=None):
         """Give a piece back, once.
 
         :param address: what `allocate` returned.
         :param resource_type: what it was asked for with.
+        :param pd: likewise.
+        :param context: likewise.
         :raises ValueError: no piece of this allocator is there.
         """
         self._free(address, resource_type)

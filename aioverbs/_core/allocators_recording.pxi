@@ -18,20 +18,22 @@ cdef class RecordingAllocator(NativeAllocator):
             self.give = NULL
         self.inner = inner
 
-    def allocate(self, size, alignment, resource_type=0):
+    def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
         """Ask the inner allocator, and remember what it answers.
 
         :param size: bytes, 1 at least.
         :param alignment: bytes, a power of two; the address is a multiple of it.
         :param resource_type: what it is for, as ``ibv_alloc_parent_domain`` has it; 0 for a buffer.
+        :param pd: for an inner allocator in Python: the parent domain; None for a buffer.
+        :param context: for an inner allocator in Python: that of the parent domain.
         :returns: the inner allocator's answer.
         :raises ValueError: size or alignment are none, or the inner allocator answers with a piece that is out.
         """
         if self.alloc:
-            return NativeAllocator.allocate(self, size, alignment, resource_type)
+            return NativeAllocator.allocate(self, size, alignment, resource_type, pd, context)
         _check_request(size, alignment)
         try:
-            address = self.inner.allocate(size, alignment, resource_type)
+            address = self.inner.allocate(size, alignment, resource_type, pd, context)
         except BaseException:
             alloc_recording_without(_source_of(self), resource_type, False)
             raise
@@ -42,23 +44,25 @@ cdef class RecordingAllocator(NativeAllocator):
         if error == EEXIST:
             raise ValueError(f"allocate() returned {address:#x}, which is in use")
         if error:
-            self.inner.free(address, resource_type)
+            self.inner.free(address, resource_type, pd, context)
             raise MemoryError
         return address
 
     def _note(self, uintptr_t address, size_t size, uint64_t resource_type):
         return alloc_recording_note(_source_of(self), <void *>address, size, resource_type)
 
-    def free(self, address, resource_type=0):
+    def free(self, address, resource_type=0, pd=None, context=None):
         """Give a piece back, once.
 
         :param address: what `allocate` returned.
         :param resource_type: what it was asked for with.
+        :param pd: likewise.
+        :param context: likewise.
         :raises ValueError: no piece is there that came through this allocator.
         """
         self._free(address, resource_type)
         if not self.alloc:
-            self.inner.free(address, resource_type)
+            self.inner.free(address, resource_type, pd, context)
 
     def usage(self):
         """What is out and what was, by what it was asked for: a mapping of `ResourceKind` to `AllocatorUsage`.

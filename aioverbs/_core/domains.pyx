@@ -83,12 +83,14 @@ cdef class ParentDomain(ProtectionDomain):
     :param pd: the protection domain, or a parent domain over it, of which nothing else is taken over.
     :param td: the thread domain of everything that is made on the parent domain.
     :param allocator: gives the provider memory for queues and doorbell records. Its
-        ``allocate(size, alignment, resource_type)``, both in bytes, returns an address of zeroed, aligned memory that a
-        fork does not copy, or `USE_DEFAULT`, or None where it has none; ``free(address, resource_type)`` takes it back,
-        once, with the same type. `resource_type` is the provider's number in the upper 32 bits and its own code for a
+        ``allocate(size, alignment, resource_type, pd, pd_context)``, the first two in bytes, returns an address of
+        zeroed, aligned memory that a fork does not copy, or `USE_DEFAULT`, or None where it has none;
+        ``free(address, resource_type, pd, pd_context)`` takes it back, once, with the same type. `pd` is this domain,
+        `resource_type` is the provider's number in the upper 32 bits and its own code for a
         queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
         of the verb's error. They are called in the thread that calls the verb, and may call verbs themselves.
         A `NativeAllocator` is asked in C, without the GIL.
+    :param pd_context: anything, for the allocator.
     :raises ValueError: `td` is of another context, or belongs to another owner.
     :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
     """
@@ -96,11 +98,20 @@ cdef class ParentDomain(ProtectionDomain):
     cdef readonly ProtectionDomain base
     cdef readonly ThreadDomain td
     cdef readonly object allocator
+    cdef readonly object pd_context
     cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
     cdef dict _sizes                    # address -> size of what the provider holds
     cdef domain_memory _native          # in place of these two, where the allocator works in C
 
-    def __init__(self, ProtectionDomain pd not None, ThreadDomain td=None, allocator=None, *, Affinity affinity=None):
+    def __init__(
+        self,
+        ProtectionDomain pd not None,
+        ThreadDomain td=None,
+        allocator=None,
+        pd_context=None,
+        *,
+        Affinity affinity=None,
+    ):
         self._begin()
         if isinstance(pd, ParentDomain):  # which "can be used as an input argument" here, too
             pd = (<ParentDomain>pd).base
@@ -112,17 +123,18 @@ cdef class ParentDomain(ProtectionDomain):
             affinity = td.affinity
         self._belong(affinity, "ibv_alloc_parent_domain")
         try:
-            self._create(pd, td, allocator)
+            self._create(pd, td, allocator, pd_context)
         finally:
             self._belongs()
 
-    cdef int _create(self, ProtectionDomain pd, ThreadDomain td, allocator) except -1:
+    cdef int _create(self, ProtectionDomain pd, ThreadDomain td, allocator, pd_context) except -1:
         cdef v.ibv_parent_domain_init_attr attr
         cdef int error = 0
         memset(&attr, 0, sizeof(attr))
         self._causes = {}
         self._sizes = {}
         self.allocator = allocator
+        self.pd_context = pd_context
         self.context = pd.context
         self.base = pd
         self.td = td
@@ -199,7 +211,7 @@ cdef class ParentDomain(ProtectionDomain):
         return len(self._sizes) + domain_memory_held(&self._native)
 
     def _allocate(self, size, alignment, resource_type):
-        address = self.allocator.allocate(size, alignment, resource_type)
+        address = self.allocator.allocate(size, alignment, resource_type, self, self.pd_context)
         if address is USE_DEFAULT or address is None:
             return address
         if not isinstance(address, int) or isinstance(address, bool) or not 0 < address < 1 << 64:
@@ -208,14 +220,14 @@ cdef class ParentDomain(ProtectionDomain):
             raise ValueError(f"allocate() returned {address:#x}, which is in use")
         problem = _unfit(address, size, alignment)
         if problem:
-            self.allocator.free(address, resource_type)
+            self.allocator.free(address, resource_type, self, self.pd_context)
             raise ValueError(f"allocate() returned {address:#x}, which is not {problem}")
         self._sizes[address] = size
         return address
 
     def _free(self, address, resource_type):
         del self._sizes[address]
-        self.allocator.free(address, resource_type)
+        self.allocator.free(address, resource_type, self, self.pd_context)
 
 
 def _unfit(address, size_t size, uint64_t alignment):

@@ -46,13 +46,13 @@ class Recording:
         self.pieces.append(piece)
         return piece
 
-    def allocate(self, size: int, alignment: int, resource_type: int) -> Any:
+    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
         if self.answer is None:
             return self.piece(size, alignment, resource_type).address
         # Whatever it is: some tests answer with what an allocator must not.
         return self.answer(self, size, alignment, resource_type)
 
-    def free(self, address: int, resource_type: int) -> None:
+    def free(self, address: int, resource_type: int, *of: object) -> None:
         (piece,) = (piece for piece in self.pieces if piece.address == address and not piece.freed)
         assert piece.resource_type == resource_type
         piece.freed += 1

@@ -318,9 +318,9 @@ class Meanwhile(Recording):
         super().__init__()
         self.meanwhile = meanwhile
 
-    def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> object:
         self.meanwhile()
-        return super().allocate(size, alignment, resource_type)
+        return super().allocate(size, alignment, resource_type, *of)
 
 
 @pytest.mark.parametrize("binding", ["of_running_loop", "unbound"])

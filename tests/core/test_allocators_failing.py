@@ -183,8 +183,8 @@ def test_free_that_raises(context: engine.Context, monkeypatch: pytest.MonkeyPat
     """The verb has succeeded all the same: nobody waits for this, so it goes to where such exceptions go."""
 
     class Unwilling(Recording):
-        def free(self, address: int, resource_type: int) -> None:
-            super().free(address, resource_type)
+        def free(self, address: int, resource_type: int, *of: object) -> None:
+            super().free(address, resource_type, *of)
             raise error
 
     heard: list[Any] = []

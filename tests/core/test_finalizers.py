@@ -109,10 +109,10 @@ from aioverbs.providers import software
 class Unwilling:
     def __init__(self):
         self.pages = []
-    def allocate(self, size, alignment, resource_type):
+    def allocate(self, size, alignment, *of):
         self.pages.append(mmap.mmap(-1, max(size, 4096)))
         return ctypes.addressof(ctypes.c_char.from_buffer(self.pages[-1]))
-    def free(self, address, resource_type):
+    def free(self, address, *of):
         raise RuntimeError("kept for ever")
 
 context = software.open_context()

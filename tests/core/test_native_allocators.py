@@ -277,10 +277,10 @@ def test_types() -> None:
     assert isinstance(assert_type(ArenaAllocator().inner, NativeAllocator), SharedPageAllocator)
 
     class Own:
-        def allocate(self, size: int, alignment: int, resource_type: int, /) -> int | UseDefault | None:
+        def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> int | UseDefault | None:
             return USE_DEFAULT if size > 8 else None
 
-        def free(self, address: int, resource_type: int, /) -> None:
+        def free(self, address: int, resource_type: int, *of: object) -> None:
             pass
 
     own: Allocator = Own()

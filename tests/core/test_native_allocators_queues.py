@@ -301,13 +301,13 @@ def test_what_an_allocator_in_python_answers() -> None:
         def __init__(self) -> None:
             self.freed: list[int] = []
 
-        def allocate(self, size: int, alignment: int, resource_type: int, /) -> object:
+        def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> object:
             answer = answers.pop(0)
             if isinstance(answer, BaseException):
                 raise answer
             return answer
 
-        def free(self, address: int, resource_type: int, /) -> None:
+        def free(self, address: int, resource_type: int, *of: object) -> None:
             self.freed.append(address)
 
     inner = Answering()

@@ -196,10 +196,10 @@ async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(Recording):
-        def allocate(self, size: int, alignment: int, resource_type: int) -> Any:
+        def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
             entered.set()
             assert leave.wait(30)
-            return super().allocate(size, alignment, resource_type)
+            return super().allocate(size, alignment, resource_type, *of)
 
     async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=Slow()) as domain:
         make = asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)

@@ -47,7 +47,7 @@ class Pages:
         self.asked: list[tuple[int, int, int]] = []
         self.freed: list[int] = []
 
-    def allocate(self, size: int, alignment: int, resource_type: int) -> int:
+    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> int:
         """Fresh shared anonymous memory, which is zero and is not copied by a fork."""
         self.asked.append((size, alignment, resource_type))
         pages = mmap.mmap(-1, size)
@@ -55,7 +55,7 @@ class Pages:
         self.pages[address] = pages
         return address
 
-    def free(self, address: int, resource_type: int) -> None:
+    def free(self, address: int, resource_type: int, *of: object) -> None:
         """Give it back; a second time is a KeyError."""
         del self.pages[address]
         self.freed.append(resource_type)
@@ -159,10 +159,10 @@ def test_an_allocator_may_leave_it_to_the_provider(context: engine.Context, shim
     class Default:
         freed = 0
 
-        def allocate(self, size: int, alignment: int, resource_type: int) -> object:
+        def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> object:
             return domains.USE_DEFAULT
 
-        def free(self, address: int, resource_type: int) -> None:
+        def free(self, address: int, resource_type: int, *of: object) -> None:
             self.freed += 1
 
     pages = Default()
@@ -173,7 +173,7 @@ def test_an_allocator_may_leave_it_to_the_provider(context: engine.Context, shim
 
 def test_an_allocator_that_raises(context: engine.Context, shim: Shim) -> None:
     class Failing(Pages):
-        def allocate(self, size: int, alignment: int, resource_type: int) -> int:
+        def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> int:
             raise MemoryError("no pages left")
 
     pd = engine.ProtectionDomain(context)

@@ -12,6 +12,7 @@ from aioverbs import (
     AccessFlags,
     ParentDomain,
     QpType,
+    RecordingAllocator,
     State,
     ThreadDomain,
     ThreadModel,
@@ -155,18 +156,35 @@ async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device
         queue.destroy()
 
 
+class Told(Recording):
+    """Remembers the parent domains, and their contexts, that it was asked and given back for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, list[tuple[object, ...]]] = {"allocate": [], "free": []}
+
+    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
+        self.told["allocate"].append(of)
+        return super().allocate(size, alignment, resource_type, *of)
+
+    def free(self, address: int, resource_type: int, *of: object) -> None:
+        self.told["free"].append(of)
+        super().free(address, resource_type, *of)
+
+
 @pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     """ "Provider memory allocations will use this function to allocate the needed memory. The allocation function is
     passed the parent domain pd and the user-specified context pd_context. In addition, the callback receives
     the size and the alignment of the requested buffer, as well a vendor-specific resource_type" """
-    allocator = Recording()
+    allocator = Told()
     async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator, context="mine") as domain:
         assert domain.native_allocators
         assert domain.context == "mine"
         queue = engine.CompletionQueue(device.handle, 16, parent_domain=domain.handle)
         qp = engine.QueuePair(domain.handle, queue, queue)
+        assert set(allocator.told["allocate"]) == {(domain.handle, "mine")}
         provider, codes = {piece.resource_type >> 32 for piece in allocator.live}, set(allocator.asked)
         assert provider == {1}
         assert {code & 0xFFFFFFFF for code in codes} == {1, 3, 5}
@@ -174,6 +192,31 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
         qp.destroy()
         queue.destroy()
     assert not allocator.live
+
+
+@pytest.mark.once
+@needs(Capability.PARENT_DOMAINS)
+async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> None:
+    """ "A pointer for additional user-specific data to be associated with this parent domain. The pointer is passed
+    back to the custom allocator functions": that of each domain, through an allocator that records, too. Buffers have
+    none."""
+    allocator = Told()
+    async with (
+        device.protection_domain() as pd,
+        pd.parent_domain(allocator=allocator, context="one") as one,
+        pd.parent_domain(allocator=RecordingAllocator(allocator), context="another") as another,
+        device.resource_domain(allocator=allocator, context=(thing := object())) as domain,
+        pd.register(64, allocator=allocator),
+    ):
+        assert (one.context, another.context, domain.context, domain.parent.context) == ("one", "another", thing, thing)
+        queues = [
+            engine.CompletionQueue(device.handle, 4, parent_domain=each.handle) for each in (one, another, domain)
+        ]
+        for queue in queues:
+            queue.destroy()
+        of_queues = [(one.handle, "one"), (another.handle, "another"), (domain.handle, thing)]
+    assert not allocator.live
+    assert set(allocator.told["allocate"]) == set(allocator.told["free"]) == {*of_queues, (None, None)}
 
 
 @pytest.mark.once

@@ -71,6 +71,14 @@ class Placement:
     native: bool
     message_model: MessageModel | None = None
 
+    def owner_with(self, *parts: Resource | None) -> Affinity | None:
+        """The owner of what is made here with other parts: the first who owns one of them, as the handles have it.
+
+        Whoever cannot take completions, or receives, of another owner has no use for what needs them.
+        """
+        owners = (self.owner, *(part.owner for part in parts if part is not None))
+        return next((owner for owner in owners if owner is not None), None)
+
     def check_message_model(self, what: str, cq: "CompletionQueue") -> None:
         """Check that a completion queue waits as the resource domain has it on which something is made.
 
@@ -278,7 +286,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
             self.handle.resize(depth)
             self._depth = self.handle.cqe
 
-    def reserve(self, completions: int) -> None:
+    def _reserve(self, completions: int) -> None:
         """Keep room for so many completions, for a queue that is made on it.
 
         :raises ValueError: so much is not left.
@@ -291,7 +299,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
                 )
             self._reserved += completions
 
-    def release(self, completions: int) -> None:
+    def _release(self, completions: int) -> None:
         """Give back what was reserved."""
         with self._reserving:
             self._reserved -= completions
@@ -309,13 +317,13 @@ class Room:
         :raises ValueError: so much is not left.
         """
         if cq is not None:
-            cq.reserve(completions)
+            cq._reserve(completions)
             self._reserved.append((cq, completions))
 
     def destroy(self) -> None:
         """Give it back."""
         for cq, completions in self._reserved:
-            cq.release(completions)
+            cq._release(completions)
 
 
 async def patiently(verb: Callable[[], object]) -> bool:

@@ -202,7 +202,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Life
 
     def _owner(self) -> Affinity | None:
-        return self._domain._placement().owner
+        # Its buffers and its state are the loop's that made it, also where the verbs of its domain are anybody's.
+        owner = self._domain._placement().owner
+        return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
         block, cq, settings = self._block, self._cq, self._settings

@@ -245,6 +245,15 @@ class Life:
 
     # ---- Ending
 
+    def check_owner(self, verb: str) -> None:
+        """Check that the owner calls, or that it is gone: then who comes first takes its place.
+
+        :raises AffinityError: the owner is another loop.
+        :raises ConcurrentAccessError: a verb is under way.
+        """
+        if self.owner is not None and not self.owner.orphaned:
+            self.owner.check(self, verb)
+
     def _check_can_close(self) -> None:
         # Under the tree's lock. Who is not the owner must not close what another thread may be inside of; where the
         # owner is gone nobody is, and who closes it takes its place.

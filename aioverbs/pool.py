@@ -169,12 +169,14 @@ class WorkerPool(Resource):
         `ClosedResourceError`, and end the workers. A cancellation of this is such a deadline, too.
 
         :param deadline_s: seconds; None: for as long as the calls take.
+        :raises AffinityError: its workers are processes, and another loop opened it; nothing was done.
         :raises BusyResourceError: a thread is inside of a function that does not end; it is still there, and the pool
             takes no calls, and can be closed again. Or a function of the pool itself asks for this.
         """
         self._check_not_inside()
         try:
             if self.state is State.OPEN and not self.closed:
+                self._life.check_owner("aclose")
                 with anyio.move_on_after(deadline_s if deadline_s is not None else math.inf):
                     await self.drain()
         finally:

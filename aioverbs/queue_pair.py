@@ -173,7 +173,9 @@ class QueuePair(Connectable, Requester):
         self._work: Requests | None = None
 
     def _owner(self) -> Affinity | None:
-        return self._placement.owner if self._placement is not None else None
+        if self._placement is None:
+            return None
+        return self._placement.owner_with(self._send_cq, self._recv_cq, self._srq)
 
     def _open(self) -> None:
         wanted = self._wanted
@@ -191,7 +193,7 @@ class QueuePair(Connectable, Requester):
         self._handle = handle
         self._life.hold(handle)
         if self._srq is not None and self._recv_cq is not None:
-            end.share(self._srq.serve(self._recv_cq, handle.qp_num), self._recv_cq.completer.drain)
+            end.share(self._srq._serve(self._recv_cq, handle.qp_num), self._recv_cq.completer.drain)
         self._life.label = str(handle.qp_num)
         self._begin(handle, wanted, end)
 

@@ -78,7 +78,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         self._serving = threading.Lock()
 
     def _owner(self) -> Affinity | None:
-        return self._placement.owner
+        return self._placement.owner_with(self._cq)
 
     def _open(self) -> None:
         max_wr, max_sge, _ = self._sizes
@@ -94,7 +94,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
             *self._sizes,
             xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
             cq=self._cq.handle if self._cq is not None else None,
-            affinity=self._placement.owner,
+            affinity=self._life.owner,
         )
         self._life.hold(self._handle)
         completer = self._cq.completer if self._cq is not None else None
@@ -110,7 +110,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         assert self._work is not None
         return self._work
 
-    def serve(self, cq: CompletionQueue, qp_num: int) -> Callable[[], None]:
+    def _serve(self, cq: CompletionQueue, qp_num: int) -> Callable[[], None]:
         """A queue pair takes receives from it, which complete in a completion queue; what is returned ends that.
 
         :raises ValueError: the completion queue has no room for all of them.
@@ -118,7 +118,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         work, completer = self.work, cq.completer
         with self._serving:
             if cq not in self._served:
-                cq.reserve(self.depth)
+                cq._reserve(self.depth)
             self._served[cq] = self._served.get(cq, 0) + 1
         attach(work, completer, qp_num)
 
@@ -128,7 +128,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
                 self._served[cq] -= 1
                 if not self._served[cq]:
                     del self._served[cq]
-                    cq.release(self.depth)
+                    cq._release(self.depth)
 
         return leave
 

@@ -17,6 +17,7 @@ from aioverbs import (
     Connection,
     ConnectionSettings,
     Device,
+    ThreadModel,
     connect,
     listen,
 )
@@ -168,6 +169,30 @@ async def test_one_that_is_forgotten(device: Device) -> None:
         with pytest.raises(BrokenResourceError):
             await far.receive()
         await far.aclose()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("model", [None, ThreadModel.SAFE, ThreadModel.UNSAFE], ids=str)
+async def test_it_is_of_its_loop_on_any_domain(device: Device, model: ThreadModel | None) -> None:
+    """Also where the verbs of its domain are anybody's; None is a protection domain."""
+    async with (
+        device.protection_domain() as pd,
+        device.resource_domain(pd, thread_model=model or ThreadModel.SAFE) as resource_domain,
+        listen(HOST, domain=(domain := resource_domain if model else pd), settings=SMALL) as listener,
+        await connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
+        await listener.accept() as far,
+    ):
+        assert near.owner is not None
+        assert near.owner.loop is asyncio.get_running_loop()
+
+        async def elsewhere() -> None:
+            for refused in (near.aclose, near.abort):
+                with pytest.raises(AffinityError):
+                    await refused()
+
+        await asyncio.to_thread(asyncio.run, elsewhere())
+        await near.send(b"as before")
+        assert await far.receive() == b"as before"
 
 
 async def test_another_loop_may_not(device: Device) -> None:

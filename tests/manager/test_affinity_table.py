@@ -22,6 +22,7 @@ from aioverbs import (
     Mtu,
     Operation,
     ParentDomain,
+    QpState,
     QueuePair,
     Resource,
     ResourceDomain,
@@ -166,9 +167,9 @@ CALLS: dict[type[object], dict[str, Call]] = {
 FREE = {
     "address_handle", "adopt_memory_region", "allocator", "base", "batch", "buffer_pool", "cache", "capabilities",
     "closed", "completer", "context", "depth", "events", "gid_index", "handle", "label", "local_endpoint",
-    "memory_window", "message_model", "messages", "moderated", "native", "native_allocators", "open", "owner",
-    "parent", "path_to", "pd", "qp_num", "qp_state", "qp_type", "register", "release", "remote_endpoint", "reserve",
-    "run", "serve", "state", "statistics", "td", "thread_model", "work",
+    "import_memory_region", "memory_window", "message_model", "messages", "moderated", "native", "native_allocators",
+    "open", "owner", "parent", "parent_domain", "path_to", "pd", "qp_num", "qp_state", "qp_type", "register",
+    "remote_endpoint", "run", "share", "shared_memory", "state", "statistics", "td", "thread_model", "work",
 }  # fmt: skip
 # Of an operation: what it ended by is anybody's to read; a coroutine that nobody needs may be closed by the garbage
 # collector, in whatever thread that runs.
@@ -272,6 +273,29 @@ def test_the_owners_thread_with_another_loop_or_none(factory: Factory) -> None:
     finally:
         other.close()
         loop.close()
+
+
+@pytest.mark.once
+async def test_a_queue_pair_is_of_the_owner_of_its_completion_queue(device: Device) -> None:
+    async with (
+        device.protection_domain() as pd,
+        device.resource_domain(pd) as domain,
+        domain.completion_queue(64) as cq,
+        pd.completion_queue(64) as anybodys,
+        pd.queue_pair(cq) as sends,
+        pd.queue_pair(anybodys, cq) as receives,
+    ):
+        for qp in (sends, receives):
+            assert qp.owner is domain.owner is cq.owner
+            qp.to_init()
+
+            async def elsewhere(qp: QueuePair = qp) -> None:
+                for change in (qp.to_error, qp.to_reset, qp.aclose):
+                    with pytest.raises(AffinityError, match="which belongs to thread"):
+                        await _done(change())
+
+            await asyncio.to_thread(asyncio.run, elsewhere())
+            assert qp.query().qp_state is QpState.INIT
 
 
 async def _scene(device: Device) -> AsyncGenerator[Owned, None]:

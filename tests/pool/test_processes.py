@@ -156,8 +156,10 @@ async def test_calls_from_other_loops_and_threads(pool: WorkerPool, tmp_path: Pa
         return here, started.result(patience(10))[1]
 
     assert await asyncio.to_thread(elsewhere) == (0, 1)
-    with pytest.raises(AffinityError, match="aclose on <WorkerPool"):
-        await asyncio.to_thread(lambda: asyncio.run(pool.aclose()))
+    for end in (pool.aclose, pool.stop, lambda: pool.stop(0)):
+        with pytest.raises(AffinityError, match="aclose on <WorkerPool"):
+            await asyncio.to_thread(lambda end: asyncio.run(end()), end)
+    assert (await pool.run(work.look, worker=0))[1] == 0, "the pool that refused goes on"
 
 
 DEATHS: dict[str, tuple[Callable[..., Any], str]] = {

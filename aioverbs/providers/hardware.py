@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import sys
 import weakref
 from collections.abc import Iterator
@@ -28,10 +29,15 @@ _pyverbs_contexts: "weakref.WeakKeyDictionary[engine.Context, PyverbsContext]" =
 def _pyverbs_device() -> ModuleType:
     """``pyverbs.device``, imported when a device is first asked for: nothing else needs it."""
     engine.load_libibverbs()
+    # Its import calls logging.basicConfig, which does nothing where the root logger has a handler.
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
     try:
         import pyverbs.device
     except ImportError as error:
         raise LibraryNotFoundError("pyverbs", str(error)) from error
+    finally:
+        root.removeHandler(handler)
     return pyverbs.device
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, assert_type
 
@@ -29,7 +30,9 @@ from aioverbs import (
     devices,
     open_device,
 )
+from tests.pace import patience
 from tests.rdma.seam import rdma_devices
+from tests.running import run
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -51,6 +54,23 @@ def test_it_is_listed(name: str) -> None:
     assert found[name].active
     assert any(gid.startswith("::ffff:") for port in found[name].ports for _, gid in port.gids)
     assert "soft0" in found
+
+
+def test_logging_is_the_applications_own(name: str) -> None:
+    """pyverbs configures the root logger when it is imported."""
+    program = f"""
+import asyncio, logging
+from aioverbs import devices, open_device
+async def main():
+    async with open_device({name!r}):
+        pass
+devices()
+asyncio.run(main())
+root = logging.getLogger()
+print(root.handlers, logging.getLevelName(root.level))
+"""
+    done = run([sys.executable, "-P", "-c", program], patience(30))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[] WARNING\n", "")
 
 
 async def test_it_comes_before_the_software_device(monkeypatch: pytest.MonkeyPatch) -> None:

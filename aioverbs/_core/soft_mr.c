@@ -79,7 +79,8 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     mr->mr.addr = address;
     mr->mr.length = length;
     mr->mr.handle = mr->key.number;
-    /* The low byte differs from one use of a number to the next, so that an old key never fits a new region. */
+    /* The low byte differs from one use of a number to the next. How long an old key fits no new region is said in
+     * soft_table.h; where it does fit, its domain, rights and bounds are the new one's. */
     mr->mr.lkey = mr->mr.rkey = mr->key.number << 8 | use;
     soft_pd_adopt(pd, &mr->key);
     atomic_fetch_add(&context->mrs, 1);

@@ -2,7 +2,10 @@
  *
  * Look-ups take no lock and belong into a grace section. Additions and removals are serialised by a mutex.
  * A number that was given back is given out again only after SOFT_NUMBERS_RESTED others were given back, or
- * when no unused one is left, oldest first: a stale number meets nothing rather than a stranger. */
+ * when no unused one is left, oldest first: a stale number meets nothing rather than a stranger.
+ * A key is a number and the low byte of its uses: it comes again after 131,072 others at the earliest, unless a million
+ * are in use. In a domain that processes share, in which a slot passes from one to the next, after 256 at the earliest.
+ * Whoever keeps an old key for longer than that may reach what was registered since, of the same protection domain. */
 #ifndef AIOVERBS_SOFT_TABLE_H
 #define AIOVERBS_SOFT_TABLE_H
 

@@ -1,16 +1,12 @@
 """Queue pairs that rdma_cm connects: the handshake goes over them, and it tells of the peer's end."""
 
-import asyncio
 import errno
 import ipaddress
 from collections.abc import Callable
 
 from aioverbs._core import engine
-from aioverbs.affinity import running_loop
 from aioverbs.errors import (
-    BrokenResourceError,
     ConnectionRejectedError,
-    DeviceRemovedError,
     LibraryNotFoundError,
     StateError,
     UnreachableError,
@@ -65,8 +61,6 @@ class CmLine:
         identifier._life.quiet = True
         self._channel: SharedChannel | None = channel
         self._traffic: Traffic | None = None
-        self._when_lost: Callable[[Exception], object] | None = None
-        self._task: asyncio.Task[None] | None = None
 
     async def connect(self, traffic: Traffic, **attributes: int) -> None:
         """Connect the queue pair: of who asks.
@@ -97,22 +91,16 @@ class CmLine:
         return await self._traffic.receive_early()
 
     def watch(self, when_lost: Callable[[Exception], object]) -> None:
-        """Call this when the peer has disconnected."""
-        self._when_lost = when_lost
-        self._task = running_loop().create_task(self._wait())
-
-    async def _wait(self) -> None:
-        error: Exception = BrokenResourceError("the peer disconnected")
-        try:
-            await self.identifier.wait_disconnected()
-        except DeviceRemovedError as removed:
-            error = removed
-        if self._when_lost is not None:
-            self._when_lost(error)
+        """Call this when the peer has disconnected, or the device was removed; it ends the queue pair."""
+        self._watch(when_lost)
 
     def unwatch(self) -> None:
         """Call nobody any more."""
-        self._when_lost = None
+        self._watch(None)
+
+    def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
+        if self.identifier._conversation is not None:
+            self.identifier._conversation.watch(when_lost)
 
     def address(self, which: str) -> Address | None:
         """Its own address, `sockname`, or the peer's, `peername`."""
@@ -128,9 +116,6 @@ class CmLine:
 
     async def aclose(self) -> None:
         """Disconnect, and close the identifier."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
         await self.identifier.aclose()
         channel, self._channel = self._channel, None
         if channel is not None:

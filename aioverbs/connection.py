@@ -21,6 +21,7 @@ from aioverbs.domain import Domain
 from aioverbs.errors import (
     BrokenResourceError,
     ClosedResourceError,
+    DeviceRemovedError,
     HandshakeError,
     TransitionError,
     VerbsError,
@@ -142,6 +143,8 @@ class _End:
         self.traffic.look()
         if self.traffic.ended:
             self.traffic.fail("the peer closed it")
+        elif isinstance(error, DeviceRemovedError):
+            self.traffic.fail("the device was removed", error)
         else:
             self.traffic.fail(f"the peer is gone: {error}", error)
 

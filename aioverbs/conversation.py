@@ -90,6 +90,7 @@ class Conversation:
         self._events: deque[core.Event] = deque()  # for who waits for one
         self._failure: Exception | None = None
         self._qp: QueuePair | None = None  # one that left INIT for this connection
+        self._when_over: Callable[[Exception], object] | None = None
         self._goodbye_until = 0.0
         dispatcher.listening[handle] = self
 
@@ -131,8 +132,23 @@ class Conversation:
     def _end(self, stage: Stage, failure: Exception | None = None) -> None:
         if self.stage not in (Stage.ENDED, Stage.FAILED):
             self.stage, self._failure = stage, failure
-        self._flush()
+        if self._when_over is not None:
+            self._when_over(self._cause())
+        else:
+            self._flush()
         self._bell.ring()
+
+    def watch(self, when_over: Callable[[Exception], object] | None) -> None:
+        """Call this with the cause when the peer or the device is gone. It ends the queue pair then, this does not.
+
+        :param when_over: None: as if nobody had watched.
+        """
+        self._when_over = when_over
+        if when_over is not None and self.stage in (Stage.ENDED, Stage.FAILED):
+            when_over(self._cause())
+
+    def _cause(self) -> Exception:
+        return self._failure or BrokenResourceError("the peer disconnected")
 
     def _flush(self) -> None:
         """Whoever waits for the peer on its queue pair waits no longer."""

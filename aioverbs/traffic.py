@@ -20,6 +20,7 @@ from aioverbs.errors import (
     BrokenResourceError,
     BusyResourceError,
     ClosedResourceError,
+    DeviceRemovedError,
     StateError,
     VerbsError,
     WorkCompletionError,
@@ -158,7 +159,8 @@ class Traffic:
         """It is of no more use; who waits is told. The first reason stays."""
         if self.broken is not None:
             return
-        self.broken = BrokenResourceError(f"the connection with {self.peer} is broken: {why}")
+        kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
+        self.broken = kind(f"the connection with {self.peer} is broken: {why}")
         self.broken.__cause__ = cause
         with contextlib.suppress(ClosedResourceError, VerbsError, AffinityError):
             if self.qp._work is not None and self.qp._work.broken is None:

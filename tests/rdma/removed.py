@@ -6,7 +6,16 @@ python -m tests.rdma.removed DEVICE ADDRESS PORT
 import asyncio
 import sys
 
-from aioverbs import BrokenResourceError, DeviceRemovedError, MemoryRegion, QueuePair, Received, WorkCompletionError
+from aioverbs import (
+    BrokenResourceError,
+    DeviceRemovedError,
+    MemoryRegion,
+    QueuePair,
+    Received,
+    WorkCompletionError,
+    connect,
+    listen,
+)
 from aioverbs.rdma_cm import Channel
 from tests.rdma.cm import ACCESS, connected, side_on
 
@@ -24,6 +33,9 @@ async def main(name: str, address: str, port: int) -> None:
         side.queue_pair() as far_qp,
         side.domain.register(64, ACCESS) as region,
         channel.identifier() as requested,
+        listen(address, port + 1, domain=side.domain, transport="rdmacm") as connections,
+        await connect(address, port + 1, domain=side.domain, transport="rdmacm") as near,
+        await connections.accept() as far,
     ):
         asking, asked = await connected(channel, listener, side, qp, far_qp)
         await requested.resolve(address, port)
@@ -31,6 +43,8 @@ async def main(name: str, address: str, port: int) -> None:
             "asking": asyncio.create_task(asking.wait_disconnected()),
             "asked": asyncio.create_task(asked.wait_disconnected()),
             "listener": asyncio.create_task(anext(listener)),
+            "near": asyncio.create_task(near.receive()),
+            "far": asyncio.create_task(far.receive()),
             "receive": asyncio.create_task(receive(far_qp, region)),
         }
         await asyncio.sleep(0)
@@ -41,6 +55,11 @@ async def main(name: str, address: str, port: int) -> None:
         either = [ended["asking"], ended["asked"]]
         assert any(isinstance(each, DeviceRemovedError) for each in either), ended
         assert all(each is None or isinstance(each, DeviceRemovedError) for each in either), ended
+        # Both ends of a connection are told the cause, by what they raise and in words.
+        for each in (ended["near"], ended["far"]):
+            assert isinstance(each, BrokenResourceError), ended
+            assert ": the device was removed" in str(each) or ": the peer disconnected" in str(each), ended
+        assert any(isinstance(each, DeviceRemovedError) for each in (ended["near"], ended["far"])), ended
         assert isinstance(ended["listener"], DeviceRemovedError), ended
         assert isinstance(ended["receive"], WorkCompletionError | BrokenResourceError), ended
         print("removed", flush=True)

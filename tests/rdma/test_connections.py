@@ -91,7 +91,7 @@ async def test_everything_is_delivered() -> None:
 async def test_an_abort_is_told() -> None:
     async with pair() as (here, there):
         await here.abort()
-        with pytest.raises(BrokenResourceError):
+        with pytest.raises(BrokenResourceError, match=r"is broken: the peer is gone: the peer disconnected$"):
             await there.receive()
 
 

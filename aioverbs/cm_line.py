@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 from collections.abc import Callable
+from typing import Unpack
 
 from aioverbs._core import engine
 from aioverbs.errors import (
@@ -13,6 +14,7 @@ from aioverbs.errors import (
     VerbsError,
 )
 from aioverbs.identifier import Address, Identifier, look_up
+from aioverbs.qp_states import Changes
 from aioverbs.rdma_cm import Channel
 from aioverbs.traffic import Traffic
 
@@ -62,19 +64,19 @@ class CmLine:
         self._channel: SharedChannel | None = channel
         self._traffic: Traffic | None = None
 
-    async def connect(self, traffic: Traffic, **attributes: int) -> None:
+    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
         """Connect the queue pair: of who asks.
 
         :raises ConnectionRejectedError: nobody listens there, or who does refused.
         :raises UnreachableError: the peer does not answer.
         """
         self._traffic = traffic
-        await self.identifier.connect(traffic.qp, timeout_s=None, **attributes)  # type: ignore[arg-type]
+        await self.identifier.connect(traffic.qp, timeout_s=None, **attributes)
 
-    async def accept(self, traffic: Traffic, **attributes: int) -> None:
+    async def accept(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
         """Connect the queue pair: of who is asked."""
         self._traffic = traffic
-        await self.identifier.accept(traffic.qp, timeout_s=None, **attributes)  # type: ignore[arg-type]
+        await self.identifier.accept(traffic.qp, timeout_s=None, **attributes)
 
     async def send(self, data: bytes) -> None:
         """Say something.

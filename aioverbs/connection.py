@@ -284,7 +284,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         if by_manager:
             return
         try:
-            self._traffic.qp.connect(peer.endpoint, timeout=self._settings.timeout)
+            qp = self._traffic.qp
+            qp.connect(peer.endpoint, **self._settings.repetitions(software=qp.handle.context.software))
         except (TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, VerbsError) and error.errno in _MAY_PASS
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error

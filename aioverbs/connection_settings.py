@@ -1,14 +1,16 @@
 """PURE: the sizes and times of a connection."""
 
+import math
 from dataclasses import dataclass
 
 from aioverbs.credits import CREDITS_MOST
+from aioverbs.qp_states import Changes
 from aioverbs.retries import RETRIES
 
 __all__ = ["ConnectionSettings"]
 
 _LEAST_S = 0.1
-_UNIT_S = 4.096e-6  # of the timeout of a queue pair, times 2 to the power of its code
+_LONGEST = 31  # the code of the longest timeout of a queue pair, which is two and a half hours
 _SLACK = 4  # devices may take so many times as long
 
 
@@ -24,7 +26,10 @@ class ConnectionSettings:
     :param send_depth: work requests that may be, one-sided ones as well; those beyond wait for a place.
     :param max_message: the longest message that is taken, in bytes.
     :param max_grants: regions that the peer may have granted at once.
-    :param keep_alive_s: a peer that is gone is noticed within so many seconds; None: only when something is sent.
+    :param keep_alive_s: how long a peer may give no sign of life, in seconds; None: for ever. On RDMA devices one that
+        is gone is noticed within that time. On the software device it is its process that answers, which may be stopped
+        for so long: requests are repeated until then, and who is asked for nothing is noticed half as much later. A
+        process that ended is noticed at once, by the TCP connection.
     :param close_timeout_s: the longest that closing waits for what was sent to be delivered, in seconds.
     :param spin_ns: how long an await polls, in nanoseconds, where the domain's message model polls; None: see
         `CompletionQueue`. The longer, the later the loop's other tasks have their turn.
@@ -38,7 +43,7 @@ class ConnectionSettings:
     send_depth: int = 32
     max_message: int = 1 << 30
     max_grants: int = 1024
-    keep_alive_s: float | None = 10.0
+    keep_alive_s: float | None = 30.0
     close_timeout_s: float = 5.0
     spin_ns: int | None = None
     port: int = 1
@@ -71,12 +76,26 @@ class ConnectionSettings:
         """Those that it can have at once."""
         return self.receive_depth + 1 + self.send_depth
 
-    @property
-    def timeout(self) -> int:
-        """The code of a queue pair's time limit for answers: all repetitions are over in half of `keep_alive_s`."""
-        wanted = RETRIES["timeout"]
-        if self.keep_alive_s is None:
-            return wanted
+    def repetitions(self, *, software: bool) -> Changes:
+        """The ``timeout`` and ``retry_cnt`` of its queue pair.
+
+        :param software: of the software device: all repetitions take `keep_alive_s` at least. Else they are over in
+            half of that, so that a sign of life that was asked for in the other half is missed in time.
+        """
         tries = RETRIES["retry_cnt"] + 1
-        codes = (code for code in range(wanted, 0, -1) if _UNIT_S * 2**code * tries * _SLACK <= self.keep_alive_s / 2)
-        return next(codes, 1)
+        if self.keep_alive_s is None:
+            return Changes(timeout=0 if software else RETRIES["timeout"], retry_cnt=tries - 1)
+        if software:
+            longer = (code for code in range(1, _LONGEST) if _seconds(code) * tries >= self.keep_alive_s)
+            timeout = next(longer, _LONGEST)
+            tries = math.ceil(min(self.keep_alive_s / _seconds(timeout), tries))
+        else:
+            timeout = RETRIES["timeout"]
+            while timeout > 1 and _seconds(timeout) * tries * _SLACK > self.keep_alive_s / 2:
+                timeout -= 1
+        return Changes(timeout=timeout, retry_cnt=tries - 1)
+
+
+def _seconds(code: int) -> float:
+    """The time that the code of a queue pair's ``timeout`` stands for."""
+    return 4.096e-6 * 2.0**code

@@ -79,7 +79,7 @@ async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> 
     # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
     await connection._prepare()
     assert connection._traffic is not None
-    attributes = {"timeout": connection.settings.timeout}
+    attributes = connection.settings.repetitions(software=False)
     if initiator:
         await line.connect(connection._traffic, **attributes)
     else:

@@ -1,5 +1,6 @@
 """Credits, frames, waits and sizes: what decides without input or output."""
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -210,7 +211,24 @@ def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 @given(st.floats(0.1, 1e6))
 def test_repetitions_are_over_in_time(keep_alive_s: float) -> None:
-    settings = ConnectionSettings(keep_alive_s=keep_alive_s)
-    assert 1 <= settings.timeout <= 14
-    assert 4.096e-6 * 2**settings.timeout * 7 * 4 <= keep_alive_s / 2
-    assert settings.timeout == 14 or 4.096e-6 * 2 ** (settings.timeout + 1) * 7 * 4 > keep_alive_s / 2
+    found = ConnectionSettings(keep_alive_s=keep_alive_s).repetitions(software=False)
+    assert found["retry_cnt"] == 6
+    assert 1 <= found["timeout"] <= 14
+    assert 4.096e-6 * 2 ** found["timeout"] * 7 * 4 <= keep_alive_s / 2
+    assert found["timeout"] == 14 or 4.096e-6 * 2 ** (found["timeout"] + 1) * 7 * 4 > keep_alive_s / 2
+
+
+@given(st.floats(0.1, 61_000))
+def test_the_software_device_repeats_for_as_long_as_the_peer_may_be_silent(keep_alive_s: float) -> None:
+    found = ConnectionSettings(keep_alive_s=keep_alive_s).repetitions(software=True)
+    each_s = 4.096e-6 * 2 ** found["timeout"]
+    assert found["retry_cnt"] <= 6
+    assert keep_alive_s <= each_s * (found["retry_cnt"] + 1) <= keep_alive_s + each_s <= keep_alive_s * 1.5
+
+
+def test_repetitions_without_an_end() -> None:
+    for keep_alive_s in (1e9, math.inf):
+        found = ConnectionSettings(keep_alive_s=keep_alive_s).repetitions(software=True)
+        assert found == {"timeout": 31, "retry_cnt": 6}
+    assert ConnectionSettings(keep_alive_s=None).repetitions(software=True)["timeout"] == 0, "which is for ever"
+    assert ConnectionSettings(keep_alive_s=None).repetitions(software=False) == {"timeout": 14, "retry_cnt": 6}

@@ -29,14 +29,18 @@ static inline void affinity_thread_forget(struct affinity_thread *thread)
         free(thread);
 }
 
-/* At the thread's end. A destructor that runs later and asks again gets a record of its own. */
+/* At the thread's end, or as soon as it runs no Python any more, by another thread where it is one that a fork did not
+ * copy. Who asks again in the same thread later, such as a destructor, gets a record of its own. */
 static void affinity_thread_end(void *record)
 {
     struct affinity_thread *thread = record;
 
-    affinity_self = NULL;
     atomic_store(&thread->ended, true);
-    affinity_thread_forget(thread);
+    if (affinity_self == thread) {
+        affinity_self = NULL;
+        pthread_setspecific(affinity_key, NULL);
+        affinity_thread_forget(thread);
+    }
 }
 
 /* Once, at import. 0 or an errno. */

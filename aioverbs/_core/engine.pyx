@@ -82,6 +82,7 @@ cdef extern from "affinity_thread.h":
     affinity_thread *affinity_thread_self()
     affinity_thread *affinity_thread_remember(affinity_thread *thread)
     void affinity_thread_forget(affinity_thread *thread)
+    void affinity_thread_end(void *record)
     bint affinity_thread_ended(const affinity_thread *thread)
     bint affinity_claim(int *inside)
     void affinity_yield(int *inside)

@@ -15,6 +15,30 @@ cdef str _name_of_loop(object loop):
 
 
 @cython.final
+cdef class _ThreadEnd:
+    # In a variable of an owner's thread. These go when the interpreter lets go of the thread, for which Thread.join
+    # waits; before Python 3.13 it does not wait for the end that the system knows.
+    cdef affinity_thread *thread
+
+    def __dealloc__(self):
+        if self.thread:
+            affinity_thread_end(self.thread)
+            affinity_thread_forget(self.thread)
+
+
+cdef object _ends = threading.local()      # not of the module: it lasts as long as the process
+
+
+cdef int _tell_end(affinity_thread *thread) except -1:
+    cdef _ThreadEnd end = getattr(_ends, "end", None)
+    if end is None or end.thread != thread:
+        end = _ThreadEnd.__new__(_ThreadEnd)
+        end.thread = affinity_thread_remember(thread)
+        _ends.end = end
+    return 0
+
+
+@cython.final
 cdef class Affinity:
     """Who may call the verbs of the objects that share it, and that one call at a time is under way.
 
@@ -61,6 +85,7 @@ cdef class Affinity:
             if trio is not None and trio.lowlevel.in_trio_task():
                 raise RuntimeError("aioverbs needs an asyncio event loop, and this is a trio task")
             raise RuntimeError("no asyncio event loop is running in this thread: open this inside of a coroutine")
+        _tell_end(thread)
         affinity_thread_remember(thread)
         if self._thread:
             affinity_thread_forget(<affinity_thread *>self._thread)

@@ -198,7 +198,11 @@ cdef class ParentDomain(ProtectionDomain):
 
     def share(self, uint64_t share_key):
         """Let other contexts open the protection domain, of which all regions are: see there."""
-        return self.base.share(share_key)
+        self._enter()
+        try:
+            return self.base.share(share_key)
+        finally:
+            self._leave()
 
     cdef object _take_cause(self):
         if domain_memory_take_failure(&self._native):

@@ -112,8 +112,7 @@ int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
 /* Whether nothing is moved any more. The word is the peer's to write as well: whatever it says, this ends. */
 static bool withdraw(struct soft_link *link, _Atomic uint64_t *at, uint32_t serial)
 {
-    uint64_t end = soft_now_ns() + STUCK_NS;
-    unsigned int spins = 0;
+    uint64_t patient = soft_now_ns() + SOFT_YIELD_NS, end = patient + STUCK_NS;
     bool gone;
 
     for (;;) {
@@ -121,7 +120,7 @@ static bool withdraw(struct soft_link *link, _Atomic uint64_t *at, uint32_t seri
 
         if (atomic_compare_exchange_strong(at, &found, word(FREE, serial)) || found != word(BUSY, serial))
             return true;
-        if (++spins < 1000) {
+        if (soft_now_ns() < patient) {
             sched_yield();
             continue;
         }

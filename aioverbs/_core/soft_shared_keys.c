@@ -350,10 +350,10 @@ int soft_unimport_mr(struct ibv_mr *mr)
 /* Until nobody of the slot is inside of that word, or its process is gone. False: it is time. */
 static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint *inside, uint64_t end)
 {
-    unsigned int spins = 0;
+    uint64_t patient = soft_now_ns() + SOFT_YIELD_NS;
 
     while (atomic_load(inside)) {
-        if (++spins < 1000) {
+        if (soft_now_ns() < patient) {
             sched_yield();
             continue;
         }

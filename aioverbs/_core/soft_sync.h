@@ -35,6 +35,10 @@
 
 uint64_t soft_now_ns(void); /* CLOCK_MONOTONIC */
 
+/* How long a thread yields for what another process is just at, before it looks whether that is there. A time, and not a
+ * count: on a busy processor each yield may take as long as the others' slices. */
+#define SOFT_YIELD_NS 100000u
+
 /* ---- Threads and forks ----------------------------------------------------------------------------------- */
 
 /* Reached without a call, at a fixed place in each thread's memory: a library that is loaded late gets some of the

@@ -3,7 +3,7 @@
 import errno
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Unpack
 from unittest import mock
 
 import anyio
@@ -15,6 +15,7 @@ from aioverbs.cm_line import CmLine
 from aioverbs.establishing import Transport
 from aioverbs.gids import Gid
 from aioverbs.handshake import Reason
+from aioverbs.qp_states import Changes
 from aioverbs.traffic import Traffic
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
@@ -69,7 +70,7 @@ class SilentLine(CmLine):
     def __init__(self) -> None:
         super().__init__(mock.AsyncMock(), mock.AsyncMock())
 
-    async def connect(self, traffic: Traffic, **attributes: int) -> None:
+    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
         await anyio.sleep_forever()
 
 

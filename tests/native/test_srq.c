@@ -568,11 +568,14 @@ struct member {
 
 static void take_all(struct crowd *crowd, unsigned int seed)
 {
-    uint64_t deadline = now_ns() + WAIT_S * 1000000000ull;
+    uint64_t taken, before = 0, last = 0, deadline = now_ns() + WAIT_S * 1000000000ull;
     struct soft_receive receive;
-    uint64_t last = 0;
 
-    while (atomic_load(&crowd->taken) < crowd->total) {
+    while ((taken = atomic_load(&crowd->taken)) < crowd->total) {
+        if (taken != before) { /* somebody took one: it goes on, be it slowly */
+            before = taken;
+            deadline = now_ns() + WAIT_S * 1000000000ull;
+        }
         if (!srq_take(crowd->srq, &receive, false)) {
             if (!CHECK(now_ns() < deadline)) {
                 atomic_store(&crowd->give_up, true);

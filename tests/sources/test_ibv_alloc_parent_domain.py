@@ -85,7 +85,7 @@ async def test_whatever_is_made_from_a_protection_domain_is_made_from_a_parent_d
         assert pool.pd is pd
         for each in over:
             assert region.handle.pd is each.base.handle
-            async with each.completion_queue(4) as cq, each.queue_pair(cq):
+            async with each.completion_queue(64) as cq, each.queue_pair(cq):
                 assert not allocator.pieces
         async with first.completion_queue(4):
             assert bool(allocator.pieces) is first.native_allocators

@@ -111,13 +111,3 @@ async def test_processes_share_it_by_a_socket(device: Device) -> None:
                 await sending
                 async with other.shared_protection_domain(shared.id, KEY) as instance:
                     assert instance.handle.context is other.handle
-
-
-@pytest.mark.once
-@needs(Capability.SHARED_DOMAINS)
-async def test_a_parent_domain_is_not_shared(device: Device) -> None:
-    """It stands for its protection domain in the making of objects only."""
-    async with device.protection_domain() as pd, pd.parent_domain() as domain:
-        assert not hasattr(domain, "share")
-        with pytest.raises(VerbsError, match="EINVAL"):
-            domain.handle.share(KEY)

@@ -192,10 +192,10 @@ class QueuePair(Connectable, Requester):
         handle = self._make(wanted)
         self._handle = handle
         self._life.hold(handle)
-        if self._srq is not None and self._recv_cq is not None:
-            end.share(self._srq._serve(self._recv_cq, handle.qp_num), self._recv_cq.completer.drain)
         self._life.label = str(handle.qp_num)
-        self._begin(handle, wanted, end)
+        work = self._begin(handle, wanted, end)
+        if self._srq is not None and self._recv_cq is not None:
+            end.share(self._srq._serve(self._recv_cq, work), self._recv_cq.completer.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
         if self._placement is None:  # of type XRC_RECV, which has no queues
@@ -227,7 +227,7 @@ class QueuePair(Connectable, Requester):
             affinity=self._life.owner,
         )
 
-    def _begin(self, handle: engine.QueuePair, wanted: QpCapabilities, end: "_End") -> None:
+    def _begin(self, handle: engine.QueuePair, wanted: QpCapabilities, end: "_End") -> Requests:
         life, placement = self._life, self._placement
         work = Requests(
             handle,
@@ -253,6 +253,7 @@ class QueuePair(Connectable, Requester):
             end.inbox = self._refiller.inbox
         life.drain = end.flush
         life.resume = work.reopen
+        return work
 
     @property
     def label(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio
 
 from aioverbs._core import engine
-from aioverbs._core.work import Inbox, Message, Received, ReceiveRequester, WorkQueue, attach, detach
+from aioverbs._core.work import Inbox, Message, Received, ReceiveRequester, Requests, WorkQueue, attach, detach
 from aioverbs.affinity import Affinity
 from aioverbs.attributes import SrqAttributes
 from aioverbs.buffers import BufferPool, LeasedBuffer
@@ -110,7 +110,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         assert self._work is not None
         return self._work
 
-    def _serve(self, cq: CompletionQueue, qp_num: int) -> Callable[[], None]:
+    def _serve(self, cq: CompletionQueue, requests: Requests) -> Callable[[], None]:
         """A queue pair takes receives from it, which complete in a completion queue; what is returned ends that.
 
         :raises ValueError: the completion queue has no room for all of them.
@@ -120,10 +120,10 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
             if cq not in self._served:
                 cq._reserve(self.depth)
             self._served[cq] = self._served.get(cq, 0) + 1
-        attach(work, completer, qp_num)
+        attach(work, completer, requests)
 
         def leave() -> None:
-            detach(work, completer, qp_num)
+            detach(work, completer, requests)
             with self._serving:
                 self._served[cq] -= 1
                 if not self._served[cq]:

@@ -21,6 +21,7 @@ from collections.abc import Coroutine
 from anyio import WouldBlock
 
 from aioverbs.errors import (
+    AffinityError,
     BatchError,
     BrokenResourceError,
     ClosedResourceError,
@@ -37,7 +38,7 @@ from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.errno cimport EBUSY, EINVAL, EIO
+from libc.errno cimport EBUSY, EINVAL, EIO, ENODEV
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset

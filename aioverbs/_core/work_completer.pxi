@@ -47,6 +47,7 @@ cdef class Completer:
     cdef list unsettled                 # Requests that are to be moved to another state
     cdef list stalled                   # queues whose waiting operations found another thread inside
     cdef dict shared                    # queue pair number -> its shared receive queue
+    cdef set users                      # Requests of the queue pairs that complete here, until those are destroyed
     cdef object turn                    # the bound method
     cdef readonly object error          # that it broke by
     cdef readonly uint64_t completions
@@ -66,6 +67,7 @@ cdef class Completer:
         self.unsettled = []
         self.stalled = []
         self.shared = {}
+        self.users = set()
         self.turn = self._turn
 
     def __cinit__(self, *_):
@@ -184,6 +186,9 @@ cdef class Completer:
             operation = self.refused.pop()
             if operation.state != DONE:         # as where its queue pair was destroyed meanwhile
                 operation.queue._retire(operation)
+        return self._settle_all()
+
+    cdef int _settle_all(self) except -1:
         while self.unsettled:
             requests = self.unsettled.pop()
             try:
@@ -377,21 +382,27 @@ cdef class Completer:
             pass
 
     def broke(self, error):
-        """Nothing completes here any more, by this error: whoever waits is told."""
+        """Nothing completes here any more, by this error: whoever waits is told.
+
+        First the queue pairs that complete here are reset. Until then the device has the use of what they have under
+        way, which stays pinned: a peer's next message would go to memory that is somebody else's by then.
+        """
         cdef Operation operation
         cdef uint32_t index
         if self.error is not None:
             return
         self.error = error
+        for requests in tuple(self.users):
+            (<Requests>requests)._deafen(self)
+        try:
+            self._settle_all()
+        except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+            self._need_turn()
         for index in range(self.slots.size):
             if self.slots.at[index].work != NULL:
                 operation = <Operation>self.slots.at[index].work
-                operation.queue._refuse_waiting(SUCCESS, self.broken_by())
-                operation.queue._unchain()
-                operation.queue._give_up(operation, SUCCESS, self.broken_by())
-        for queue in list(self.shared.values()):
-            if (<WorkQueue>queue)._is_deaf():
-                (<WorkQueue>queue)._abandon(SUCCESS, self.broken_by())
+                if operation.queue.requests is None:
+                    operation.queue._give_up_unended(operation, self.broken_by())
 
     def broken_by(self):
         """The error for who asks something of it."""

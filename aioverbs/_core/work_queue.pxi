@@ -42,6 +42,7 @@ cdef class WorkQueue:
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
     cdef dict errors                    # by status
+    cdef list unended                   # memory of what was given up and the device may still write to: _Run; or None
 
     def __dealloc__(self):
         slots_end(&self.own_slots)
@@ -73,6 +74,9 @@ cdef class WorkQueue:
         """The object was destroyed: what was under way ends with that status or error."""
         self.closing = True
         self._abandon(status, error)
+        if self.unended is not None:
+            unended, self.unended = self.unended, None
+            _discard_runs(unended, self.receives)
 
     # ---- Who awaits
 
@@ -616,6 +620,28 @@ cdef class WorkQueue:
             if operation.queue is self:
                 self._give_up(operation, status, error)
         return 0
+
+    cdef int _end_if_deaf(self) except -1:
+        # Of a shared receive queue: whoever waits is told where nothing completes any more. Until the last queue pair that
+        # took from it is reset, the device has the use of its memory.
+        if not self._is_deaf():
+            return 0
+        for completer in self.completers:
+            for requests in (<Completer>completer).users:
+                if (<Requests>requests).deaf is not None and (<Requests>requests).shared is self:
+                    return 0
+        return self._abandon(SUCCESS, (<Completer>self.completers[0]).broken_by())
+
+    cdef int _give_up_unended(self, Operation operation, object error) except -1:
+        # Of a shared receive queue for XRC, which queue pairs of other processes may take from as long as it is there:
+        # its memory stays pinned until then.
+        if self.unended is None:
+            self.unended = []
+        for run in operation._all_pins():
+            (<_Run>run).pins._add((<_Run>run).count, (<_Run>run).count)
+            self.unended.append(run)
+        self._refuse_waiting(SUCCESS, error)
+        return self._give_up(operation, SUCCESS, error)
 
     cdef int _give_up(self, Operation operation, int status, object error) except -1:
         # Its completion comes no more.

@@ -73,6 +73,7 @@ cdef class Requests:
     """
 
     cdef readonly QueuePair handle
+    cdef uint32_t qp_num                # which it had, where it is destroyed
     cdef readonly WorkQueue send_queue
     cdef readonly WorkQueue receive_queue
     cdef ProtectionDomain pd
@@ -80,6 +81,8 @@ cdef class Requests:
     cdef uint32_t read_sge
     cdef readonly object broken         # the first cause
     cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
+    cdef object deaf                    # by what its completions are lost, as long as it is not reset; else None
+    cdef WorkQueue shared               # the shared receive queue that it takes from; None: it has its own, or none
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ cdef class Requests:
         make_scratch=None,
     ):
         self.handle = handle
+        self.qp_num = handle.pointer.qp_num
         self.read_sge = read_sge
         self.pd = pd
         self.opcodes = _opcodes_of_type.get(handle._type, 0)
@@ -113,6 +117,9 @@ cdef class Requests:
             self.receive_queue.scratch_bytes = GRH
             if handle._type == UD:
                 self.receive_queue.max_sge -= 1         # the first one is for the route
+        for completer in (sends, receives):
+            if completer is not None:
+                (<Completer>completer).users.add(self)
 
     def queues(self):
         """Those that it has of its own."""
@@ -145,15 +152,36 @@ cdef class Requests:
             (<WorkQueue>queue).closing = False
 
     def abandon(self, error):
-        """The queue pair was destroyed or reset: what it had under way ends with that error."""
+        """The queue pair was destroyed: what it had under way ends with that error."""
+        for queue in self.queues():
+            (<WorkQueue>queue).completer.users.discard(self)
+        self._abandon(error)
+
+    cdef int _abandon(self, object error) except -1:
+        # It was destroyed or reset.
         for queue in self.queues():
             (<WorkQueue>queue)._abandon(SUCCESS, error)
+        return 0
 
     cdef int _lose(self, object error) except -1:
         # Requests were posted without a completion, and those refused that would have told of them.
         self.broken = error
         self.torn = True
         return self._unsettle(self.send_queue.completer)
+
+    cdef int _deafen(self, Completer completer) except -1:
+        # That one broke: what completes there is lost.
+        error = completer.broken_by()
+        if self.broken is None:
+            self.broken = error
+        self.torn = True
+        self.deaf = error
+        for queue in self.queues():
+            if (<WorkQueue>queue).completer is completer:
+                (<WorkQueue>queue)._refuse_waiting(SUCCESS, error)
+                (<WorkQueue>queue)._unchain()
+        completer.unsettled.append(self)
+        return 0
 
     cdef int _unsettle(self, Completer completer) except -1:
         completer.unsettled.append(self)
@@ -172,12 +200,34 @@ cdef class Requests:
         except ConcurrentAccessError:
             self.torn = forgets
             raise
+        except AffinityError:           # of a completion queue that is anybody's
+            self.torn = forgets
+            return self._settle_at_owner()
         except VerbsError as error:
-            _log.error("%r cannot be moved (%s): what is under way ends when it is closed", self.handle, error)
-            return 0
+            if not forgets or error.errno not in (EIO, ENODEV):
+                _log.error("%r cannot be moved (%s): what is under way ends when it is closed", self.handle, error)
+                return 0
+            # The device is gone, and does nothing any more.
         if forgets:
-            self.abandon(self._unknown())
+            by, self.deaf = self.deaf, None
+            self._abandon(by or self._unknown())
+            if self.shared is not None:
+                self.shared._end_if_deaf()
         return 0
+
+    cdef int _settle_at_owner(self) except -1:
+        try:
+            self.handle.affinity.loop.call_soon_threadsafe(self.settle)
+        except RuntimeError:            # that loop is closed: what is under way ends when its device is
+            pass
+        return 0
+
+    def settle(self):
+        """On its owner's loop: what its completion queue's loop may not do."""
+        try:
+            self._settle()
+        except ConcurrentAccessError:   # a verb is under way: in a moment it is not
+            self._settle_at_owner()
 
     cdef object _unknown(self):
         # What became of requests when it was reset.
@@ -735,10 +785,12 @@ cdef class ReceiveRequester:
         return operation
 
 
-def attach(WorkQueue queue not None, Completer completer not None, uint32_t qp_num):
-    """Receives of a shared receive queue complete there from here on, at a queue pair of that number."""
+def attach(WorkQueue queue not None, Completer completer not None, Requests requests not None):
+    """A queue pair's receives are those of a shared receive queue from here on, and complete there."""
     cdef bint known = _serves(completer, queue)
-    completer.shared[qp_num] = queue
+    completer.shared[requests.qp_num] = queue
+    completer.users.add(requests)
+    requests.shared = queue
     if not known:
         queue.completers.append(completer)
         completer.under_way += queue.used
@@ -747,9 +799,11 @@ def attach(WorkQueue queue not None, Completer completer not None, uint32_t qp_n
             completer._need_turn()
 
 
-def detach(WorkQueue queue not None, Completer completer not None, uint32_t qp_num):
-    """Take `attach` back."""
-    completer.shared.pop(qp_num, None)
+def detach(WorkQueue queue not None, Completer completer not None, Requests requests not None):
+    """Take `attach` back: the queue pair was destroyed."""
+    completer.shared.pop(requests.qp_num, None)
+    completer.users.discard(requests)
+    queue._end_if_deaf()
     if not _serves(completer, queue):
         queue.completers.remove(completer)
         completer.under_way -= queue.used

@@ -1,0 +1,139 @@
+"""A completion queue that breaks: whoever waits is told, when the device writes to the memory no more."""
+
+import contextlib
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    BufferPool,
+    CompletionQueue,
+    Device,
+    QpState,
+    WorkCompletionError,
+    WorkerPool,
+)
+from tests.capabilities import Capability, needs
+
+SIZE = 64
+OTHERS = b"M" * SIZE
+
+
+async def leased_again(pool: BufferPool, stack: contextlib.AsyncExitStack) -> bytearray | memoryview:
+    """The pool's only buffer, with somebody else's data in it."""
+    buffer = (await stack.enter_async_context(pool.lease())).buffer
+    buffer[:] = OTHERS
+    return buffer
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_receive(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.register(SIZE) as source,
+        domain.buffer_pool(SIZE, 1) as pool,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as other,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(other) as far,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        near.connect(far.local_endpoint())
+        far.connect(near.local_endpoint(), timeout=8)
+        async with pool.lease() as first:
+            receive = near.receive(first)
+            device.handle.faults.break_completion_queue(cq.handle)
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await receive
+        assert near.query().qp_state is QpState.RESET
+        assert pool.statistics().under_dma == 0
+        buffer = await leased_again(pool, stack)
+        with pytest.raises(WorkCompletionError, match="RETRY_EXC_ERR"):
+            await far.send(source)
+        assert bytes(buffer) == OTHERS
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_receives_of_a_shared_receive_queue(device: Device) -> None:
+    """They go on as long as one of the queue pairs can complete them."""
+    async with (
+        device.resource_domain() as domain,
+        domain.register(SIZE) as source,
+        domain.buffer_pool(SIZE, 1) as pool,
+        domain.completion_queue(64) as one,
+        domain.completion_queue(64) as another,
+        domain.completion_queue(64) as other,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(one, srq=srq) as at_one,
+        domain.queue_pair(another, srq=srq) as at_another,
+        domain.queue_pair(other) as far,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        at_one.connect(far.local_endpoint())
+        at_another.connect(far.local_endpoint())
+        async with pool.lease() as first:
+            receive = srq.receive(first)
+            device.handle.faults.break_completion_queue(one.handle)
+            with pytest.raises(BrokenResourceError):
+                await at_one.write(source, source.remote())
+            assert at_one.query().qp_state is QpState.RESET
+            assert not receive.done()
+            assert len(first.pins) == 1
+            device.handle.faults.break_completion_queue(another.handle)
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await receive
+        assert at_another.query().qp_state is QpState.RESET
+        assert pool.statistics().under_dma == 0
+        far.connect(at_another.local_endpoint(), timeout=8)
+        buffer = await leased_again(pool, stack)
+        with pytest.raises(WorkCompletionError, match="RETRY_EXC_ERR"):
+            await far.send(source)
+        assert bytes(buffer) == OTHERS
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(device: Device) -> None:
+    """Queue pairs of other processes may take them, which nobody here can reset."""
+    async with (
+        device.xrc_domain() as xrc_domain,
+        device.resource_domain() as domain,
+        domain.buffer_pool(SIZE, 1) as pool,
+        domain.completion_queue(64) as cq,
+        domain.shared_receive_queue(4, xrc_domain=xrc_domain, cq=cq) as srq,
+    ):
+        async with pool.lease() as first:
+            receive = srq.receive(first)
+            device.handle.faults.break_completion_queue(cq.handle)
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await receive
+        assert pool.statistics().under_dma == 1
+        await srq.aclose()
+        assert pool.statistics().under_dma == 0
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+async def test_a_queue_pair_of_another_loop(device: Device) -> None:
+    """The completion queue is anybody's, and watched by one loop; the queue pair is reset by another one, its own."""
+    access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+    async def watched_there() -> CompletionQueue:
+        return await pd.completion_queue(64).open()
+
+    async with (
+        device.protection_domain() as pd,
+        WorkerPool(device, 1, pd=pd) as workers,
+        device.resource_domain(pd) as domain,
+        pd.register(SIZE, access) as region,
+        contextlib.aclosing(await workers.run(watched_there)) as cq,
+        domain.queue_pair(cq) as qp,
+    ):
+        qp.connect(qp.local_endpoint(), access)
+        receive = qp.receive(region)
+        device.handle.faults.break_completion_queue(cq.handle)
+        with pytest.raises(BrokenResourceError):
+            await receive
+        assert qp.query().qp_state is QpState.RESET
+        assert len(region.pins) == 0

@@ -15,7 +15,7 @@ from aioverbs._core.engine import Affinity
 from aioverbs.errands import Awaited, Call
 from aioverbs.errors import AffinityError, ForkedProcessError
 
-__all__ = ["Affinity", "Bell", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end"]
+__all__ = ["Affinity", "Bell", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end", "wake"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,6 +84,12 @@ async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     if not future.cancelled():
         future.exception()  # it was looked at
     raise cancelled
+
+
+def wake(waiter: "asyncio.Future[None] | None") -> None:
+    """Have whoever waits for a future go on, where there is somebody, and the loop that it waits on is not closed."""
+    if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
+        waiter.set_result(None)
 
 
 class Bell:

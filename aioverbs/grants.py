@@ -9,7 +9,7 @@ import anyio
 
 from aioverbs._core import engine
 from aioverbs._core.work import RegionSlice, RemoteRegion
-from aioverbs.affinity import running_loop
+from aioverbs.affinity import running_loop, wake
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, GrantRevokedError, WorkCompletionError
 from aioverbs.frames import FrameKind, GrantNotice
 from aioverbs.memory import MemoryRegion, MemoryWindow
@@ -265,13 +265,12 @@ class Grants:
 
     def wake(self) -> None:
         """Who waits is to look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        wake(self._waiter)
 
     def over(self, error: Exception) -> None:
         """No word comes any more."""
         for heard in self._given.values():
-            if heard is not None and not heard.done():
+            if heard is not None and not heard.done() and not heard.get_loop().is_closed():
                 heard.set_exception(error)
                 heard.exception()  # who waits may be gone
         self.wake()

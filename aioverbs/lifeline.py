@@ -1,13 +1,15 @@
 """The TCP connection beside a queue pair: it carries the handshake, and then tells that the peer is there no more."""
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl as tls
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from typing import cast
 
-from aioverbs.affinity import running_loop
+from aioverbs.affinity import running_loop, wake
 from aioverbs.errors import BrokenResourceError
 from aioverbs.handshake import HEAD_BYTES, LONGEST, rest_of
 from aioverbs.identifier import Address
@@ -61,8 +63,7 @@ class Lifeline(asyncio.Protocol):
             self._when_lost(error)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        wake(self._waiter)
 
     # ---- The handshake
 
@@ -111,12 +112,23 @@ class Lifeline(asyncio.Protocol):
 
     def abort(self) -> None:
         """End it at once."""
-        if self._transport is not None:
+        if self._transport is not None and not self._leave():
             self._transport.abort()
+
+    def _leave(self) -> bool:
+        """Whether its loop is closed, which closes no transport any more: then just the peer is told."""
+        if not self._ended.get_loop().is_closed():
+            return False
+        transport, self._transport = self._transport, None
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if isinstance(sock, TransportSocket):  # others were closed with their loop
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        return True
 
     async def aclose(self) -> None:
         """End it, after what was said."""
-        if self._transport is not None and not self._ended.done():
+        if self._transport is not None and not self._ended.done() and not self._leave():
             self._transport.close()
             done, _ = await asyncio.wait([self._ended], timeout=_GOODBYE_S)
             if not done:  # as where TLS waits for the other end's goodbye

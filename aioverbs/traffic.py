@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from aioverbs._core.work import Inbox, Operation, Received, RegionSlice, RemoteRegion
-from aioverbs.affinity import running_loop
+from aioverbs.affinity import running_loop, wake
 from aioverbs.assembly import Assembly
 from aioverbs.buffers import LeasedBuffer
 from aioverbs.connection_settings import ConnectionSettings
@@ -180,8 +180,7 @@ class Traffic:
         self.when_over()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        wake(self._waiter)
 
     def _unused(self, receive: RegionSlice) -> None:
         # A receive was flushed: the queue pair is in ERR, or destroyed.

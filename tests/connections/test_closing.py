@@ -5,6 +5,7 @@ import contextlib
 import gc
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -20,7 +21,9 @@ from aioverbs import (
     ThreadModel,
     connect,
     listen,
+    open_device,
 )
+from tests.conftest import LOOP_FACTORIES
 from tests.connections.ends import HOST, SMALL, deeper, pair
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -169,6 +172,39 @@ async def test_one_that_is_forgotten(device: Device) -> None:
         with pytest.raises(BrokenResourceError):
             await far.receive()
         await far.aclose()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def test_its_loop_is_gone(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Who closes the device on another loop closes it at the first attempt, whatever was waited for on that loop."""
+
+    async def begin() -> tuple[Device, Connection, Connection]:
+        device = await open_device("soft0").open()
+        domain = await device.resource_domain().open()
+        async with listen(HOST, domain=domain, settings=SMALL) as listener:
+            near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+            far = await listener.accept()
+        held.extend(asyncio.create_task(each) for each in (near.receive(), far.receive(), near.receive_grant()))
+        await asyncio.sleep(0)
+        return device, near, far
+
+    async def end(device: Device) -> None:
+        async with asyncio.timeout(patience(10)):
+            await device.aclose()
+
+    held: list[asyncio.Task[object]] = []
+    loop = factory()
+    device, near, far = loop.run_until_complete(begin())
+    loop.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.run(end(device))
+        assert near.closed
+        assert far.closed
+        del near, far
+        held.clear()
+        gc.collect()
 
 
 @pytest.mark.once

@@ -1,14 +1,20 @@
 """The states of a queue pair, by hand and all the way: to INIT, RTR and RTS, to a peer, and back."""
 
+import contextlib
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Unpack
+
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
 
 from aioverbs import qp_states
 from aioverbs._core import engine
+from aioverbs.affinity import to_the_end
 from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.endpoint import Endpoint
-from aioverbs.errors import BusyResourceError, TransitionError
+from aioverbs.errors import BusyResourceError, TransitionError, VerbsError
 from aioverbs.events import Eventful
 from aioverbs.ports import gid_index, limits_of
 from aioverbs.qp_states import Changes, Limits
@@ -20,6 +26,7 @@ from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
 __all__ = ["Connectable", "limits_for"]
 
+_HELPERS = 8  # threads of a loop in which queue pairs go to RTR
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
 
@@ -130,13 +137,36 @@ class Connectable(Eventful[engine.QueuePair]):
             which is not connected.
         :raises VerbsError: the device refuses; it is in the state that it came to.
         """
+        for wanted, changes in self._way_to(remote, access, attributes):
+            self._step(wanted, changes, remote)
+
+    async def establish(
+        self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[Changes]
+    ) -> None:
+        """Connect it as `connect` does, without keeping the event loop waiting.
+
+        On RDMA devices the kernel looks for the peer's neighbour when a queue pair goes to RTR, which takes seconds
+        where nobody answers. A helper thread calls that verb; a loop has 8 of those at most. Until it is over every
+        other use of the queue pair raises `BusyResourceError`, and a cancellation waits.
+
+        What it takes and raises is described at `connect`.
+        """
+        for wanted, changes in self._way_to(remote, access, attributes):
+            if wanted is _RTR and _may_block(self.handle.context):
+                await self._step_elsewhere(wanted, changes, remote)
+            else:
+                self._step(wanted, changes, remote)
+
+    def _way_to(
+        self, remote: Endpoint, access: AccessFlags | None, attributes: Changes
+    ) -> list[tuple[QpState, Changes]]:
         found = self.query().qp_state
         if access is not None:
             if "qp_access_flags" in attributes:
                 raise TypeError("access and qp_access_flags are the same: give one of them")
             attributes["qp_access_flags"] = access
         states = qp_states.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
-        self._move(found, states, attributes, remote)
+        return self._plan(found, states, attributes, remote)
 
     def activate(self, **attributes: Unpack[Changes]) -> None:
         """Have one of type UD send and receive, from RESET or INIT to RTS: ``ibv_modify_qp``.
@@ -257,6 +287,18 @@ class Connectable(Eventful[engine.QueuePair]):
         *,
         draining: bool = False,
     ) -> None:
+        for wanted, changes in self._plan(found, states, attributes, remote, draining=draining):
+            self._step(wanted, changes, remote)
+
+    def _plan(
+        self,
+        found: QpState,
+        states: Iterable[QpState],
+        attributes: Changes,
+        remote: Endpoint | None,
+        *,
+        draining: bool = False,
+    ) -> list[tuple[QpState, Changes]]:
         if remote is not None:
             self._check_peer(remote)
         context = self.handle.context
@@ -266,7 +308,7 @@ class Connectable(Eventful[engine.QueuePair]):
         if remote is not None and "av" not in attributes:
             defaults["av"] = self.path_to(remote)
         try:
-            steps = qp_states.plan(
+            return qp_states.plan(
                 self.qp_type, found, states, attributes, defaults=defaults, limits=limits, draining=draining
             )
         except TransitionError as error:
@@ -274,16 +316,50 @@ class Connectable(Eventful[engine.QueuePair]):
             if limits != of_device and "max_dest_rd_atomic" in error.wrong:
                 error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
             raise
-        for wanted, changes in steps:
-            self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
-            self.handle.modify(wanted, **changes)
-            self._qp_state = wanted
-            self._moved(wanted)
-            self._psn = changes.get("sq_psn", self._psn)
-            self._qkey = changes.get("qkey", self._qkey)
-            if wanted is _RTR:
-                self._remote = remote
-                attend(context)
+
+    def _step(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
+        self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
+        self.handle.modify(wanted, **changes)
+        self._stepped(wanted, changes, remote)
+
+    async def _step_elsewhere(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
+        self._served = changes.get("max_dest_rd_atomic", self._served)
+        change = self.handle.begin_modify(wanted, **changes)
+        try:
+            await to_the_end(_in_helper(change.run))
+        except BaseException:  # a cancellation, or there are no threads
+            with contextlib.suppress(VerbsError):
+                change.end()
+            raise
+        change.end()
+        self._stepped(wanted, changes, remote)
+
+    def _stepped(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
+        self._qp_state = wanted
+        self._moved(wanted)
+        self._psn = changes.get("sq_psn", self._psn)
+        self._qkey = changes.get("qkey", self._qkey)
+        if wanted is _RTR:
+            self._remote = remote
+            attend(self.handle.context)
+
+
+def _may_block(context: engine.Context) -> bool:
+    """Whether its verbs may wait for other machines."""
+    return not context.software
+
+
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that connect")
+
+
+async def _in_helper(function: Callable[[], None]) -> None:
+    """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait."""
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_HELPERS)
+        _limiter.set(limiter)
+    await anyio.to_thread.run_sync(function, limiter=limiter)
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:

@@ -272,7 +272,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             context.name,
         )
 
-    def _agree(self, peer: Offer, line: "Line", early: int) -> None:
+    async def _agree(self, peer: Offer, line: "Line", early: int) -> None:
         """Connect the queue pair with the peer's, where it is not yet; from then on messages may come.
 
         :param early: messages of the handshake that are still to come.
@@ -285,7 +285,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             return
         try:
             qp = self._traffic.qp
-            qp.connect(peer.endpoint, **self._settings.repetitions(software=qp.handle.context.software))
+            await qp.establish(peer.endpoint, **self._settings.repetitions(software=qp.handle.context.software))
         except (TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, VerbsError) and error.errno in _MAY_PASS
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error

@@ -60,6 +60,7 @@ cdef class Handle:
     cdef int _begin(self) except -1
     cdef int _enter(self) except -1
     cdef int _enter_memory(self) except -1
+    cdef object _refusal(self)
     cdef void _leave(self) noexcept
     cdef int _use(self, str verb) except -1
     cdef int _use_memory(self, str verb) except -1

@@ -2,7 +2,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Sequence
 from typing import ClassVar, Never, Protocol, final
 
-from typing_extensions import Buffer, TypedDict, disjoint_base
+from typing_extensions import Buffer, TypedDict, Unpack, disjoint_base
 
 from aioverbs.attributes import (
     AddressVector,
@@ -292,6 +292,31 @@ class SharedReceiveQueue(Handle):
     def query(self) -> SrqAttributes: ...
     def post_recv(self, sges: Sequence[tuple[int, int, int]] = (), *, wr_id: int = 0) -> None: ...
 
+class _Changes(TypedDict, total=False):
+    path_mtu: Mtu | int | None
+    rq_psn: int | None
+    sq_psn: int | None
+    dest_qp_num: int | None
+    qp_access_flags: AccessFlags | int | None
+    av: AddressVector | None
+    pkey_index: int | None
+    port_num: int | None
+    max_rd_atomic: int | None
+    max_dest_rd_atomic: int | None
+    min_rnr_timer: int | None
+    timeout: int | None
+    retry_cnt: int | None
+    rnr_retry: int | None
+    qkey: int | None
+    cur_qp_state: QpState | int | None
+    en_sqd_async_notify: bool | None
+
+@final
+class Modification:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    def run(self) -> None: ...
+    def end(self) -> None: ...
+
 @disjoint_base
 class QueuePair(Handle):
     def __init__(
@@ -327,28 +352,8 @@ class QueuePair(Handle):
     def qp_num(self) -> int: ...
     @property
     def state(self) -> QpState: ...
-    def modify(
-        self,
-        qp_state: QpState | int | None = None,
-        *,
-        path_mtu: Mtu | int | None = None,
-        rq_psn: int | None = None,
-        sq_psn: int | None = None,
-        dest_qp_num: int | None = None,
-        qp_access_flags: AccessFlags | int | None = None,
-        av: AddressVector | None = None,
-        pkey_index: int | None = None,
-        port_num: int | None = None,
-        max_rd_atomic: int | None = None,
-        max_dest_rd_atomic: int | None = None,
-        min_rnr_timer: int | None = None,
-        timeout: int | None = None,
-        retry_cnt: int | None = None,
-        rnr_retry: int | None = None,
-        qkey: int | None = None,
-        cur_qp_state: QpState | int | None = None,
-        en_sqd_async_notify: bool | None = None,
-    ) -> None: ...
+    def modify(self, qp_state: QpState | int | None = None, **attributes: Unpack[_Changes]) -> None: ...
+    def begin_modify(self, qp_state: QpState | int | None = None, **attributes: Unpack[_Changes]) -> Modification: ...
     def query(self) -> QpAttributes: ...
     def post_send(
         self,

@@ -167,7 +167,7 @@ cdef class Handle:
     @property
     def closed(self):
         """Whether it was destroyed, or belongs to the process that this one was forked from."""
-        return v.gate_holders(&self._gate) < 0 or self._forks != v.soft_fork_count()
+        return v.gate_holders(&self._gate) == v.GATE_CLOSED or self._forks != v.soft_fork_count()
 
     cdef int _begin(self) except -1:
         # Each constructor begins here: one that ran twice would lose the object that it made first.
@@ -188,11 +188,17 @@ cdef class Handle:
         if self._forks != v.soft_fork_count():
             raise ForkedProcessError(repr(self))
         if not v.gate_enter(&self._gate):
-            raise ClosedResourceError(f"{self!r} is closed")
+            raise self._refusal()
         return 0
 
     cdef void _leave(self) noexcept:
         v.gate_leave(&self._gate)
+
+    cdef object _refusal(self):
+        # For who is not let in.
+        if v.gate_holders(&self._gate) == v.GATE_CLOSED:
+            return ClosedResourceError(f"{self!r} is closed")
+        return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await what moves it first")
 
     def __repr__(self):
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
@@ -224,7 +230,7 @@ cdef class Handle:
         if not v.gate_enter(&self._gate):
             if self.affinity is not None:
                 self.affinity._leave()
-            raise ClosedResourceError(f"{self!r} is closed")
+            raise self._refusal()
         return 0
 
     cdef void _unuse(self) noexcept:
@@ -323,8 +329,10 @@ cdef class Handle:
     cdef int _destroy(self) except -1:
         cdef int error
         if not v.gate_close(&self._gate):
-            if v.gate_holders(&self._gate) < 0:
+            if v.gate_holders(&self._gate) == v.GATE_CLOSED:
                 return 0                        # another thread was faster
+            if v.gate_holders(&self._gate) < 0:
+                raise self._refusal()
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
         there = _is_there(self)
         try:

@@ -145,28 +145,7 @@ cdef class QueuePair(Handle):
         finally:
             self._leave()
 
-    def modify(
-        self,
-        qp_state=None,
-        *,
-        path_mtu=None,
-        rq_psn=None,
-        sq_psn=None,
-        dest_qp_num=None,
-        qp_access_flags=None,
-        av=None,
-        pkey_index=None,
-        port_num=None,
-        max_rd_atomic=None,
-        max_dest_rd_atomic=None,
-        min_rnr_timer=None,
-        timeout=None,
-        retry_cnt=None,
-        rnr_retry=None,
-        qkey=None,
-        cur_qp_state=None,
-        en_sqd_async_notify=None,
-    ):
+    def modify(self, qp_state=None, **attributes):
         """Change its state or attributes; what is given makes up the mask: ``ibv_modify_qp``.
 
         Which ones a change of state must and may have depends on the type.
@@ -192,79 +171,27 @@ cdef class QueuePair(Handle):
         :raises VerbsError: with EINVAL where that change is not to be had from this state, an attribute is missing, is
             none of it, or has a value that cannot be; nothing was changed.
         """
-        cdef v.ibv_qp_attr attr
-        cdef int mask = 0, error
-        cdef str problem = ""
-        memset(&attr, 0, sizeof(attr))
-        if qp_state is not None:
-            mask |= v.IBV_QP_STATE
-            attr.qp_state = <v.ibv_qp_state><int>qp_state
-        if path_mtu is not None:
-            mask |= v.IBV_QP_PATH_MTU
-            attr.path_mtu = <v.ibv_mtu><int>path_mtu
-        if rq_psn is not None:
-            mask |= v.IBV_QP_RQ_PSN
-            attr.rq_psn = rq_psn
-        if sq_psn is not None:
-            mask |= v.IBV_QP_SQ_PSN
-            attr.sq_psn = sq_psn
-        if dest_qp_num is not None:
-            mask |= v.IBV_QP_DEST_QPN
-            attr.dest_qp_num = dest_qp_num
-        if qp_access_flags is not None:
-            mask |= v.IBV_QP_ACCESS_FLAGS
-            attr.qp_access_flags = qp_access_flags
-        if av is not None:
-            mask |= v.IBV_QP_AV
-            _fill_av(&attr.ah_attr, av)
-        if pkey_index is not None:
-            mask |= v.IBV_QP_PKEY_INDEX
-            attr.pkey_index = pkey_index
-        if port_num is not None:
-            mask |= v.IBV_QP_PORT
-            attr.port_num = port_num
-        if max_rd_atomic is not None:
-            mask |= v.IBV_QP_MAX_QP_RD_ATOMIC
-            attr.max_rd_atomic = max_rd_atomic
-        if max_dest_rd_atomic is not None:
-            mask |= v.IBV_QP_MAX_DEST_RD_ATOMIC
-            attr.max_dest_rd_atomic = max_dest_rd_atomic
-        if min_rnr_timer is not None:
-            mask |= v.IBV_QP_MIN_RNR_TIMER
-            attr.min_rnr_timer = min_rnr_timer
-        if timeout is not None:
-            mask |= v.IBV_QP_TIMEOUT
-            attr.timeout = timeout
-        if retry_cnt is not None:
-            mask |= v.IBV_QP_RETRY_CNT
-            attr.retry_cnt = retry_cnt
-        if rnr_retry is not None:
-            mask |= v.IBV_QP_RNR_RETRY
-            attr.rnr_retry = rnr_retry
-        if qkey is not None:
-            mask |= v.IBV_QP_QKEY
-            attr.qkey = qkey
-        if cur_qp_state is not None:
-            mask |= v.IBV_QP_CUR_STATE
-            attr.cur_qp_state = <v.ibv_qp_state><int>cur_qp_state
-        if en_sqd_async_notify is not None:
-            mask |= v.IBV_QP_EN_SQD_ASYNC_NOTIFY
-            attr.en_sqd_async_notify = bool(en_sqd_async_notify)
+        cdef Modification change = _modification(qp_state, **attributes)
         self._use("ibv_modify_qp")
         try:
-            with nogil:
-                error = self.context.table.modify_qp(self.pointer, &attr, mask)
-            if error not in (0, EINVAL, EBUSY) and self.context.software:
-                problem = _problem(self.context)    # peers cannot find the device
+            change._run(self)
         finally:
             self._unuse()
-        if problem:
-            raise VerbsError("ibv_modify_qp", error, problem)
-        self._check("ibv_modify_qp", error)
-        if mask & v.IBV_QP_STATE:
-            self._state = attr.qp_state
-        if mask & v.IBV_QP_MAX_QP_RD_ATOMIC:
-            self._max_rd_atomic = attr.max_rd_atomic
+        change._check(self)
+
+    def begin_modify(self, qp_state=None, **attributes):
+        """Begin what `modify` does, for the verb to be called in a thread of its own: on some devices the kernel looks
+        for the neighbour in it, for seconds where nobody answers.
+
+        :returns: a `Modification`. Until the verb is over every other use of the queue pair raises `BusyResourceError`.
+        """
+        cdef Modification change = _modification(qp_state, **attributes)
+        self._use("ibv_modify_qp")
+        change.handle = self
+        change.suspends = True
+        v.gate_suspend(&self._gate)
+        self._unuse()
+        return change
 
     @property
     def state(self):
@@ -551,3 +478,149 @@ cdef object _check_parts(qp_type, dict parts):
 cdef uint32_t _next_key(uint32_t key) noexcept:
     # The low byte is its owner's to choose.
     return (key & 0xffffff00) | ((key + 1) & 0xff)
+
+
+@cython.final
+cdef class Modification:
+    """A change of a queue pair's state or attributes: made by `QueuePair.begin_modify`.
+
+    `run` calls the verb, in any thread, once; `end` is for the owner to call when that is over, or will not be.
+    """
+
+    cdef v.ibv_qp_attr attr
+    cdef int mask
+    cdef int error
+    cdef str problem
+    cdef bint ran                       # the verb was called, or is being called
+    cdef bint suspends                  # nobody else uses the handle
+    cdef QueuePair handle
+
+    def __init__(self):
+        raise TypeError("modifications come from QueuePair.begin_modify")
+
+    cdef int _run(self, QueuePair handle) except -1:
+        # The caller is inside of the verb by the handle's gate, or nobody can be, as the gate is suspended.
+        self.ran = True
+        with nogil:
+            self.error = handle.context.table.modify_qp(handle.pointer, &self.attr, self.mask)
+        if self.error not in (0, EINVAL, EBUSY) and handle.context.software:
+            self.problem = _problem(handle.context)     # peers cannot find the device
+        return 0
+
+    cdef int _check(self, QueuePair handle) except -1:
+        if self.problem:
+            raise VerbsError("ibv_modify_qp", self.error, self.problem)
+        handle._check("ibv_modify_qp", self.error)
+        if self.mask & v.IBV_QP_STATE:
+            handle._state = self.attr.qp_state
+        if self.mask & v.IBV_QP_MAX_QP_RD_ATOMIC:
+            handle._max_rd_atomic = self.attr.max_rd_atomic
+        return 0
+
+    def run(self):
+        """Call the verb, for as long as that takes. Then the queue pair can be used again."""
+        if self.ran or not self.suspends:
+            raise RuntimeError("the verb was called before, or the modification is over")
+        try:
+            self._run(self.handle)
+        finally:
+            self._resume()
+
+    def end(self):
+        """Tell what came of it.
+
+        :raises VerbsError: as `QueuePair.modify`.
+        """
+        if self.suspends:
+            if self.ran:
+                raise RuntimeError("the verb is under way")
+            self._resume()
+        elif self.ran:
+            self._check(self.handle)
+
+    cdef int _resume(self) except -1:
+        self.suspends = False
+        v.gate_resume(&self.handle._gate)
+        return 0
+
+
+def _modification(
+    qp_state=None,
+    *,
+    path_mtu=None,
+    rq_psn=None,
+    sq_psn=None,
+    dest_qp_num=None,
+    qp_access_flags=None,
+    av=None,
+    pkey_index=None,
+    port_num=None,
+    max_rd_atomic=None,
+    max_dest_rd_atomic=None,
+    min_rnr_timer=None,
+    timeout=None,
+    retry_cnt=None,
+    rnr_retry=None,
+    qkey=None,
+    cur_qp_state=None,
+    en_sqd_async_notify=None,
+):
+    cdef Modification change = Modification.__new__(Modification)
+    cdef v.ibv_qp_attr *attr = &change.attr
+    cdef int mask = 0
+    if qp_state is not None:
+        mask |= v.IBV_QP_STATE
+        attr.qp_state = <v.ibv_qp_state><int>qp_state
+    if path_mtu is not None:
+        mask |= v.IBV_QP_PATH_MTU
+        attr.path_mtu = <v.ibv_mtu><int>path_mtu
+    if rq_psn is not None:
+        mask |= v.IBV_QP_RQ_PSN
+        attr.rq_psn = rq_psn
+    if sq_psn is not None:
+        mask |= v.IBV_QP_SQ_PSN
+        attr.sq_psn = sq_psn
+    if dest_qp_num is not None:
+        mask |= v.IBV_QP_DEST_QPN
+        attr.dest_qp_num = dest_qp_num
+    if qp_access_flags is not None:
+        mask |= v.IBV_QP_ACCESS_FLAGS
+        attr.qp_access_flags = qp_access_flags
+    if av is not None:
+        mask |= v.IBV_QP_AV
+        _fill_av(&attr.ah_attr, av)
+    if pkey_index is not None:
+        mask |= v.IBV_QP_PKEY_INDEX
+        attr.pkey_index = pkey_index
+    if port_num is not None:
+        mask |= v.IBV_QP_PORT
+        attr.port_num = port_num
+    if max_rd_atomic is not None:
+        mask |= v.IBV_QP_MAX_QP_RD_ATOMIC
+        attr.max_rd_atomic = max_rd_atomic
+    if max_dest_rd_atomic is not None:
+        mask |= v.IBV_QP_MAX_DEST_RD_ATOMIC
+        attr.max_dest_rd_atomic = max_dest_rd_atomic
+    if min_rnr_timer is not None:
+        mask |= v.IBV_QP_MIN_RNR_TIMER
+        attr.min_rnr_timer = min_rnr_timer
+    if timeout is not None:
+        mask |= v.IBV_QP_TIMEOUT
+        attr.timeout = timeout
+    if retry_cnt is not None:
+        mask |= v.IBV_QP_RETRY_CNT
+        attr.retry_cnt = retry_cnt
+    if rnr_retry is not None:
+        mask |= v.IBV_QP_RNR_RETRY
+        attr.rnr_retry = rnr_retry
+    if qkey is not None:
+        mask |= v.IBV_QP_QKEY
+        attr.qkey = qkey
+    if cur_qp_state is not None:
+        mask |= v.IBV_QP_CUR_STATE
+        attr.cur_qp_state = <v.ibv_qp_state><int>cur_qp_state
+    if en_sqd_async_notify is not None:
+        mask |= v.IBV_QP_EN_SQD_ASYNC_NOTIFY
+        attr.en_sqd_async_notify = bool(en_sqd_async_notify)
+    change.mask = mask
+    return change

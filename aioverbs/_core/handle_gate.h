@@ -10,6 +10,7 @@
 /* Python.h, which says whether there is a GIL, comes before: every file that Cython makes begins with it. */
 
 #define GATE_CLOSED (-1)
+#define GATE_SUSPENDED (-(1 << 30)) /* beside the count of holders, of whom there are always fewer */
 
 #ifdef Py_GIL_DISABLED
 
@@ -58,6 +59,17 @@ static inline int gate_holders(const int *gate)
     return __atomic_load_n(gate, __ATOMIC_ACQUIRE);
 }
 
+/* Of an open gate: nobody gets in or closes it until gate_resume; who is inside may leave. */
+static inline void gate_suspend(int *gate)
+{
+    __atomic_fetch_add(gate, GATE_SUSPENDED, __ATOMIC_ACQUIRE);
+}
+
+static inline void gate_resume(int *gate)
+{
+    __atomic_fetch_sub(gate, GATE_SUSPENDED, __ATOMIC_RELEASE);
+}
+
 #else
 
 static inline bool gate_enter(int *gate)
@@ -97,6 +109,16 @@ static inline void gate_reopen(int *gate)
 static inline int gate_holders(const int *gate)
 {
     return *gate;
+}
+
+static inline void gate_suspend(int *gate)
+{
+    *gate += GATE_SUSPENDED;
+}
+
+static inline void gate_resume(int *gate)
+{
+    *gate -= GATE_SUSPENDED;
 }
 
 #endif

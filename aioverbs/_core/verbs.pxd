@@ -689,3 +689,5 @@ cdef extern from "handle_gate.h":
     bint gate_leave_many(int *, int)
     void gate_reopen(int *)
     int gate_holders(int *)
+    void gate_suspend(int *)
+    void gate_resume(int *)

@@ -112,6 +112,7 @@ CALLS: dict[type[object], dict[str, Call]] = {
         "compare_and_swap": lambda of: of.qp.compare_and_swap(of.region.remote()[:8], 0, 1),
         "compare_and_swap_nowait": lambda of: of.qp.compare_and_swap_nowait(of.region.remote()[:8], 0, 1),
         "connect": lambda of: of.qp.connect(ENDPOINT, ACCESS),
+        "establish": lambda of: of.qp.establish(ENDPOINT, ACCESS),
         "fetch_and_add": lambda of: of.qp.fetch_and_add(of.region.remote()[:8], 1),
         "fetch_and_add_nowait": lambda of: of.qp.fetch_and_add_nowait(of.region.remote()[:8], 1),
         "invalidate": lambda of: of.qp.invalidate(of.rkey),
@@ -236,7 +237,7 @@ async def check(of: Owned) -> None:
 
 
 TABLE = sum(len(calls) for calls in CALLS.values())
-SYNCHRONOUS = TABLE - sum(name in ("aclose", "await") for calls in CALLS.values() for name in calls) - 6
+SYNCHRONOUS = TABLE - sum(name in ("aclose", "await", "establish") for calls in CALLS.values() for name in calls) - 6
 
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)

@@ -71,4 +71,23 @@ static void closing_waits_for_nobody_and_lets_nobody_in(void)
     }
 }
 
-CHECK_MAIN(CASE(counts), CASE(closing_waits_for_nobody_and_lets_nobody_in))
+static void a_suspended_gate_lets_out_and_not_in(void)
+{
+    int gate = 0;
+
+    CHECK(gate_enter(&gate));
+    CHECK(gate_enter(&gate));
+    gate_suspend(&gate);
+    CHECK(!gate_enter(&gate));
+    gate_leave(&gate);
+    gate_leave(&gate);
+    CHECK(!gate_close(&gate));
+    CHECK(gate_holders(&gate) < 0 && gate_holders(&gate) != GATE_CLOSED);
+    gate_resume(&gate);
+    CHECK_EQ(gate_holders(&gate), 0);
+    CHECK(gate_enter(&gate));
+    gate_leave(&gate);
+    CHECK(gate_close(&gate));
+}
+
+CHECK_MAIN(CASE(counts), CASE(a_suspended_gate_lets_out_and_not_in), CASE(closing_waits_for_nobody_and_lets_nobody_in))

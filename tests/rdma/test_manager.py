@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import ipaddress
 import logging
 import os
 import sys
@@ -31,6 +33,7 @@ from aioverbs import (
     open_device,
 )
 from tests.pace import patience
+from tests.rdma.cm import address_of
 from tests.rdma.seam import rdma_devices
 from tests.running import run
 from tests.waiting import wait_until
@@ -79,6 +82,27 @@ async def test_it_comes_before_the_software_device(monkeypatch: pytest.MonkeyPat
         assert not device.software
     with pytest.raises(DeviceNotFoundError, match=r"here are: .*soft0"):
         await open_device("mlx5_99").open()
+
+
+async def test_a_neighbour_that_does_not_answer(name: str) -> None:
+    """The kernel looks for it while the queue pair goes to RTR; the loop goes on meanwhile."""
+    nobody = ipaddress.ip_address(address_of(name).rpartition(".")[0] + ".223")
+    async with (
+        open_device(name) as device,
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as qp,
+    ):
+        gid = bytes(10) + b"\xff\xff" + nobody.packed
+        establishing = asyncio.create_task(qp.establish(dataclasses.replace(qp.local_endpoint(), gid=gid), REMOTE))
+        turns = 0
+        while not establishing.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        with pytest.raises(VerbsError, match="ibv_modify_qp"):
+            await establishing
+        assert turns > 20
+        assert qp.query().qp_state is QpState.INIT
 
 
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)

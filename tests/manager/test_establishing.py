@@ -1,0 +1,179 @@
+"""Queue pairs that are connected without keeping their loop, where the verb may wait for other machines."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BusyResourceError,
+    ClosedResourceError,
+    Device,
+    QpState,
+    TransitionError,
+    VerbsError,
+    connecting,
+)
+from aioverbs._core import engine
+from tests.capabilities import Capability, needs
+from tests.connections.ends import pair
+from tests.core.contexts import opened
+from tests.waiting import until
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+
+
+class Helpers:
+    """Holds the helper threads of `QueuePair.establish` before their verb."""
+
+    def __init__(self) -> None:
+        self.waiting: list[threading.Event] = []
+        self._lock = threading.Lock()
+
+    def hold(self, run: Callable[[], None]) -> None:
+        go_on = threading.Event()
+        with self._lock:
+            self.waiting.append(go_on)
+        assert go_on.wait(30)
+        run()
+
+    def release(self) -> None:
+        for each in self.waiting:
+            each.set()
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
+    """The software device takes its time."""
+    held = Helpers()
+    in_helper = connecting._in_helper
+    monkeypatch.setattr(connecting, "_may_block", lambda _: True)
+    monkeypatch.setattr(connecting, "_in_helper", lambda run: in_helper(functools.partial(held.hold, run)))
+    yield held
+    held.release()
+
+
+@pytest.mark.once
+async def test_the_loop_goes_on_and_nobody_else_uses_it(device: Device, helpers: Helpers) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as qp,
+        domain.register(64, ACCESS) as region,
+    ):
+        establishing = asyncio.create_task(qp.establish(qp.local_endpoint(), ACCESS))
+        await until(lambda: helpers.waiting)
+        for use in (
+            qp.query,
+            qp.to_error,
+            qp.to_reset,
+            lambda: qp.connect(qp.local_endpoint()),
+            lambda: qp.receive_nowait(region[:]),
+            lambda: qp.send_nowait(region[:]),
+            qp.handle.destroy,
+        ):
+            with pytest.raises(BusyResourceError, match="another thread waits for"):
+                use()
+        assert not qp.handle.closed
+        helpers.release()
+        await establishing
+        assert qp.query().qp_state is qp.qp_state is QpState.RTS
+        region.buffer[:8] = b"as ever."
+        await qp.write(region[:8], region.remote()[8:16])
+        assert bytes(region.buffer[8:16]) == b"as ever."
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helpers, times: int) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
+        async with domain.queue_pair(cq) as qp:
+            establishing = asyncio.create_task(qp.establish(qp.local_endpoint(), ACCESS))
+            await until(lambda: helpers.waiting)
+            for _ in range(times):
+                establishing.cancel()
+                await asyncio.sleep(0)
+            assert not establishing.done()
+            helpers.release()
+            with pytest.raises(asyncio.CancelledError):
+                await establishing
+            assert qp.query().qp_state is QpState.RTR
+        assert qp.closed
+
+
+@pytest.mark.once
+async def test_so_many_at_once(device: Device, helpers: Helpers) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(1024) as cq:
+        queue_pairs = [await domain.queue_pair(cq).open() for _ in range(12)]
+        all_of_them = asyncio.gather(*(qp.establish(qp.local_endpoint(), ACCESS) for qp in queue_pairs))
+        await until(lambda: len(helpers.waiting) == 8)
+        await asyncio.sleep(0.05)
+        assert len(helpers.waiting) == 8
+        while not all_of_them.done():
+            helpers.release()
+            await asyncio.sleep(0)
+        await all_of_them
+        for qp in queue_pairs:
+            assert qp.qp_state is QpState.RTS
+            await qp.aclose()
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
+        qp.to_init()
+        device.handle.faults.fail("modify_qp", 110)
+        establishing = asyncio.create_task(qp.establish(qp.local_endpoint(), ACCESS))
+        await until(lambda: helpers.waiting)
+        helpers.release()
+        with pytest.raises(VerbsError, match="ibv_modify_qp failed: ETIMEDOUT"):
+            await establishing
+        assert qp.query().qp_state is QpState.INIT
+        qp.connect(qp.local_endpoint(), ACCESS)
+        with pytest.raises(TransitionError):
+            await qp.establish(qp.local_endpoint(), ACCESS)
+
+
+@pytest.mark.once
+async def test_connections(device: Device, helpers: Helpers) -> None:
+    """Handshakes wait for their own helpers, and others go on."""
+
+    async def let_go() -> None:
+        for both in (1, 2):
+            await until(lambda: len(helpers.waiting) == both)  # noqa: B023
+            helpers.release()
+
+    letting_go = asyncio.create_task(let_go())
+    async with pair(device) as ends:
+        await letting_go
+        await ends.near.send(b"hello")
+        assert await ends.far.receive() == b"hello"
+
+
+@pytest.mark.once
+def test_a_modification_is_one_verb() -> None:
+    with opened("inline") as context:
+        pd = engine.ProtectionDomain(context)
+        cq = engine.CompletionQueue(context, 4)
+        qp = engine.QueuePair(pd, cq, cq)
+        change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
+        with pytest.raises(BusyResourceError):
+            qp.begin_modify(QpState.INIT)
+        change.end()  # it was never called
+        assert qp.query().qp_state is QpState.RESET
+        with pytest.raises(RuntimeError, match="the modification is over"):
+            change.run()
+        change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
+        change.run()
+        change.end()
+        assert qp.state is QpState.INIT
+        with pytest.raises(TypeError, match=r"come from QueuePair\.begin_modify"):
+            engine.Modification()
+        for handle in (qp, cq, pd):
+            handle.destroy()
+        with pytest.raises(ClosedResourceError):
+            qp.begin_modify(QpState.INIT)

@@ -353,7 +353,10 @@ static void offend(void *argument)
         CHECK(error == 0 || error == EBUSY || error == ENOMEM);
         atomic_fetch_add(&crime->refused, error == EBUSY);
         atomic_fetch_add(&crime->accepted, error == 0);
-        sent += error != EBUSY; /* a number is used once, even where there was no room */
+        if (error != EBUSY) {
+            sent++; /* a number is used once, even where there was no room */
+            end = now_ns() + WAIT_S * 1000000000ull;
+        }
         poll_some(crime, next_random(&seed, 2));
         if (next_random(&seed, 16) == 0)
             ask_and_change(crime, qp);

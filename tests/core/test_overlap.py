@@ -99,11 +99,19 @@ class Scene:
 
 
 def wait_until_busy(thread: threading.Thread) -> None:
-    """Until it has worked for longer than anything takes but the wait for a lock of the device, which spins."""
+    """Until it waits for a lock of the device, which spins: it has worked for longer than anything else takes, or has
+    yielded a busy processor again and again."""
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
-    end = time.clock_gettime(clock) + 0.02
-    wait_until(lambda: time.clock_gettime(clock) > end)
+    status = Path(f"/proc/self/task/{thread.native_id}/status")
+
+    def yields() -> int:
+        told = re.search(r"^nonvoluntary_ctxt_switches:\s*(\d+)", status.read_text(), re.MULTILINE)
+        assert told
+        return int(told.group(1))
+
+    end, many = time.clock_gettime(clock) + 0.02, yields() + 50
+    wait_until(lambda: time.clock_gettime(clock) > end or yields() > many)
 
 
 def make_scene(context: engine.Context, mode: str, kind: str) -> Scene:

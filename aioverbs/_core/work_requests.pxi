@@ -204,7 +204,7 @@ cdef class Requests:
             self.torn = forgets
             return self._settle_at_owner()
         except VerbsError as error:
-            if not forgets or error.errno not in (EIO, ENODEV):
+            if self.deaf is None or error.errno not in (EIO, ENODEV):
                 _log.error("%r cannot be moved (%s): what is under way ends when it is closed", self.handle, error)
                 return 0
             # The device is gone, and does nothing any more.

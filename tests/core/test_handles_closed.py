@@ -39,6 +39,7 @@ IDENTITY = {
     "open_software",
     "parent_domain",
     "pd",
+    "pd_context",
     "qp_type",
     "state",
     "recv_cq",
@@ -65,6 +66,7 @@ def a_window() -> engine.MemoryWindow:
 CALLS: dict[str, Callable[[Any], object]] = {
     "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
     "post_send": lambda qp: qp.post_send(SendOpcode.SEND),
+    "begin_modify": lambda qp: qp.begin_modify(QpState.INIT).end(),
     "export": lambda pd: os.close(pd.export()),
     "bind_window": lambda qp: qp.bind_window(a_window(), None, 0, 0, 0),
     "resize": lambda cq: cq.resize(1),

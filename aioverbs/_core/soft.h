@@ -16,6 +16,7 @@
 #include "soft_licence.h"
 #include "soft_sync.h"
 #include "soft_table.h"
+#include "soft_window.h"
 #include "verbs_abi.h"
 
 #define container_of(pointer, type, member) ((type *)(void *)((char *)(pointer) - offsetof(type, member)))
@@ -27,7 +28,6 @@
 #define SOFT_MAX_CQE (1u << 22)
 #define SOFT_MAX_RD_ATOMIC 16u
 #define SOFT_MAX_MESSAGE (1u << 30)
-#define SOFT_PSN_MASK 0xffffffu
 #define SOFT_MTU 4096u /* of the port */
 #define SOFT_GRH 40u   /* bytes before a datagram */
 
@@ -664,7 +664,7 @@ struct soft_ring {
     uint32_t stride, mask;    /* const */
     uint32_t depth, max_sge;  /* const; 0 where the ring was not asked for */
     _Atomic uint32_t *posted; /* doorbell record: written by the driver half with release, read by the device half */
-    uint32_t taken;           /* sq or rq lock: how far the device half is */
+    uint32_t taken;           /* rq lock: how far the device half is; of a send queue its window says so */
     _Atomic uint32_t reaped;  /* written by whoever polls (the CQ's driver half), release: slots free again */
 };
 
@@ -703,15 +703,9 @@ struct soft_moving {
 };
 enum { SOFT_MOVING = 16 };
 
-/* The requests [sq.taken, sent) were sent whole to a remote peer and not answered, of the one at `sent` `offset` bytes.
- * What is answered is known by its sequence number: `next_psn` is that of the request at sq.taken. */
+/* What a queue pair with a remote peer has beside its window, which says what is in flight. */
 struct soft_outbound {
     uint32_t token; /* of this life of the queue pair: an answer to an earlier one is none */
-    uint32_t sent, offset;
-    uint32_t psn;      /* of the next part */
-    uint32_t fresh;    /* what has a sequence number before this one was sent before: the peer may know parts of it */
-    uint32_t answered; /* bytes of the read at sq.taken */
-    uint32_t reads;    /* reads and atomics under way, that at `sent` included when a part of it is */
     uint64_t
         deadline;   /* when the oldest one counts as lost; UINT64_MAX: nothing is under way, or it is waited for ever */
     uint64_t pause; /* the peer had no receive: nothing is sent before; 0: it had */
@@ -747,14 +741,14 @@ struct soft_qp {
     bool leaving;            /* as attr: it is being destroyed, and stays in RESET */
 
     struct soft_lock sq_lock;        /* the sending device half */
-    uint32_t next_psn;               /* sq */
+    struct soft_window window;       /* sq: which requests are over, which are in flight */
     uint32_t retries_left, rnr_left; /* sq */
-    bool begun;                      /* sq: the request at sq.taken was tried before */
+    bool begun;                      /* sq: the request at window.taken was tried before */
     bool waiting;                    /* sq: a request is to be tried again, or never (timeout 0) */
     bool unanswered;                 /* sq: ... since nobody answered */
     uint64_t retry_ns;               /* sq: when; UINT64_MAX: never */
     bool drain_notify;               /* sq: SQ_DRAINED is to be raised */
-    struct soft_outbound out;        /* sq: what is under way to a remote peer */
+    struct soft_outbound out;        /* sq: towards a remote peer */
 
     struct soft_lock rq_lock;                  /* the receiving device half */
     uint32_t expected_psn;                     /* rq */

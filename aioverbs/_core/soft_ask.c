@@ -1,7 +1,8 @@
 /* The requester whose peer is remote: requests leave one after the other without waiting for answers, and are repeated
  * from the oldest one on where answers do not come (go-back-N), as by reliable connections of the architecture.
  *
- * All under sq_lock and in a grace section. What a queue pair has under way is in `out`; see struct soft_outbound. */
+ * All under sq_lock and in a grace section. Which requests are in flight is said by the queue pair's window, and its
+ * counters move by the functions of soft_window.h alone: what an answer tells is first looked up there. */
 #include "soft_execute.h"
 
 /* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
@@ -24,7 +25,7 @@ static const struct soft_wqe *entry(const struct soft_qp *qp, uint32_t counter)
 
 static bool under_way(const struct soft_qp *qp)
 {
-    return qp->out.sent != qp->sq.taken || qp->out.offset;
+    return !soft_window_is_idle(&qp->window);
 }
 
 static uint64_t timeout_from_now(const struct soft_qp *qp)
@@ -34,18 +35,7 @@ static uint64_t timeout_from_now(const struct soft_qp *qp)
     return qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX;
 }
 
-static uint32_t distance(uint32_t from, uint32_t to)
-{
-    return (to - from) & SOFT_PSN_MASK;
-}
-
-/* One sequence number and another, between which no more lie than can be under way. */
-static bool is_before(uint32_t one, uint32_t other)
-{
-    return one != other && distance(one, other) <= SOFT_PSN_MASK / 2;
-}
-
-/* The request at sq.taken is tried now, if not well. */
+/* The request at window.taken is tried now, if not well. */
 static void expect_answer(struct soft_qp *qp)
 {
     qp->waiting = true;
@@ -88,11 +78,21 @@ static void go_back(struct soft_qp *qp)
     struct soft_outbound *out = &qp->out;
 
     stop_moving(qp, out->moving_count);
-    out->sent = qp->sq.taken;
-    out->offset = out->answered = out->reads = 0;
+    soft_window_rewind(&qp->window);
     out->asked.page = 0;
-    out->psn = qp->next_psn;
     out->deadline = UINT64_MAX;
+}
+
+/* Fail the request at window.taken, and the queue with it. The user is told of this request now, and may use its memory
+ * again; so the peer moves no byte of it from here on, nor of those behind it, which are flushed. */
+static void refuse(struct soft_qp *qp, enum ibv_wc_status status)
+{
+    const struct soft_wqe *wqe = entry(qp, qp->window.taken);
+
+    go_back(qp);
+    qp->waiting = false;
+    soft_window_refuse(&qp->window);
+    soft_complete_request(qp, wqe, status, 0, 0);
 }
 
 void soft_ask_no_more(struct soft_qp *qp)
@@ -183,9 +183,9 @@ static void add(struct soft_qp *qp, struct run *run, const struct soft_wqe *wqe,
 /* Those that are posted behind the first one, as far as they are of its kind. */
 static void add_others(struct soft_qp *qp, struct run *run)
 {
-    uint32_t posted = atomic_load_explicit(qp->sq.posted, memory_order_acquire), at;
+    uint32_t at;
 
-    for (at = qp->out.sent + 1; at != posted && run->count < SOFT_LICENSED_READS; at++) {
+    for (at = qp->window.sent + 1; at != qp->window.posted && run->count < SOFT_LICENSED_READS; at++) {
         const struct soft_wqe *wqe = entry(qp, at);
         struct soft_segment segments[SOFT_MAX_SGE];
         struct soft_request request = {.from = qp, .wqe = wqe};
@@ -215,8 +215,7 @@ static bool read_alone(struct soft_qp *qp, const struct soft_wqe *wqe, const str
         return false;
     }
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
-        soft_complete_request(qp, entry(qp, qp->sq.taken), IBV_WC_SUCCESS, 0, run.reads[i].length);
-        qp->out.sent = qp->sq.taken;
+        soft_end_request(qp, entry(qp, qp->window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
         *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;
     }
     return true;
@@ -259,7 +258,7 @@ static void describe(struct part *part, const struct soft_qp *qp, const struct s
         .transport = (uint8_t)qp->qp.qp_type,
         .from = qp->qp.qp_num,
         .token = qp->out.token,
-        .psn = qp->out.psn,
+        .psn = soft_window_psn(&qp->window),
         .total = request->length,
         .offset = offset,
     };
@@ -286,7 +285,7 @@ static void aim(struct part *part, const struct soft_qp *qp, const struct soft_w
         frame->swap = wqe->opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? wqe->swap : 0;
     }
     if (soft_is_answered(wqe->opcode))
-        frame->reads = qp->out.reads + !frame->offset;
+        frame->reads = qp->window.reads + !frame->offset;
     if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
         frame->srqn = wqe->remote_srqn;
 }
@@ -313,7 +312,7 @@ static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const st
     uint32_t left = request->length - frame->offset;
     unsigned int i;
 
-    if (left < DIRECT_BYTES || is_before(out->psn, out->fresh) || out->moving_count == SOFT_MOVING ||
+    if (left < DIRECT_BYTES || soft_window_repeats(&qp->window) || out->moving_count == SOFT_MOVING ||
         !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
         borrows(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
         return false;
@@ -365,18 +364,19 @@ static int post(struct soft_qp *qp, const struct part *part)
 static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request)
 {
     uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE];
+    struct soft_window *window = &qp->window;
     struct soft_outbound *out = &qp->out;
     struct part part;
     uint32_t last_psn;
     int error;
 
-    describe(&part, qp, wqe, request, out->offset);
+    describe(&part, qp, wqe, request, window->offset);
     aim(&part, qp, wqe);
     if (!offer(qp, &part, list, request))
         carry(&part, wqe, request);
     mark_ends(&part.frame);
     part.frame.packets = soft_packets(qp, part.frame.part);
-    last_psn = (out->psn + part.frame.packets - 1) & SOFT_PSN_MASK;
+    last_psn = (part.frame.psn + part.frame.packets - 1) & SOFT_PSN_MASK;
     ask_for_licence(qp, wqe, last_psn);
     error = post(qp, &part);
     if (error) {
@@ -389,16 +389,8 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
             (struct soft_moving){last_psn, part.frame.serial, part.frame.lease};
         atomic_fetch_add(&qp->context->device->moving, 1);
     }
-    out->psn = (last_psn + 1) & SOFT_PSN_MASK;
-    if (is_before(out->fresh, out->psn))
-        out->fresh = out->psn;
-    if (!part.frame.offset && soft_is_answered(wqe->opcode))
-        out->reads++;
-    out->offset += part.frame.part;
-    if (out->offset == request->length) {
-        out->offset = 0;
-        out->sent++;
-    }
+    soft_window_send(window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
+                     soft_is_answered(wqe->opcode));
     return 0;
 }
 
@@ -410,11 +402,10 @@ static uint64_t flush(struct soft_qp *qp)
     int64_t left = SOFT_QUEUE_TURN;
 
     soft_ask_no_more(qp);
-    while (qp->sq.taken != atomic_load_explicit(qp->sq.posted, memory_order_acquire)) {
+    while (soft_has_posted(qp)) {
         if (left <= 0)
             return 0;
-        soft_complete_request(qp, entry(qp, qp->sq.taken), IBV_WC_WR_FLUSH_ERR, 0, 0);
-        qp->out.sent = qp->sq.taken; /* from SQE it goes on */
+        soft_end_request(qp, entry(qp, qp->window.taken), IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
         left -= SOFT_REQUEST_COST;
     }
     return UINT64_MAX;
@@ -423,43 +414,38 @@ static uint64_t flush(struct soft_qp *qp)
 /* Nobody will tell what became of an unreliable connection's request. */
 static void drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
-    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
-    qp->next_psn = (qp->next_psn + soft_packets(qp, length)) & SOFT_PSN_MASK;
     go_back(qp);
     qp->waiting = false;
+    soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, length, soft_packets(qp, length));
 }
 
 /* Nobody answered in time. */
 static void repeat(struct soft_qp *qp)
 {
-    const struct soft_wqe *wqe = entry(qp, qp->sq.taken);
-    uint32_t left = qp->retries_left;
+    const struct soft_wqe *wqe = entry(qp, qp->window.taken);
 
     if (!soft_is_reliable(qp)) {
         soft_link_forget(qp->link, qp);
         drop(qp, wqe, length_of(wqe));
-        return;
+    } else if (qp->retries_left) {
+        qp->retries_left--;
+        go_back(qp);
+    } else {
+        refuse(qp, IBV_WC_RETRY_EXC_ERR);
     }
-    go_back(qp);
-    if (left) {
-        qp->retries_left = left - 1;
-        return;
-    }
-    qp->waiting = false;
-    soft_complete_request(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0);
 }
 
 /* Whether the request at `sent` may leave before all before it are answered. */
 static bool may_overtake(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
-    if (qp->out.offset)
+    if (qp->window.offset)
         return true; /* it began */
     if (soft_is_local(wqe->opcode) ||
         (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
         return !under_way(qp);
-    if (qp->out.reads && (wqe->flags & IBV_SEND_FENCE))
+    if (qp->window.reads && (wqe->flags & IBV_SEND_FENCE))
         return false;
-    return !soft_is_answered(wqe->opcode) || qp->out.reads < qp->attr.max_rd_atomic || !under_way(qp);
+    return !soft_is_answered(wqe->opcode) || qp->window.reads < qp->attr.max_rd_atomic || !under_way(qp);
 }
 
 /* What was done here alone, or cannot be sent at all, ends in its turn: when nothing is under way before it. */
@@ -467,37 +453,36 @@ static bool ends_here(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_w
 {
     if (status == IBV_WC_SUCCESS && !soft_is_local(wqe->opcode))
         return false;
-    soft_complete_request(qp, wqe, status, vendor_err, 0);
-    qp->out.sent = qp->sq.taken;
+    soft_end_request(qp, wqe, status, vendor_err, 0, 0);
     return true;
 }
 
 /* Sends until something speaks against it; `*again` is when that ends by itself. False: the turn is over. */
 static bool send(struct soft_qp *qp, uint64_t *again)
 {
-    struct soft_outbound *out = &qp->out;
+    struct soft_window *window = &qp->window;
     int64_t left = SOFT_QUEUE_TURN;
 
     *again = UINT64_MAX;
-    while (left > 0 && out->sent != atomic_load_explicit(qp->sq.posted, memory_order_acquire)) {
-        const struct soft_wqe *wqe = entry(qp, out->sent);
+    while (left > 0 && soft_has_posted(qp)) {
+        const struct soft_wqe *wqe = entry(qp, window->sent);
         struct soft_segment segments[SOFT_MAX_SGE];
         struct soft_request request = {.from = qp, .wqe = wqe};
         unsigned int state = atomic_load(&qp->state);
-        uint32_t vendor_err = 0, before = out->offset;
+        uint32_t vendor_err = 0, before = window->offset;
         enum ibv_wc_status status;
         int error;
 
-        if ((state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && under_way(qp) && out->offset)) || !may_overtake(qp, wqe))
+        if ((state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && window->offset)) || !may_overtake(qp, wqe))
             return true;
-        if (!out->offset && wqe->due_ns && wqe->due_ns > soft_now_ns()) {
+        if (!window->offset && wqe->due_ns && wqe->due_ns > soft_now_ns()) {
             *again = wqe->due_ns;
             return true;
         }
-        status = out->offset ? soft_resolve(qp, wqe, segments, &request)
-                             : soft_begin_request(qp, wqe, segments, &request, &vendor_err);
+        status = window->offset ? soft_resolve(qp, wqe, segments, &request)
+                                : soft_begin_request(qp, wqe, segments, &request, &vendor_err);
         if (status != IBV_WC_SUCCESS && under_way(qp)) {
-            if (!out->offset)
+            if (!window->offset)
                 return true; /* it is looked at again when those before it are answered */
             go_back(qp);     /* its memory went in the middle */
             continue;
@@ -507,8 +492,8 @@ static bool send(struct soft_qp *qp, uint64_t *again)
             continue;
         }
         /* Not where it was sent before: the peer counts it as one of the sequence. */
-        if (!out->offset && !is_before(out->psn, out->fresh) && is_licensed(qp, wqe, request.length)) {
-            if (out->sent - qp->sq.taken == out->reads && out->reads)
+        if (!window->offset && !soft_window_repeats(window) && is_licensed(qp, wqe, request.length)) {
+            if (window->sent - window->taken == window->reads && window->reads)
                 return true; /* it comes sooner when those before it, which are like it, are answered */
             if (!under_way(qp) && read_alone(qp, wqe, &request, &left))
                 continue;
@@ -521,8 +506,8 @@ static bool send(struct soft_qp *qp, uint64_t *again)
         expect_answer(qp);
         if (error)
             return true; /* it is kicked, or repeats in its time */
-        left -= SOFT_REQUEST_COST + (int64_t)(out->offset ? out->offset - before : request.length - before);
-        if (!soft_is_reliable(qp) && !out->offset)
+        left -= SOFT_REQUEST_COST + (int64_t)((window->offset ? window->offset : request.length) - before);
+        if (!soft_is_reliable(qp) && !window->offset)
             drop(qp, wqe, request.length); /* or it arrives */
     }
     return left > 0;
@@ -574,14 +559,11 @@ static void progressed(struct soft_qp *qp)
         expect_answer(qp);
 }
 
-/* The request at sq.taken is over, with all its packets. */
-static void finish(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t length)
+/* Complete the request at window.taken, which left whole, and was done. */
+static void finish(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
-    qp->next_psn = (qp->next_psn + soft_packets(qp, length)) & SOFT_PSN_MASK;
-    if (soft_is_answered(wqe->opcode))
-        qp->out.reads--;
-    qp->out.answered = 0;
-    soft_complete_request(qp, wqe, status, 0, status == IBV_WC_SUCCESS ? length : 0);
+    soft_window_acknowledge(&qp->window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
+    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
 }
 
 /* Bytes of an answer go to the memory of the request, from `offset` on. It may have gone meanwhile. */
@@ -602,19 +584,21 @@ static enum ibv_wc_status take(struct soft_qp *qp, const struct soft_wqe *wqe, u
     return IBV_WC_SUCCESS;
 }
 
-/* All requests before this sequence number that need no data were done. What is left is at sq.taken. */
-static void acknowledge(struct soft_qp *qp, uint32_t before)
+/* Complete the requests whose packets are all among the oldest in flight, so many, up to the first that needs data.
+ * What is left is at window.taken. */
+static void acknowledge(struct soft_qp *qp, uint32_t packets)
 {
     bool some = false;
 
-    while (qp->out.sent != qp->sq.taken) {
-        const struct soft_wqe *wqe = entry(qp, qp->sq.taken);
-        uint32_t length = length_of(wqe);
+    while (qp->window.sent != qp->window.taken) {
+        const struct soft_wqe *wqe = entry(qp, qp->window.taken);
+        uint32_t length = length_of(wqe), count = soft_packets(qp, length);
 
         /* A read of no bytes is acknowledged as all others are. */
-        if ((soft_is_answered(wqe->opcode) && length) || soft_packets(qp, length) > distance(qp->next_psn, before))
+        if ((soft_is_answered(wqe->opcode) && length) || count > packets)
             break;
-        finish(qp, wqe, IBV_WC_SUCCESS, length);
+        packets -= count;
+        finish(qp, wqe, length);
         some = true;
         if (atomic_load(&qp->state) == IBV_QPS_ERR)
             return; /* its completion found no room */
@@ -623,80 +607,88 @@ static void acknowledge(struct soft_qp *qp, uint32_t before)
         progressed(qp);
 }
 
-/* An answer with data: it is that of the next part of the read or atomic at sq.taken, or none at all. */
+/* Take an answer with data: it is that of the next part of the read or atomic at window.taken, or none at all. The
+ * packet that it ends with is in flight, so the whole answer can only come for a request that left whole. */
 static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
-    const struct soft_wqe *wqe;
-    uint32_t length, last;
+    uint32_t packets = soft_window_locate(&qp->window, frame->psn), length;
     enum ibv_wc_status status = IBV_WC_SUCCESS;
+    const struct soft_wqe *wqe;
 
-    if (!under_way(qp))
+    if (!packets)
         return true;
-    wqe = entry(qp, qp->sq.taken);
+    wqe = entry(qp, qp->window.taken);
     if (!soft_is_answered(wqe->opcode))
         return true;
     length = length_of(wqe);
-    last = qp->next_psn + soft_packets(qp, qp->out.answered + frame->part) - 1;
-    if (distance(last, frame->psn)) /* one before it was lost, or it is a repetition */
+    if (soft_packets(qp, qp->window.received + frame->part) != packets) /* one before it was lost, or it is repeated */
         return true;
-    if (frame->part > length - qp->out.answered)
+    if (frame->part > length - qp->window.received)
         return false;
     take_licence(qp, frame);
     if (!(frame->flags & SOFT_FRAME_DIRECT))
-        status = take(qp, wqe, qp->out.answered, payload, frame->part);
-    if (status == IBV_WC_SUCCESS) {
-        qp->out.answered += frame->part;
-        if (qp->out.answered == length)
-            finish(qp, wqe, IBV_WC_SUCCESS, length);
-    } else {
-        finish(qp, wqe, status, length);
+        status = take(qp, wqe, qp->window.received, payload, frame->part);
+    if (status != IBV_WC_SUCCESS) {
+        refuse(qp, status);
+        return true;
     }
+    soft_window_receive(&qp->window, frame->part);
+    if (qp->window.received == length)
+        finish(qp, wqe, length);
     if (atomic_load(&qp->state) != IBV_QPS_ERR)
         progressed(qp);
     return true;
 }
 
-/* The peer has no receive: that request, and what came after it, is to be sent again. */
+/* The peer has no receive: that request, and what came after it, is to be sent again. It did nothing of all that. */
 static void not_ready(struct soft_qp *qp, uint64_t delay_ns)
 {
-    uint32_t rnr_left = qp->rnr_left;
-
-    go_back(qp);
-    qp->out.fresh = qp->out.psn;                /* the peer did nothing of it, nor of what follows */
-    if (qp->attr.rnr_retry != 7 && !rnr_left) { /* 7: without end */
-        qp->waiting = false;
-        finish(qp, entry(qp, qp->sq.taken), IBV_WC_RNR_RETRY_EXC_ERR, 0);
-        return;
+    if (qp->attr.rnr_retry != 7) { /* 7: without end */
+        if (!qp->rnr_left) {
+            refuse(qp, IBV_WC_RNR_RETRY_EXC_ERR);
+            return;
+        }
+        qp->rnr_left--;
     }
-    if (qp->attr.rnr_retry != 7)
-        qp->rnr_left = rnr_left - 1;
+    go_back(qp);
+    soft_window_undo(&qp->window);
     qp->out.pause = soft_now_ns() + delay_ns;
 }
 
-/* Under sq_lock. */
+/* Do what an answer tells, under sq_lock. One to a packet that is not in flight is about what is over, or about
+ * nothing, and is dropped; so is one with data for more packets than are in flight. */
 static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
-    uint32_t sent = distance(qp->next_psn, qp->out.psn), last = distance(qp->next_psn, frame->psn);
+    uint32_t packets = soft_window_locate(&qp->window, frame->psn);
+    uint32_t data = frame->part ? soft_packets(qp, frame->part) : 0;
     bool done = frame->opcode == SOFT_FRAME_ACK;
 
-    if (!under_way(qp) || last >= sent)
-        return true; /* of what is over */
+    if (!packets || data > packets)
+        return true;
     moved(qp, done ? frame->psn : (frame->psn - 1) & SOFT_PSN_MASK);
     qp->out.deadline = UINT64_MAX; /* the peer is there: of a long message, each part has all the time */
     expect_answer(qp);
-    if (done && frame->part) {
-        acknowledge(qp, (frame->psn + 1 - soft_packets(qp, frame->part)) & SOFT_PSN_MASK);
+    if (data) {
+        acknowledge(qp, packets - data);
         return atomic_load(&qp->state) == IBV_QPS_ERR || answer(qp, frame, payload);
     }
-    acknowledge(qp, done ? (frame->psn + 1) & SOFT_PSN_MASK : frame->psn);
+    acknowledge(qp, done ? packets : packets - 1);
     if (done || !under_way(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
         return true;
-    if (frame->opcode == SOFT_FRAME_RNR) {
+    if (frame->opcode == SOFT_FRAME_RNR)
         not_ready(qp, frame->address);
-        return true;
-    }
-    finish(qp, entry(qp, qp->sq.taken), frame->status, 0);
+    else
+        refuse(qp, frame->status);
     return true;
+}
+
+/* Return whether the queue pair awaits answers. One that broke does not, even before its requests are flushed: they are
+ * neither done nor refused any more. Whoever broke it has it flushed. */
+static bool awaits_answers(const struct soft_qp *qp)
+{
+    unsigned int state = atomic_load(&qp->state);
+
+    return soft_is_reliable(qp) && soft_is_up(qp) && (state == IBV_QPS_RTS || state == IBV_QPS_SQD);
 }
 
 bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
@@ -708,10 +700,9 @@ bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const u
     if (!qp)
         return true; /* it was destroyed */
     soft_lock_take(&qp->sq_lock);
-    if (qp->link == by && qp->out.token == frame->token && soft_is_up(qp)) {
+    if (qp->link == by && qp->out.token == frame->token && awaits_answers(qp)) {
         honest = read_answer(qp, frame, payload);
-        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause ||
-               qp->out.sent != atomic_load_explicit(qp->sq.posted, memory_order_acquire) || qp->drain_notify;
+        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause || soft_has_posted(qp) || qp->drain_notify;
     }
     soft_lock_give(&qp->sq_lock);
     if (more)
@@ -725,10 +716,10 @@ bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const u
 
 static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
 {
-    uint32_t at, end = qp->out.sent + (qp->out.offset != 0);
+    uint32_t at, end = qp->window.sent + (qp->window.offset != 0);
     unsigned int i;
 
-    for (at = qp->sq.taken; at != end; at++) {
+    for (at = qp->window.taken; at != end; at++) {
         const struct soft_wqe *wqe = entry(qp, at);
         const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
 
@@ -782,7 +773,6 @@ uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const
     if (!way(qp, &wqe->dgid))
         return 0;
     describe(&part, qp, wqe, request, 0);
-    part.frame.psn = qp->next_psn;
     part.frame.to = (uint32_t)wqe->remote_addr;
     part.frame.key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
     part.frame.sgid_index = wqe->path.sgid_index;

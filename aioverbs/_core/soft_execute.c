@@ -38,14 +38,11 @@ static void fail_sender(struct soft_qp *qp)
     atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE);
 }
 
-/* Under sq_lock: the request at `taken` is over. An error completes whether or not the request was signalled, and
- * breaks the queue; so does a completion that found no room, and then an event tells what it would have told. */
 void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
                            uint32_t vendor_err, uint32_t byte_len)
 {
     struct soft_cqe cqe;
 
-    qp->sq.taken++;
     qp->begun = false;
     if (status != IBV_WC_SUCCESS)
         fail_sender(qp);
@@ -56,7 +53,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
         .qp = qp,
         .byte_len = byte_len,
         .qp_num = qp->qp.qp_num,
-        .wqe_index = qp->sq.taken - 1,
+        .wqe_index = qp->window.taken - 1,
         .vendor_err = vendor_err,
         .status = (uint8_t)status,
         .opcode = completion_opcode(wqe->opcode),
@@ -68,6 +65,13 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
     if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
         soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
     soft_licence_recall_qp(qp);
+}
+
+void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
+                      uint32_t byte_len, uint32_t packets)
+{
+    soft_window_pass(&qp->window, packets);
+    soft_complete_request(qp, wqe, status, vendor_err, byte_len);
 }
 
 void soft_flush_receives(struct soft_qp *qp)
@@ -187,7 +191,7 @@ static uint32_t reads_in_flight(const struct soft_qp *qp)
 {
     uint32_t posted = atomic_load_explicit(qp->sq.posted, memory_order_acquire), next, count = 1;
 
-    for (next = qp->sq.taken + 1; next != posted && count < qp->attr.max_rd_atomic; next++) {
+    for (next = qp->window.taken + 1; next != posted && count < qp->attr.max_rd_atomic; next++) {
         const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, next);
 
         if (wqe->flags & IBV_SEND_FENCE)
@@ -244,11 +248,10 @@ static void send_unreliably(struct soft_qp *qp, const struct soft_wqe *wqe, stru
     } else {
         soft_link_deliver(request, reply);
     }
-    qp->next_psn = (qp->next_psn + request->packets) & SOFT_PSN_MASK;
-    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length);
+    soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length, request->packets);
 }
 
-/* Under sq_lock, in RTS: executes the request at `taken`, completes it or makes the queue wait. Returns a peer that
+/* Under sq_lock, in RTS: executes the request at window.taken, completes it or makes the queue wait. Returns a peer that
  * it broke, or NULL. */
 static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wqe, int64_t *left)
 {
@@ -256,7 +259,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
     struct soft_request request = {
         .from = qp,
         .wqe = wqe,
-        .psn = qp->next_psn,
+        .psn = qp->window.first_psn,
         .src_qp = qp->qp.qp_num,
     };
     struct soft_reply reply = {.kind = SOFT_SILENT};
@@ -265,7 +268,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
 
     *left -= SOFT_REQUEST_COST + (int64_t)request.length;
     if (status != IBV_WC_SUCCESS || soft_is_local(wqe->opcode)) {
-        soft_complete_request(qp, wqe, status, vendor_err, 0);
+        soft_end_request(qp, wqe, status, vendor_err, 0, 0);
         return NULL;
     }
     request.total = request.length;
@@ -279,10 +282,9 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
     soft_link_deliver(&request, &reply);
     switch (reply.kind) {
     case SOFT_ACK:
-        qp->next_psn = (qp->next_psn + request.packets) & SOFT_PSN_MASK;
         qp->retries_left = qp->attr.retry_cnt;
         qp->rnr_left = qp->attr.rnr_retry;
-        soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, request.length);
+        soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, request.length, request.packets);
         return reply.broken;
     case SOFT_NAK:
         status = reply.status;
@@ -295,7 +297,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         break;
     }
     if (status != IBV_WC_SUCCESS)
-        soft_complete_request(qp, wqe, status, 0, 0);
+        soft_end_request(qp, wqe, status, 0, 0, 0);
     return reply.broken;
 }
 
@@ -326,16 +328,16 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
     if (soft_asks(qp))
         return soft_ask(qp);
     while (left > 0) {
-        const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, qp->sq.taken);
+        const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, qp->window.taken);
         unsigned int state = atomic_load(&qp->state);
         struct soft_qp *peer;
 
         if (state == IBV_QPS_SQD && !qp->waiting)
             soft_drained(qp);
-        if (qp->sq.taken == atomic_load_explicit(qp->sq.posted, memory_order_acquire))
+        if (!soft_has_posted(qp))
             return UINT64_MAX;
         if (state == IBV_QPS_ERR || state == IBV_QPS_SQE) {
-            soft_complete_request(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0, 0);
+            soft_end_request(qp, wqe, IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
             left -= SOFT_REQUEST_COST;
             continue;
         }
@@ -346,7 +348,7 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
             if (qp->retry_ns > soft_now_ns())
                 return qp->retry_ns;
             if (!may_retry(qp)) {
-                soft_complete_request(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0);
+                soft_end_request(qp, wqe, IBV_WC_RETRY_EXC_ERR, 0, 0, 0);
                 continue;
             }
         } else if (wqe->due_ns && wqe->due_ns > soft_now_ns()) {

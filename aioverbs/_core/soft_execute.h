@@ -26,10 +26,20 @@ static inline bool soft_is_local(uint8_t opcode)
     return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
 }
 
-/* The request at sq.taken is over. An error completes whether or not the request was signalled, and breaks the queue;
- * so does a completion that found no room, and then an event tells what it would have told. */
+/* Look at the doorbell: whether a request was posted that did not leave whole yet. */
+static inline bool soft_has_posted(struct soft_qp *qp)
+{
+    return soft_window_post(&qp->window, atomic_load_explicit(qp->sq.posted, memory_order_acquire));
+}
+
+/* Complete the request before window.taken, which is over. An error completes whether or not the request was signalled,
+ * and breaks the queue; so does a completion that found no room, and then an event tells what it would have told. */
 void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
                            uint32_t vendor_err, uint32_t byte_len);
+
+/* The same for the request at window.taken, where nothing is in flight: it is over, and took so many packets. */
+void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
+                      uint32_t byte_len, uint32_t packets);
 
 /* Checks the local side of a request and finds its memory. */
 enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,

@@ -385,7 +385,7 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
     soft_lock_take(&qp->sq_lock);
     *attr = qp->attr;
     attr->qp_state = attr->cur_qp_state = (enum ibv_qp_state)atomic_load(&qp->state);
-    attr->sq_psn = qp->next_psn;
+    attr->sq_psn = qp->window.first_psn;
     attr->sq_draining = attr->qp_state == IBV_QPS_SQD && qp->waiting;
     soft_lock_give(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
@@ -470,7 +470,7 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     if (mask & IBV_QP_RQ_PSN)
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
-        qp->next_psn = qp->out.psn = qp->out.fresh = attr->sq_psn;
+        soft_window_begin(&qp->window, attr->sq_psn);
     /* A change of something else leaves a request that is tried again the attempts that it has. */
     if (mask & IBV_QP_RETRY_CNT)
         qp->retries_left = own->retry_cnt;
@@ -495,8 +495,9 @@ static void reset(struct soft_qp *qp)
     memset(qp->kept, 0, sizeof(qp->kept));
     qp->begun = qp->waiting = qp->drain_notify = false;
     qp->established = qp->last_wqe = false;
-    qp->next_psn = qp->expected_psn = 0;
-    qp->sq.taken = qp->rq.taken = 0;
+    qp->window = (struct soft_window){0};
+    qp->expected_psn = 0;
+    qp->rq.taken = 0;
     atomic_store(qp->sq.posted, 0);
     atomic_store(qp->rq.posted, 0);
     atomic_store(&qp->sq.reaped, 0);

@@ -448,6 +448,17 @@ static bool may_overtake(const struct soft_qp *qp, const struct soft_wqe *wqe)
     return !soft_is_answered(wqe->opcode) || qp->window.reads < qp->attr.max_rd_atomic || !under_way(qp);
 }
 
+/* Return whether the window has room for the next part of the request at `sent`, however large that part becomes. Else
+ * the answers to what is in flight make room. */
+static bool fits_window(const struct soft_qp *qp, uint32_t length)
+{
+    uint32_t part = length - qp->window.offset;
+
+    if (part > SOFT_DIRECT_FRAGMENT)
+        part = SOFT_DIRECT_FRAGMENT;
+    return soft_window_has_room(&qp->window, soft_packets(qp, part));
+}
+
 /* What was done here alone, or cannot be sent at all, ends in its turn: when nothing is under way before it. */
 static bool ends_here(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err)
 {
@@ -498,6 +509,8 @@ static bool send(struct soft_qp *qp, uint64_t *again)
             if (!under_way(qp) && read_alone(qp, wqe, &request, &left))
                 continue;
         }
+        if (!fits_window(qp, request.length))
+            return true;
         error = send_part(qp, wqe, &request);
         if (error == EHOSTUNREACH && !soft_is_reliable(qp)) {
             drop(qp, wqe, request.length);

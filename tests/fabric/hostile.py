@@ -1,0 +1,154 @@
+"""A peer that answers requests as it likes: a proxy that leaves the handshake to an honest device."""
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from aioverbs import WcStatus
+from tests.waiting import until
+
+__all__ = ["HostilePeer", "Request", "hostile_peer"]
+
+_HEADER = struct.Struct("<8B10IQ4I2Q2HI")  # as soft_frame.h has it
+_RESPONSE = 2
+_PSNS = 1 << 24
+
+
+class _Answer(IntEnum):
+    ACK = 0
+    NAK = 1
+    RNR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request frame of a queue pair: a message, or a part of one."""
+
+    to: int
+    sender: int
+    token: int
+    psn: int
+    packets: int
+
+    def done(self, ahead: int = 0) -> bytes:
+        """Encode an acknowledgement of all packets up to the last one of this request.
+
+        :param ahead: how many further packets are acknowledged, too.
+        """
+        return self._answer(_Answer.ACK, (self.psn + self.packets - 1 + ahead) % _PSNS)
+
+    def refused(self, status: WcStatus) -> bytes:
+        """Encode a NAK of this request, or, for ``RNR_RETRY_EXC_ERR``, an RNR NAK."""
+        if status is WcStatus.RNR_RETRY_EXC_ERR:
+            return self._answer(_Answer.RNR, self.psn, delay_ns=1000)
+        return self._answer(_Answer.NAK, self.psn, status=status)
+
+    def _answer(self, answer: _Answer, psn: int, *, status: int = 0, delay_ns: int = 0) -> bytes:
+        head = (_RESPONSE, answer, 0, 0, status, 0, 0, 0)
+        return _HEADER.pack(
+            *head, 0, self.sender, self.to, self.token, psn, 0, 0, 0, 0, 0, delay_ns, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        )
+
+
+@dataclass
+class HostilePeer:
+    """What the proxy does, and hears.
+
+    :param requests: those that came since `take_over`.
+    :param limit: after how many requests it reads no more, until `go_on`.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    limit: int | None = None
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _taken_over: bool = False
+    _rest: bytearray = field(default_factory=bytearray)
+    _writer: asyncio.StreamWriter | None = None
+
+    def take_over(self, limit: int | None = None) -> None:
+        """Pass nothing on to the honest device from here on. No request is in flight."""
+        self._taken_over = True
+        self.limit = limit
+
+    async def hear(self, count: int) -> list[Request]:
+        """Wait for the first requests, so many."""
+        await until(lambda: len(self.requests) >= count)
+        return self.requests[:count]
+
+    def packets(self) -> int:
+        """Count the packets of all requests that came."""
+        return sum(request.packets for request in self.requests)
+
+    def say(self, *answers: bytes) -> None:
+        """Send answers, all at once."""
+        assert self._writer is not None
+        self._writer.write(b"".join(answers))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: Path) -> None:
+        there_reader, there_writer = await asyncio.open_unix_connection(to)
+        self._writer = writer
+
+        async def back() -> None:
+            while data := await there_reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+
+        ways = [asyncio.ensure_future(self._forth(reader, there_writer)), asyncio.ensure_future(back())]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            for end in (there_writer, writer):
+                end.transport.abort()
+
+    async def _forth(self, reader: asyncio.StreamReader, there: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if self._taken_over:
+                self._rest += data
+                self._parse()
+                if self.limit is not None and len(self.requests) >= self.limit:
+                    await self.go_on.wait()
+            else:
+                there.write(data)
+                await there.drain()
+
+    def _parse(self) -> None:
+        at = 0
+        while len(self._rest) - at >= _HEADER.size:
+            _, _, _, _, _, _, _, _, size, to, sender, token, psn, packets, *_ = _HEADER.unpack_from(self._rest, at)
+            if len(self._rest) - at < _HEADER.size + size:
+                break
+            self.requests.append(Request(to, sender, token, psn, packets))
+            at += _HEADER.size + size
+        del self._rest[:at]
+
+
+@contextlib.asynccontextmanager
+async def hostile_peer(at: Path, to: Path) -> AsyncIterator[HostilePeer]:
+    """Take the connections of a Unix socket in place of the honest device at another one."""
+    peer = HostilePeer()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await peer._serve(reader, writer, to)
+        writer.close()
+        tasks.discard(task)
+
+    server = await asyncio.start_unix_server(take, at)
+    try:
+        yield peer
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

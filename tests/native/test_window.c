@@ -59,9 +59,12 @@ static uint32_t packets_of(const struct request *request)
 
 static uint64_t next_psn(const struct model *model)
 {
-    const struct flying *last = &model->flying[model->count - 1];
+    const struct flying *last;
 
-    return model->count ? last->psn + last->packets : model->psn;
+    if (!model->count)
+        return model->psn;
+    last = &model->flying[model->count - 1];
+    return last->psn + last->packets;
 }
 
 static uint64_t reads_of(const struct model *model)

@@ -13,6 +13,7 @@
 #include "soft_device.h"
 #include "soft_fabric.h"
 #include "soft_fault.h"
+#include "soft_inbound.h"
 #include "soft_licence.h"
 #include "soft_sync.h"
 #include "soft_table.h"
@@ -604,6 +605,9 @@ struct soft_receive {
 bool soft_srq_has(struct soft_srq *srq);
 bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive);
 
+/* A receive that was taken, and neither completed nor was counted down from `outstanding`, is the oldest again. */
+void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive);
+
 /* `count` of its completions were polled or purged. */
 static inline void soft_srq_credit(struct soft_srq *srq, uint32_t count)
 {
@@ -682,11 +686,13 @@ struct soft_taken {
     struct soft_receive copy; /* of a shared queue's */
 };
 
-/* A message that comes in parts, or of which a part was given up: the receive that it took is still taken. */
+/* The message that comes in. Each part of it is handled in one go, under rq_lock: between two of them `holds` is true
+ * only while the message is under way. */
 struct soft_inbound {
-    bool active;
-    struct soft_srq *srq; /* where that came from, or NULL */
-    struct soft_taken taken;
+    struct soft_message message;
+    bool holds;              /* `taken` is this message's: to be completed, or given back */
+    struct soft_srq *srq;    /* where it was taken from, or NULL: the queue pair's own queue. It cannot go before */
+    struct soft_taken taken; /* good while `holds` */
 };
 
 struct soft_kept {
@@ -754,7 +760,7 @@ struct soft_qp {
     uint32_t expected_psn;                     /* rq */
     bool established;                          /* rq: COMM_EST was raised */
     bool last_wqe;                             /* rq: QP_LAST_WQE_REACHED was raised */
-    struct soft_inbound in;                    /* rq: what came of a message in parts */
+    struct soft_inbound in;                    /* rq: the message that comes in */
     struct soft_kept kept[SOFT_MAX_RD_ATOMIC]; /* rq: what atomics of a remote peer were answered, for repetitions */
     uint32_t kept_next;                        /* rq */
 
@@ -836,6 +842,7 @@ struct soft_request {
     uint32_t total, offset;       /* bytes: of the message, and where this part of it begins */
     uint32_t psn, packets;
     uint32_t reads; /* of a read or atomic: how many the requester would have in flight, with this one */
+    bool again;     /* it was done before, in its order: a remote peer's read, whose answer was lost */
     uint32_t length;
     const struct soft_segment *local; /* what is sent, or where the answer goes; checked */
     uint32_t local_count;
@@ -871,9 +878,13 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
 bool soft_is_up(const struct soft_qp *qp);
 bool soft_listens(const struct soft_qp *peer);
 
-/* Under rq_lock: a message in parts ends in the middle. Flushed, its receive completes; else it is as if it had never
- * been posted. */
+/* Under rq_lock: the message under way, if there is one, ends before all of it came. Flushed, its receive completes;
+ * else that is the oldest one of its queue again. */
 void soft_inbound_end(struct soft_qp *qp, bool flushed);
+
+/* A shared receive queue goes, and cannot be found any more: what messages under way took from it goes with it.
+ * grace_ready() was true. */
+void soft_inbound_without(struct soft_device *device, const struct soft_srq *srq);
 
 /* Whether a queue pair waits for answers: the others send and forget. */
 static inline bool soft_is_reliable(const struct soft_qp *qp)

@@ -745,11 +745,8 @@ static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
 
 void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
 {
-    uint32_t number, end;
+    uint32_t number, end = soft_table_end(&device->qps);
 
-    pthread_mutex_lock(&device->qps.lock);
-    end = device->qps.fresh;
-    pthread_mutex_unlock(&device->qps.lock);
     for (number = SOFT_FIRST_QPN; atomic_load(&device->moving) && number < end; number++) {
         struct soft_qp *qp = soft_table_find(&device->qps, number);
 

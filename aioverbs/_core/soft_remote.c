@@ -178,7 +178,7 @@ static bool is_for(const struct soft_qp *peer, const struct soft_stream *stream,
 }
 
 /* Does it, under rq_lock. */
-static void execute(struct remote *remote, struct soft_reply *reply)
+static void execute(struct remote *remote, struct soft_reply *reply, bool again)
 {
     const struct soft_frame *frame = remote->frame;
     struct soft_wqe wqe = request_of(frame);
@@ -193,6 +193,7 @@ static void execute(struct remote *remote, struct soft_reply *reply)
         .psn = frame->psn,
         .packets = frame->packets,
         .reads = frame->reads,
+        .again = again,
         .length = frame->part,
         .local = &payload,
         .local_count = 1,
@@ -210,7 +211,7 @@ static void execute_again(struct remote *remote, struct soft_reply *reply)
     unsigned int i;
 
     if (frame->opcode == IBV_WR_RDMA_READ) {
-        execute(remote, reply);
+        execute(remote, reply, true);
         return;
     }
     if (!soft_is_atomic(frame->opcode)) {
@@ -256,7 +257,7 @@ static bool request(struct soft_stream *stream, const struct soft_frame *frame, 
     soft_lock_take(&peer->rq_lock);
     if (soft_listens(peer) && is_for(peer, stream, frame)) {
         if (is_next(peer, frame)) {
-            execute(&remote, &reply);
+            execute(&remote, &reply, false);
             if (reply.kind == SOFT_ACK)
                 peer->expected_psn = (frame->psn + frame->packets) & SOFT_PSN_MASK;
         } else if (is_repeated(peer, frame)) {

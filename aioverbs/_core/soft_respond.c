@@ -2,6 +2,7 @@
  * in a grace section and under the responder's rq_lock. */
 #include "soft.h"
 
+#include <assert.h>
 #include <string.h>
 
 /* ---- Moving bytes ---------------------------------------------------------------------------------------- */
@@ -112,62 +113,56 @@ struct responder {
     struct soft_reply *reply;
 };
 
-/* Whether there is one of a message that was given up. */
-static bool is_held(const struct responder *at)
-{
-    return at->peer->in.active && at->peer->in.srq == at->srq;
-}
-
 static bool has_receive(const struct responder *at)
 {
-    if (is_held(at))
-        return true;
     if (at->srq)
         return soft_srq_has(at->srq);
     return at->peer->rq.taken != atomic_load_explicit(at->peer->rq.posted, memory_order_acquire);
 }
 
-/* It stays taken for what comes next of its message, or for the next message. */
-static void hold(const struct responder *at, const struct soft_taken *taken)
+/* It is the message's until it completes or is given back. */
+static bool take_receive(const struct responder *at)
 {
-    soft_inbound_end(at->peer, false); /* of another shared receive queue */
-    at->peer->in = (struct soft_inbound){.active = true, .srq = at->srq, .taken = *taken};
-}
-
-static void resume(struct soft_qp *peer, struct soft_taken *taken)
-{
-    *taken = peer->in.taken;
-    if (peer->in.srq)
-        taken->sges = taken->copy.sges;
-    peer->in.active = false;
-}
-
-static bool take_receive(const struct responder *at, struct soft_taken *taken)
-{
+    struct soft_inbound *in = &at->peer->in;
+    struct soft_taken *taken = &in->taken;
     struct soft_ring *ring = &at->peer->rq;
     const struct soft_rwqe *rwqe;
 
-    if (!has_receive(at))
-        return false;
-    if (is_held(at)) {
-        resume(at->peer, taken);
-        return true;
-    }
+    assert(!in->holds);
     if (at->srq) {
         if (!soft_srq_take(at->srq, &taken->copy))
-            return false; /* another queue pair was faster */
+            return false; /* there is none, or another queue pair was faster */
         taken->wr_id = taken->copy.wr_id;
         taken->num_sge = taken->copy.num_sge;
         taken->sges = taken->copy.sges;
         taken->index = 0; /* credits count there, not places */
-        return true;
+    } else {
+        if (!has_receive(at))
+            return false;
+        rwqe = soft_ring_entry(ring, ring->taken);
+        taken->wr_id = rwqe->wr_id;
+        taken->num_sge = (uint32_t)rwqe->num_sge;
+        taken->sges = (const struct ibv_sge *)(rwqe + 1);
+        taken->index = ring->taken++;
     }
-    rwqe = soft_ring_entry(ring, ring->taken);
-    taken->wr_id = rwqe->wr_id;
-    taken->num_sge = (uint32_t)rwqe->num_sge;
-    taken->sges = (const struct ibv_sge *)(rwqe + 1);
-    taken->index = ring->taken++;
+    in->srq = at->srq;
+    in->holds = true;
     return true;
+}
+
+/* Nothing of the message came, or nothing counts: the next one gets its receive. */
+static void give_back_receive(struct soft_qp *peer)
+{
+    struct soft_inbound *in = &peer->in;
+
+    assert(in->holds);
+    in->holds = false;
+    if (in->srq) {
+        soft_srq_give_back(in->srq, &in->taken.copy);
+    } else {
+        assert(in->taken.index + 1 == peer->rq.taken); /* nobody takes one while a message is under way */
+        peer->rq.taken--;
+    }
 }
 
 static void not_ready(const struct responder *at)
@@ -189,9 +184,9 @@ static uint64_t room_of(const struct ibv_sge *sges, uint32_t count)
 }
 
 /* Where a message of `length` bytes goes in a receive. */
-static enum ibv_wc_status resolve_receive(const struct responder *at, const struct soft_taken *taken, uint64_t length,
-                                          struct soft_segment *segments)
+static enum ibv_wc_status resolve_receive(const struct responder *at, uint64_t length, struct soft_segment *segments)
 {
+    const struct soft_taken *taken = &at->peer->in.taken;
     struct soft_device *device = at->peer->context->device;
     uint64_t room = 0;
     unsigned int count = 0, i;
@@ -217,10 +212,10 @@ static bool carries_imm(const struct soft_request *request)
     return request->wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || request->wqe->opcode == IBV_WR_SEND_WITH_IMM;
 }
 
-static void complete_receive(const struct responder *at, const struct soft_request *request,
-                             const struct soft_taken *taken, enum ibv_wc_status status, uint32_t vendor_err,
-                             uint32_t byte_len)
+static void complete_receive(const struct responder *at, const struct soft_request *request, enum ibv_wc_status status,
+                             uint32_t vendor_err, uint32_t byte_len)
 {
+    const struct soft_taken *taken = &at->peer->in.taken;
     struct soft_cqe cqe = {
         .wr_id = taken->wr_id,
         .qp = at->srq && at->srq->type == IBV_SRQT_XRC ? NULL : at->peer,
@@ -235,6 +230,8 @@ static void complete_receive(const struct responder *at, const struct soft_reque
         .solicited = request->wqe->flags & IBV_SEND_SOLICITED,
     };
 
+    assert(at->peer->in.holds);
+    at->peer->in.holds = false;
     if (carries_imm(request) || request->wqe->opcode == IBV_WR_SEND_WITH_INV)
         cqe.imm_data = request->wqe->imm_data;
     if (carries_imm(request))
@@ -274,23 +271,24 @@ static void respond_message(const struct responder *at, const struct soft_reques
     bool first = !request->offset, last = request->offset + request->length == request->total;
     struct soft_segment segments[SOFT_MAX_SGE];
     enum ibv_wc_status status = IBV_WC_SUCCESS;
-    struct soft_taken taken;
     int error = 0;
 
-    if (first ? !take_receive(at, &taken) : !is_held(at)) {
-        if (first)
-            not_ready(at);
+    if (first && !take_receive(at)) {
+        not_ready(at);
         return;
     }
+    if (!at->peer->in.holds) { /* its shared receive queue was destroyed; or, unreliable, it is too long */
+        refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
+        return;
+    }
+    assert(at->peer->in.srq == at->srq); /* all parts name the same, and it cannot go without its receive */
     at->reply->kind = SOFT_ACK;
     if (first)
         status = planned(at, &vendor_err);
-    else
-        resume(at->peer, &taken);
     if (status == IBV_WC_SUCCESS) {
-        status = resolve_receive(at, &taken, total, segments);
+        status = resolve_receive(at, total, segments);
         if (status == IBV_WC_LOC_LEN_ERR && !soft_is_reliable(at->peer) && !at->srq) {
-            at->peer->rq.taken--; /* dropped: the receive waits for one that fits */
+            give_back_receive(at->peer); /* dropped: the receive waits for one that fits */
             return;
         }
     }
@@ -299,17 +297,20 @@ static void respond_message(const struct responder *at, const struct soft_reques
             skip(segments, request->offset);
         error = bring(request, segments, from, length);
     }
-    if (error == ESTALE || (status == IBV_WC_SUCCESS && !error && !last)) {
-        hold(at, &taken);
-        at->reply->kind = error ? SOFT_SILENT : SOFT_ACK;
+    if (error == ESTALE) { /* the part is as good as never sent: it, or nothing, comes again */
+        if (first)
+            give_back_receive(at->peer);
+        at->reply->kind = SOFT_SILENT;
         return;
     }
     if (error)
         status = IBV_WC_LOC_PROT_ERR;
+    if (status == IBV_WC_SUCCESS && !last)
+        return;
     if (status == IBV_WC_SUCCESS && request->wqe->opcode == IBV_WR_SEND_WITH_INV &&
         !soft_mw_invalidate(at->peer, at->pd, request->wqe->imm_data))
         status = IBV_WC_MW_BIND_ERR;
-    complete_receive(at, request, &taken, status, vendor_err, total);
+    complete_receive(at, request, status, vendor_err, total);
     if (status != IBV_WC_SUCCESS)
         refuse(at->peer, at->reply, requester_sees(status), true);
 }
@@ -397,7 +398,8 @@ static bool allows(const struct responder *at, int access)
     return allowed;
 }
 
-/* Reads and atomics in flight take resources of the responder, as many as it was told to keep. */
+/* Reads and atomics in flight take resources of the responder, as many as it was told to keep. How many they are the
+ * requester says; here they take none, so one that says too little has nothing of it. */
 static bool has_resources(const struct responder *at, const struct soft_request *request)
 {
     bool enough = request->reads <= at->peer->attr.max_dest_rd_atomic;
@@ -455,7 +457,6 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
     struct soft_segment to = {.length = request->length};
     struct soft_remote remote = {NULL};
     enum ibv_wc_status status;
-    struct soft_taken taken;
     uint32_t vendor_err;
     int error = 0;
 
@@ -470,7 +471,7 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
         if (!to.address)
             return;
     }
-    if (!take_receive(at, &taken)) {
+    if (!take_receive(at)) {
         soft_remote_close(&remote);
         not_ready(at);
         return;
@@ -480,12 +481,12 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
         error = bring(request, &to, request->local, request->length);
     soft_remote_close(&remote);
     if (error) {
-        hold(at, &taken);
+        give_back_receive(at->peer);
         not_moved(at, error);
         return;
     }
     at->reply->kind = SOFT_ACK;
-    complete_receive(at, request, &taken, status, vendor_err, request->total);
+    complete_receive(at, request, status, vendor_err, request->total);
     if (status != IBV_WC_SUCCESS)
         refuse(at->peer, at->reply, requester_sees(status), true);
 }
@@ -558,10 +559,44 @@ static bool find_shared(struct responder *at, const struct soft_request *request
     return true;
 }
 
+static struct soft_part part_of(const struct soft_request *request)
+{
+    const struct soft_wqe *wqe = request->wqe;
+    bool one_sided = wqe->opcode == IBV_WR_RDMA_WRITE || wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ||
+                     wqe->opcode == IBV_WR_RDMA_READ;
+
+    return (struct soft_part){
+        .total = request->total,
+        .offset = request->offset,
+        .length = request->length,
+        .key = one_sided ? wqe->rkey : 0,
+        .srqn = wqe->remote_srqn,
+        .address = one_sided ? wqe->remote_addr - request->offset : 0,
+        .opcode = wqe->opcode,
+    };
+}
+
+/* Whether the part is the next one of its message. With an unreliable connection one that is not ends the message under
+ * way, of which nothing counts; and then it may begin another one. */
+static bool is_in_order(struct soft_qp *peer, const struct soft_part *part)
+{
+    if (soft_message_fits(&peer->in.message, part))
+        return true;
+    if (soft_is_reliable(peer))
+        return false;
+    soft_inbound_end(peer, false);
+    return soft_message_fits(&peer->in.message, part);
+}
+
 void soft_respond(struct soft_qp *peer, const struct soft_request *request, struct soft_reply *reply)
 {
     struct responder at = {peer, peer->srq, peer->recv_cq, peer->pd, reply};
+    struct soft_part part = part_of(request);
 
+    if (!request->again && !is_in_order(peer, &part)) {
+        refuse(peer, reply, IBV_WC_REM_INV_REQ_ERR, false);
+        return;
+    }
     if (peer->qp.qp_type == IBV_QPT_XRC_RECV && !find_shared(&at, request))
         return;
     /* The first message reaches a peer that is not told yet that the connection stands. */
@@ -593,28 +628,54 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
             respond_send(&at, request);
         break;
     }
+    if (!request->again && reply->kind == SOFT_ACK)
+        soft_message_advance(&peer->in.message, &part);
 }
 
-void soft_inbound_end(struct soft_qp *qp, bool flushed)
+static void flush_receive(struct soft_qp *qp)
 {
-    const struct soft_taken *taken = &qp->in.taken;
-    bool xrc = qp->in.srq && qp->in.srq->type == IBV_SRQT_XRC;
-    struct soft_cq *cq = xrc ? qp->in.srq->cq : qp->recv_cq;
+    const struct soft_inbound *in = &qp->in;
+    bool xrc = in->srq && in->srq->type == IBV_SRQT_XRC;
+    struct soft_cq *cq = xrc ? in->srq->cq : qp->recv_cq;
     struct soft_cqe cqe = {
-        .wr_id = taken->wr_id,
+        .wr_id = in->taken.wr_id,
         .qp = xrc ? NULL : qp,
-        .srq = qp->in.srq,
+        .srq = in->srq,
         .qp_num = qp->qp.qp_num,
-        .wqe_index = taken->index,
+        .wqe_index = in->taken.index,
         .status = IBV_WC_WR_FLUSH_ERR,
         .opcode = IBV_WC_RECV,
     };
 
-    if (!qp->in.active)
+    qp->in.holds = false;
+    soft_complete(to_soft_context(cq->ex.context), cq, &cqe);
+}
+
+void soft_inbound_end(struct soft_qp *qp, bool flushed)
+{
+    qp->in.message.under_way = false;
+    if (!qp->in.holds)
         return;
-    qp->in.active = false;
     if (flushed)
-        soft_complete(to_soft_context(cq->ex.context), cq, &cqe);
-    else if (qp->in.srq)
-        soft_srq_credit(qp->in.srq, 1);
+        flush_receive(qp);
+    else
+        give_back_receive(qp);
+}
+
+void soft_inbound_without(struct soft_device *device, const struct soft_srq *srq)
+{
+    uint32_t number, end = soft_table_end(&device->qps);
+    struct grace_reader *grace = grace_enter();
+
+    for (number = SOFT_FIRST_QPN; number < end; number++) {
+        struct soft_qp *qp = soft_table_find(&device->qps, number);
+
+        if (!qp || qp->qp.qp_type != IBV_QPT_XRC_RECV)
+            continue;
+        soft_lock_take(&qp->rq_lock);
+        if (qp->in.srq == srq)
+            qp->in.holds = false;
+        soft_lock_give(&qp->rq_lock);
+    }
+    grace_leave(grace);
 }

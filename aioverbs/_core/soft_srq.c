@@ -1,9 +1,10 @@
 /* Shared receive queues: a ring of receives that any number of queue pairs take from. An entry is copied out when it is
  * taken, so its place in the ring is free at once; what the depth limits is receives that were posted and whose
- * completions were not polled yet. */
+ * completions were not polled yet. So a receive that was taken and did not complete has a place to be given back to. */
 #define _GNU_SOURCE
 #include "soft.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -203,6 +204,8 @@ int soft_destroy_srq(struct ibv_srq *ibv_srq)
 
     if (soft_stale(context))
         return ENODEV;
+    if (srq->type == IBV_SRQT_XRC && !grace_ready())
+        return ENOMEM;
     error = enter_for_destruction(srq);
     if (error)
         return error;
@@ -210,9 +213,12 @@ int soft_destroy_srq(struct ibv_srq *ibv_srq)
         leave_for_destruction(srq);
         return EBUSY;
     }
-    /* No queue pair refers to it; who found it by its number is waited for, and with him his completions. */
+    /* No queue pair refers to it; who found it by its number is waited for, and with him his completions. A target of
+     * XRC may have taken a receive for a message of which more parts are to come. */
     soft_table_withdraw(&context->device->srqs, srq->number);
     grace_wait();
+    if (srq->type == IBV_SRQT_XRC)
+        soft_inbound_without(context->device, srq);
     if (srq->cq)
         soft_cq_purge(srq->cq, NULL, srq);
     leave_for_destruction(srq); /* who took an event may post before he acknowledges it */
@@ -423,6 +429,22 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive)
     if (reached)
         soft_raise(srq->context, &srq->events, IBV_EVENT_SRQ_LIMIT_REACHED);
     return true;
+}
+
+/* No entry that a receive comes back to is written to by who posts: those that wait, those that he posts and those that
+ * were taken and may come back are `outstanding` together, which is no more than the entries are. */
+void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive)
+{
+    struct soft_rwqe *rwqe;
+
+    assert(receive->num_sge <= srq->max_sge);
+    soft_lock_take(&srq->lock);
+    rwqe = entry_of(srq->entries, srq->mask, srq->stride, --srq->taken);
+    assert(atomic_load_explicit(srq->posted, memory_order_acquire) - srq->taken <= srq->depth);
+    rwqe->wr_id = receive->wr_id;
+    rwqe->num_sge = receive->num_sge;
+    soft_copy_sges((struct ibv_sge *)(rwqe + 1), receive->sges, receive->num_sge);
+    soft_lock_give(&srq->lock);
 }
 
 void soft_srq_break(struct soft_srq *srq)

@@ -116,3 +116,13 @@ void soft_table_release(struct soft_table *table, uint32_t number)
     table->live--;
     pthread_mutex_unlock(&table->lock);
 }
+
+uint32_t soft_table_end(struct soft_table *table)
+{
+    uint32_t end;
+
+    pthread_mutex_lock(&table->lock);
+    end = table->fresh;
+    pthread_mutex_unlock(&table->lock);
+    return end;
+}

@@ -45,6 +45,9 @@ void soft_table_publish(struct soft_table *table, uint32_t number, void *object)
 void soft_table_withdraw(struct soft_table *table, uint32_t number);
 void soft_table_release(struct soft_table *table, uint32_t number);
 
+/* All numbers that were ever given out are less. */
+uint32_t soft_table_end(struct soft_table *table);
+
 static inline void *soft_table_find(struct soft_table *table, uint32_t number)
 {
     struct soft_chunk *chunk;

@@ -95,7 +95,8 @@ bool soft_fabric_look(struct soft_fabric *fabric, bool all)
     int count;
 
     /* A round trip is over one stream: asking it saves asking for who has something. */
-    if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && ++fabric->looks % HOT_LOOKS)
+    if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished &&
+        ++fabric->looks % HOT_LOOKS)
         return soft_stream_receive(hot);
     count = epoll_wait(fabric->epoll, events, EVENTS, 0);
     if (count > 0)

@@ -12,7 +12,11 @@
 
 #define ANSWER_BYTES (512u << 10) /* after so many that were moved, answers wait no longer */
 
-enum { FILLS = 4 }; /* of the buffer in one turn, so that no stream keeps the others waiting */
+/* One stream's turn, in bytes that are moved, where a frame counts for its data and for FRAME_COST: whatever a peer
+ * sends over its stream, the others and who waits for a grace period are kept no longer than by a turn and its last
+ * frame. How many bytes come over the stream says little: a frame of a hundred bytes may have 4 MiB moved. */
+#define TURN_BYTES (1 << 20)
+#define FRAME_COST 4096
 
 /* A page comes beside the first bytes. What else comes the kernel closes, as there is room for one descriptor only:
  * CMSG_SPACE would be room for two where the header is aligned to 8 bytes. */
@@ -138,8 +142,10 @@ static bool is_message(uint8_t opcode)
     return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
 }
 
-/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. */
-static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, struct handled *handled)
+/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. What it
+ * took comes off what is left of the turn. */
+static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, struct handled *handled,
+                             int64_t *left)
 {
     struct soft_frame frame;
     const char *wrong;
@@ -164,14 +170,35 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
     if (!soft_is_disturbed(stream) || soft_disturb_in(stream, &frame, bytes))
         use(stream, &frame, bytes);
     handled->moved += frame.part;
+    *left -= FRAME_COST + (stream->is_link ? frame.size : frame.part); /* to a link, the peer moves what is direct */
     handled->answers |= !stream->is_link;
     handled->urgent |= !is_message(frame.opcode);
     return SOFT_FRAME_SIZE + frame.size;
 }
 
-/* All that is at hand. Answers go out together, but do not wait for large data of others to be moved: the peer goes on
- * meanwhile. */
-static void handle(struct soft_stream *stream)
+/* Whether the next one of an open stream is all there. */
+static bool is_frame_at_hand(const struct soft_stream *stream)
+{
+    uint32_t size = stream->in_end - stream->in_begin;
+    struct soft_frame frame;
+
+    return size >= SOFT_FRAME_SIZE &&
+           (soft_frame_parse(stream->in + stream->in_begin, &frame) || size - SOFT_FRAME_SIZE >= frame.size);
+}
+
+static void set_unfinished(struct soft_stream *stream, bool unfinished)
+{
+    if (stream->unfinished == unfinished)
+        return;
+    pthread_mutex_lock(&stream->tx);
+    stream->unfinished = unfinished;
+    soft_stream_watch(stream);
+    pthread_mutex_unlock(&stream->tx);
+}
+
+/* All that is at hand, or as much as fits into what is left of the turn. Answers go out together, but do not wait for
+ * large data of others to be moved: the peer goes on meanwhile. */
+static void handle(struct soft_stream *stream, int64_t *left)
 {
     struct grace_reader *grace = grace_enter();
     struct handled handled = {0};
@@ -182,7 +209,7 @@ static void handle(struct soft_stream *stream)
         uint32_t size = stream->in_end - stream->in_begin;
 
         if (stream->stage == SOFT_OPEN) {
-            done = handle_frame(stream, bytes, size, &handled);
+            done = handle_frame(stream, bytes, size, &handled, left);
             if (handled.answers && handled.moved >= ANSWER_BYTES && !stream->refusal) {
                 stream->fabric->user->batch_ends(stream);
                 send_answers(stream);
@@ -192,7 +219,7 @@ static void handle(struct soft_stream *stream)
             done = soft_handshake_handle(stream, bytes, size);
         }
         stream->in_begin += done;
-    } while (done && !stream->refusal);
+    } while (done && *left > 0 && !stream->refusal);
     if (handled.answers && !stream->refusal)
         stream->fabric->user->batch_ends(stream);
     grace_leave(grace);
@@ -208,6 +235,7 @@ static void handle(struct soft_stream *stream)
         stream->in_end -= stream->in_begin;
         stream->in_begin = 0;
     }
+    set_unfinished(stream, *left <= 0 && !stream->refusal && is_frame_at_hand(stream));
 }
 
 bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
@@ -223,19 +251,22 @@ bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame
     grace_leave(grace);
     if (!stream->is_link)
         send_answers(stream);
+    set_unfinished(stream, !stream->refusal && is_frame_at_hand(stream)); /* it may have been paused */
     return true;
 }
 
 bool soft_stream_receive(struct soft_stream *stream)
 {
     bool something = false;
-    int fills;
+    int64_t left = TURN_BYTES;
 
     if (stream->stalled)
         return false;
-    if (stream->paused && has_room(stream))
-        handle(stream); /* what had to wait */
-    for (fills = 0; fills < FILLS && !stream->refusal && !stream->paused; fills++) {
+    if (stream->unfinished || (stream->paused && has_room(stream))) { /* what had to wait comes first */
+        something = true;
+        handle(stream, &left);
+    }
+    while (left > 0 && !stream->refusal && !stream->paused) {
         uint32_t room = SOFT_IN_SIZE - stream->in_end;
         ssize_t got = receive(stream);
 
@@ -249,7 +280,7 @@ bool soft_stream_receive(struct soft_stream *stream)
                               got ? strerror(errno) : "the peer closed the connection");
             return true;
         }
-        handle(stream);
+        handle(stream, &left);
         if ((uint32_t)got < room)
             break; /* there was no more */
     }

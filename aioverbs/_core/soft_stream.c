@@ -89,7 +89,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     stream->watch.fd = fd;
     stream->events = EPOLLIN;
     stream->out_begin = stream->out_end = 0;
-    stream->paused = stream->stalled = stream->blocked = stream->broken = false;
+    stream->paused = stream->stalled = stream->unfinished = stream->blocked = stream->broken = false;
     pthread_mutex_unlock(&stream->tx);
     soft_stream_set_stage(stream, stage);
     if (atomic_load(&fabric->sweep_at) > now + 50000000u)
@@ -208,6 +208,10 @@ void soft_stream_watch(struct soft_stream *stream)
     uint32_t events = stream->paused || stream->stalled ? 0 : EPOLLIN;
     struct epoll_event event = {.data.ptr = &stream->watch};
 
+    /* So it has another turn when the others that epoll tells of have had theirs. The socket takes bytes, as EPOLLOUT
+     * says for who has some to send; or else the peer is to read first, or has sent more, which EPOLLIN tells. */
+    if (stream->unfinished && !stream->stalled)
+        events |= EPOLLWRNORM;
     if (stream->stage == SOFT_CONNECTING || stream->blocked ||
         (stream->is_link && stream->stage == SOFT_OPEN &&
          soft_link_waited_for(container_of(stream, struct soft_link, stream))))

@@ -73,6 +73,7 @@ struct soft_stream {
     enum soft_end refused_as;
     bool paused;        /* both. Served: no room for answers, so no requests are taken */
     bool stalled;       /* both: nothing is read, by order */
+    bool unfinished;    /* both: its turn was over before all frames were handled that are at hand */
     atomic_bool direct; /* written under progress; read by who sends */
     char why_not_direct[64];
     char reason[96]; /* progress: why it ended last */

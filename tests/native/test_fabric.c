@@ -325,6 +325,40 @@ static void very_many_take_turns(void)
     send_in_turns(64, 10, 50000, 6);
 }
 
+/* Two peers have much to be done, each with few bytes: none keeps the other one waiting for all of it. */
+static void peers_take_turns(void)
+{
+    enum { FRAMES = 300 };
+    uint8_t frames[2][FRAMES][SOFT_FRAME_SIZE];
+    unsigned int peer, i;
+    int fds[2];
+
+    open_both();
+    atomic_store(&b->deaf, true); /* else one answer at a time is all that there is room for */
+    b->of = 2;
+    for (peer = 0; peer < 2; peer++) {
+        for (i = 0; i < FRAMES; i++) {
+            struct soft_frame frame = request_frame(IBV_WR_RDMA_READ, peer, i, SOFT_FRAGMENT);
+
+            soft_frame_pack(&frame, frames[peer][i]);
+        }
+        fds[peer] = raw_open(b);
+        CHECK_EQ(write(fds[peer], frames[peer], SOFT_FRAME_SIZE), SOFT_FRAME_SIZE);
+    }
+    EVENTUALLY(b->requests == 2);
+    pthread_mutex_lock(&b->device.fabric->progress); /* none is read before all are there */
+    for (peer = 0; peer < 2; peer++)
+        CHECK_EQ(write(fds[peer], frames[peer][1], (FRAMES - 1) * SOFT_FRAME_SIZE), (FRAMES - 1) * SOFT_FRAME_SIZE);
+    pthread_mutex_unlock(&b->device.fabric->progress);
+    EVENTUALLY(b->requests == 2 * FRAMES);
+    for (peer = 0; peer < 2; peer++)
+        close(fds[peer]);
+    EVENTUALLY(!stats_of(b).streams);
+    close_both();              /* from here on nobody writes `lead` */
+    if (!CHECK(b->lead <= 20)) /* a MiB for each turn, or two where one was not looked at yet */
+        printf("%u ahead\n", b->lead);
+}
+
 struct poster {
     struct sender *sender;
     unsigned int count;
@@ -573,7 +607,7 @@ CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may
                 CASE(a_peer_may_go_and_come_back), CASE(who_is_forgotten_is_not_kicked),
                 CASE(a_peer_that_does_not_read_is_waited_for), CASE(a_peer_that_does_not_take_answers_is_not_served),
                 CASE(a_peer_that_goes_while_it_is_waited_for), CASE(large_messages_take_turns),
-                CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(threads_send_over_one_link),
-                CASE(who_polls_reads), CASE(answers_to_messages_wait), CASE(who_goes_to_sleep_says_so),
-                CASE(many_read_at_once), CASE(unused_links_are_closed), CASE(connections_are_cut),
-                CASE(a_peer_falls_silent))
+                CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(peers_take_turns),
+                CASE(threads_send_over_one_link), CASE(who_polls_reads), CASE(answers_to_messages_wait),
+                CASE(who_goes_to_sleep_says_so), CASE(many_read_at_once), CASE(unused_links_are_closed),
+                CASE(connections_are_cut), CASE(a_peer_falls_silent))

@@ -179,6 +179,16 @@ def contracts(session: nox.Session) -> None:
     session.run("python", "tests/checks/cimport_layers.py")
 
 
+def fixed_addresses() -> list[str]:
+    """Return what runs a command with addresses that are not randomised, as the thread sanitizer's shadow memory wants.
+
+    Where setarch may not do that, nothing: the command is tried without.
+    """
+    fixed = ["setarch", platform.machine(), "-R"]
+    able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    return fixed if able else []
+
+
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the C programs, then pytest, under the address and undefined-behaviour sanitizers.
@@ -206,13 +216,11 @@ def tsan(session: nox.Session) -> None:
     It watches C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs it on both.
     """
     loops = {"AIOVERBS_TEST_LOOPS": "asyncio"} if without_all(session)[1] else {}
-    # Its shadow memory wants addresses that are not randomised; where setarch may not do that, it is tried without.
-    fixed = ["setarch", platform.machine(), "-R"]
-    able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    fixed = fixed_addresses()
     options = "halt_on_error=1:second_deadlock_stack=1"
     # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
-    run_native(session, "tsan", *(fixed if able else ()), env={"TSAN_OPTIONS": options})
+    run_native(session, "tsan", *fixed, env={"TSAN_OPTIONS": options})
     # What it has to say goes to files: of processes that tests start, too, and of those that they kill or do not ask.
     reports = folder(session, "reports")
     shutil.rmtree(reports)
@@ -224,7 +232,7 @@ def tsan(session: nox.Session) -> None:
 
     def run(*tests: str, **more: str) -> None:
         try:
-            session.run(*(fixed if able else ()), *pytest, *tests, env=env | loops | more, external=True)
+            session.run(*fixed, *pytest, *tests, env=env | loops | more, external=True)
         finally:
             if said := [each.read_text(errors="replace") for each in sorted(reports.iterdir())]:
                 session.error("\n".join(said))
@@ -304,7 +312,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
-    """Have libFuzzer talk to parsers and to a device for a minute and a half; `-- --seconds 600`."""
+    """Have libFuzzer talk to parsers and to a device, and hostile peers to queue pairs; `-- --seconds 600`."""
     seconds = int(session.posargs[session.posargs.index("--seconds") + 1]) if "--seconds" in session.posargs else 60
     compiler = os.environ.get("CLANG", "clang")
     trial = folder(session, "trial.dir") / "trial"
@@ -318,6 +326,7 @@ def fuzz(session: nox.Session) -> None:
     flags = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-Iaioverbs/_core")
     checks = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all")
     core = ["aioverbs/_core/verbs_table.c", *sorted(map(str, Path("aioverbs/_core").glob("soft_*.c")))]
+    support = sorted(map(str, (*Path("aioverbs/_core").glob("alloc_*.c"), *Path("tests/native").glob("support_*.c"))))
     pure = [f"aioverbs/_core/soft_{name}.c" for name in ("frame", "hello", "hmac")]
     for name, sources in (("frame", pure), ("stream", core)):
         program = folder(session, "programs") / name
@@ -327,6 +336,14 @@ def fuzz(session: nox.Session) -> None:
         limits = (f"-max_total_time={seconds // 2}", "-timeout=20", "-max_len=4096", "-print_final_stats=1")
         seeds = f"tests/fuzz/corpus/{name}"
         session.run(str(program), *limits, f"-artifact_prefix={found}", found, seeds, external=True)
+    for sanitizers in ("address,undefined", "thread"):
+        prefix = fixed_addresses() if sanitizers == "thread" else []
+        program = folder(session, "programs") / f"peers-{sanitizers.replace(',', '-')}"
+        checks = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-Itests/native")
+        sources = ["tests/fuzz/fuzz_peers.c", *core, *support]
+        session.run(compiler, *flags, *checks, *sources, "-ldl", "-o", str(program), external=True)
+        for execution in ("inline", "thread"):
+            session.run(*prefix, str(program), execution, str(seconds // 4), external=True)
     session.install(*group("fuzz"))
     found = f"{folder(session, 'handshake')}/"
     script = "tests/fuzz/fuzz_handshake.py"

@@ -107,7 +107,7 @@ static void look(int peer)
 {
     static uint8_t said[1 << 18];
 
-    while (soft_fabric_look(device.fabric))
+    while (soft_fabric_look(device.fabric, true))
         while (read(peer, said, sizeof(said)) > 0)
             ;
 }
@@ -184,7 +184,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         look(fds[1]);
     }
     close(fds[1]);
-    while (fabric->streams && soft_fabric_look(fabric))
+    while (fabric->streams && soft_fabric_look(fabric, true))
         ;
     REQUIRE(!fabric->streams && !fabric->handshakes && !fabric->stream_count);
     if (the_link) {

@@ -1,14 +1,16 @@
-/* Peers that connect: who may, and how many. All under progress. */
+/* Peers that connect: who may, and how many at a time. All under progress. */
 #define _GNU_SOURCE
 #include "soft_stream.h"
 
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 
 #include "soft_descriptors.h"
+#include "soft_sync.h"
 
 enum { AT_ONCE = 16 }; /* in one turn */
 
@@ -24,6 +26,88 @@ void soft_tcp_options(int fd)
     setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms, sizeof(unacknowledged_ms));
 }
 
+/* ---- Places -------------------------------------------------------------------------------------------------- */
+
+/* A peer that connects and says nothing costs it next to nothing, so there may be very many of them. Streams of each
+ * kind have SOFT_MAX_HANDSHAKES places for handshakes; who finds none waits, in the listener's backlog or among the
+ * links that are to be connected, and whoever ends a handshake makes room for him. Nobody is turned away for want of
+ * one.
+ *
+ * Where somebody waits and no handshake ends, the oldest one gives way that has had SOFT_PATIENCE_NS, one that has said
+ * nothing at all before one whose HELLO came. Whether he who waits will answer cannot be known before he has a place.
+ * So peers that are silent hold honest ones up for SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of them that came
+ * before, and keep none out; and a handshake that goes on is never given up, unless it takes as long as that. */
+
+static bool is_unfinished(enum soft_stage stage)
+{
+    return stage != SOFT_CLOSED && stage != SOFT_OPEN;
+}
+
+static struct soft_watch *listener_of(struct soft_fabric *fabric, enum soft_kind kind)
+{
+    return kind == SOFT_SERVED_UNIX ? &fabric->unix_watch : &fabric->tcp_watch;
+}
+
+static void set_rest(struct soft_fabric *fabric, enum soft_kind kind, bool rest)
+{
+    struct soft_watch *listener = listener_of(fabric, kind);
+    struct epoll_event event = {.events = rest ? 0 : EPOLLIN, .data.ptr = listener};
+
+    if (fabric->rests[kind] != rest && listener->fd >= 0)
+        epoll_ctl(fabric->epoll, EPOLL_CTL_MOD, listener->fd, &event);
+    fabric->rests[kind] = rest;
+}
+
+void soft_listeners_wake(struct soft_fabric *fabric)
+{
+    set_rest(fabric, SOFT_SERVED_UNIX, false);
+    set_rest(fabric, SOFT_SERVED_TCP, false);
+}
+
+void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    enum soft_kind kind = soft_stream_kind(stream);
+    bool was_full = fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES;
+    int change = is_unfinished(stage) - is_unfinished(stream->stage);
+
+    fabric->handshakes += (uint32_t)change;
+    fabric->handshakes_of[kind] += (uint32_t)change;
+    if (change >= 0 || !was_full)
+        return;
+    if (kind == SOFT_OUTGOING)
+        soft_fabric_wake(fabric); /* who reads connects the next one */
+    else
+        set_rest(fabric, kind, false);
+}
+
+/* Which of two that may give way does so. */
+static bool goes_first(const struct soft_stream *one, const struct soft_stream *other)
+{
+    if ((one->stage == SOFT_PROVING) != (other->stage == SOFT_PROVING))
+        return other->stage == SOFT_PROVING;
+    return one->deadline < other->deadline;
+}
+
+bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
+{
+    uint64_t latest = soft_now_ns() + SOFT_HANDSHAKE_NS - SOFT_PATIENCE_NS;
+    struct soft_stream *stream, *first = NULL;
+
+    if (fabric->handshakes_of[kind] < SOFT_MAX_HANDSHAKES)
+        return true;
+    for (stream = fabric->streams; stream; stream = stream->next)
+        if (is_unfinished(stream->stage) && soft_stream_kind(stream) == kind && stream->deadline <= latest &&
+            (!first || goes_first(stream, first)))
+            first = stream;
+    if (first)
+        soft_stream_close(first, first->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
+                          "the peer did not say who it is in time, and another one waits");
+    return first;
+}
+
+/* ---- Who may ------------------------------------------------------------------------------------------------- */
+
 /* NULL, or why the peer may not be one. */
 static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, struct ucred *peer)
 {
@@ -33,9 +117,7 @@ static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, 
         return "the peer's user cannot be told";
     if (is_unix && !soft_settings_allow(&fabric->settings, peer->uid))
         return "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others";
-    if (fabric->handshakes >= SOFT_MAX_HANDSHAKES)
-        return "too many peers that connect have not said who they are";
-    if (fabric->served_count >= SOFT_MAX_SERVED)
+    if (fabric->streams_of[is_unix ? SOFT_SERVED_UNIX : SOFT_SERVED_TCP] >= SOFT_MAX_SERVED)
         return "too many peers are connected";
     return NULL;
 }
@@ -66,36 +148,38 @@ static void serve(struct soft_fabric *fabric, int fd, bool is_unix)
     }
 }
 
-void soft_listeners_rest(struct soft_fabric *fabric, bool rest)
+/* Whether somebody waits there: nobody gives way for the sake of one who went away, or was let in by another thread. */
+static bool is_waited_at(const struct soft_watch *listener)
 {
-    const struct soft_watch *listeners[] = {&fabric->unix_watch, &fabric->tcp_watch};
-    struct epoll_event event = {.events = rest ? 0 : EPOLLIN};
-    unsigned int i;
+    struct pollfd ready = {.fd = listener->fd, .events = POLLIN};
 
-    fabric->listeners_rest = rest;
-    for (i = 0; i < 2; i++) {
-        event.data.ptr = (void *)(uintptr_t)listeners[i];
-        if (listeners[i]->fd >= 0)
-            epoll_ctl(fabric->epoll, EPOLL_CTL_MOD, listeners[i]->fd, &event);
-    }
+    return poll(&ready, 1, 0) > 0;
 }
 
 void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *listener)
 {
+    enum soft_kind kind = listener->what == SOFT_WATCH_UNIX ? SOFT_SERVED_UNIX : SOFT_SERVED_TCP;
     int count, fd;
 
     for (count = 0; count < AT_ONCE; count++) {
+        if (fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES && !is_waited_at(listener))
+            return;
+        if (!soft_handshake_make_place(fabric, kind)) {
+            set_rest(fabric, kind, true);
+            return;
+        }
         soft_descriptors_hold();
         fd = soft_descriptor_own(accept4(listener->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
         soft_descriptors_release();
         if (fd >= 0) {
-            serve(fabric, fd, listener->what == SOFT_WATCH_UNIX);
+            serve(fabric, fd, kind == SOFT_SERVED_UNIX);
             continue;
         }
         /* Who waits goes on waiting: the listener would be ready for ever. */
         if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
             soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "no descriptors are left for another peer");
-            soft_listeners_rest(fabric, true);
+            set_rest(fabric, SOFT_SERVED_UNIX, true);
+            set_rest(fabric, SOFT_SERVED_TCP, true);
         }
         return; /* none is left, or one went away meanwhile: then epoll tells of the others */
     }

@@ -204,22 +204,33 @@ static void connect_link(struct soft_link *link)
         failed(link, error == ENOENT ? "no device with this GID is to be found" : strerror(error));
 }
 
-void soft_links_connect(struct soft_fabric *fabric)
+static bool is_one_to_do(struct soft_fabric *fabric)
+{
+    bool found;
+
+    pthread_mutex_lock(&fabric->links);
+    found = fabric->first_todo;
+    pthread_mutex_unlock(&fabric->links);
+    return found;
+}
+
+/* There is one, and stays there: only who has progress takes one away. */
+static struct soft_link *take_todo(struct soft_fabric *fabric)
 {
     struct soft_link *link;
 
-    for (;;) {
-        pthread_mutex_lock(&fabric->links);
-        link = fabric->first_todo;
-        if (link) {
-            fabric->first_todo = link->next_todo;
-            link->todo = false;
-        }
-        pthread_mutex_unlock(&fabric->links);
-        if (!link)
-            return;
-        connect_link(link);
-    }
+    pthread_mutex_lock(&fabric->links);
+    link = fabric->first_todo;
+    fabric->first_todo = link->next_todo;
+    link->todo = false;
+    pthread_mutex_unlock(&fabric->links);
+    return link;
+}
+
+void soft_links_connect(struct soft_fabric *fabric)
+{
+    while (is_one_to_do(fabric) && soft_handshake_make_place(fabric, SOFT_OUTGOING))
+        connect_link(take_todo(fabric));
 }
 
 /* The kernel's word for who listens there. */
@@ -360,8 +371,9 @@ static void ask_for_connection(struct soft_link *link)
 
     pthread_mutex_lock(&fabric->links);
     link->todo = true;
-    link->next_todo = fabric->first_todo;
-    fabric->first_todo = link;
+    link->next_todo = NULL;
+    *(fabric->first_todo ? &fabric->last_todo->next_todo : &fabric->first_todo) = link;
+    fabric->last_todo = link;
     pthread_mutex_unlock(&fabric->links);
     soft_fabric_wake(fabric);
 }

@@ -56,9 +56,10 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
 
 void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count)
 {
+    const struct soft_watch *listeners[2];
+    bool late = false, wanted = false;
+    int i, listener_count = 0;
     eventfd_t value;
-    bool late = false;
-    int i;
 
     for (i = 0; i < count; i++) {
         struct soft_watch *watch = events[i].data.ptr;
@@ -68,13 +69,13 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
             (void)eventfd_read(watch->fd, &value);
             if (atomic_load(&fabric->stop)) /* that was for the thread */
                 soft_fabric_wake(fabric);
-            soft_links_connect(fabric);
+            wanted = true;
             break;
         case SOFT_WATCH_UNIX:
         case SOFT_WATCH_TCP:
-            soft_fabric_accept(fabric, watch);
+            listeners[listener_count++] = watch;
             break;
-        case SOFT_WATCH_TIMER: /* after the others, of which it may close one */
+        case SOFT_WATCH_TIMER:
             late = read(watch->fd, &value, sizeof(value)) > 0 || late;
             break;
         case SOFT_WATCH_STREAM:
@@ -84,6 +85,11 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
             break;
         }
     }
+    /* After the others, of which these may close some. */
+    for (i = 0; i < listener_count; i++)
+        soft_fabric_accept(fabric, listeners[i]);
+    if (wanted)
+        soft_links_connect(fabric);
     if (late)
         soft_disturb_release(fabric, soft_now_ns());
 }
@@ -104,7 +110,8 @@ bool soft_fabric_look(struct soft_fabric *fabric, bool all)
     return count > 0;
 }
 
-/* Handshakes that take too long; links that nobody uses; listeners that rest. */
+/* Handshakes that take too long; links that nobody uses; who waits for a place, as places are taken from who has had
+ * his for long enough. */
 void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_stream *stream, *next;
@@ -116,8 +123,8 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
                               "the peer did not say who it is in time");
     }
     soft_links_sweep(fabric, now);
-    if (fabric->listeners_rest)
-        soft_listeners_rest(fabric, false);
+    soft_listeners_wake(fabric);
+    soft_links_connect(fabric);
     atomic_store(&fabric->sweep_at, now + (fabric->handshakes ? SWEEP_NS : 20ull * SWEEP_NS));
 }
 

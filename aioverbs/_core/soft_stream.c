@@ -35,18 +35,9 @@ void soft_stream_destroy(struct soft_stream *stream)
     free(stream->out);
 }
 
-/* What counts while a handshake is not over. */
-static bool is_unfinished(enum soft_stage stage)
-{
-    return stage != SOFT_CLOSED && stage != SOFT_OPEN;
-}
-
 void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage)
 {
-    struct soft_fabric *fabric = stream->fabric;
-
-    fabric->handshakes -= is_unfinished(stream->stage);
-    fabric->handshakes += is_unfinished(stage);
+    soft_handshake_count(stream, stage);
     pthread_mutex_lock(&stream->tx);
     stream->stage = stage;
     soft_stream_watch(stream);
@@ -84,7 +75,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
         stream->next->place = &stream->next;
     fabric->streams = stream;
     fabric->stream_count++;
-    fabric->served_count += !stream->is_link;
+    fabric->streams_of[soft_stream_kind(stream)]++;
     pthread_mutex_lock(&stream->tx);
     stream->watch.fd = fd;
     stream->events = EPOLLIN;
@@ -156,13 +147,13 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     if (stream->next)
         stream->next->place = stream->place;
     fabric->stream_count--;
-    fabric->served_count -= !stream->is_link;
+    fabric->streams_of[soft_stream_kind(stream)]--;
     fabric->closes++;
     if (fabric->hot == stream)
         fabric->hot = NULL;
     if (atomic_load(&fabric->owing) == stream)
         atomic_store(&fabric->owing, NULL);
-    fabric->handshakes -= is_unfinished(stream->stage);
+    soft_handshake_count(stream, SOFT_CLOSED);
     atomic_store(&stream->direct, false);
     stream->licensed = false;
     if (link)

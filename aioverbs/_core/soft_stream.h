@@ -26,7 +26,8 @@
 _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
 #define SOFT_SOCKET_ROOM (1 << 19) /* that a Unix socket is asked to have; the system gives what it allows */
 #define SOFT_HANDSHAKE_NS 2000000000u
-#define SOFT_MAX_HANDSHAKES 64u
+#define SOFT_PATIENCE_NS 500000000u /* that a handshake has for itself, however many others wait for its place */
+#define SOFT_MAX_HANDSHAKES 256u    /* of each kind of streams at a time, like the next one */
 #define SOFT_MAX_SERVED 4096u
 #define SOFT_LINGER_NS 1000000000u /* how long a link stays connected that nobody uses */
 #define SOFT_TURN_BYTES SOFT_OUT_REQUEST
@@ -44,6 +45,9 @@ enum soft_stage {
     SOFT_PROVING,    /* served: waits for PROOF */
     SOFT_OPEN,
 };
+
+/* Each has places of its own for handshakes: who fills those of one kind keeps nobody out of the others. */
+enum soft_kind { SOFT_SERVED_UNIX, SOFT_SERVED_TCP, SOFT_OUTGOING, SOFT_KINDS };
 
 /* What a stream's end counts as. */
 enum soft_end { SOFT_END_LOST, SOFT_END_REFUSED_PEER, SOFT_END_REFUSED_FRAME, SOFT_END_CONNECT, SOFT_END_UNUSED };
@@ -147,9 +151,10 @@ struct soft_fabric {
     struct soft_stream *hot;           /* the last one that had something */
     struct soft_stream *_Atomic owing; /* written under progress: its answers wait, see soft_stream_settle */
     uint32_t looks;
-    uint32_t stream_count, served_count, handshakes;
+    uint32_t stream_count, handshakes;
+    uint32_t streams_of[SOFT_KINDS], handshakes_of[SOFT_KINDS];
     atomic_ullong sweep_at;         /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
-    bool listeners_rest;            /* there were no descriptors left: until the next sweep nobody is accepted */
+    bool rests[SOFT_OUTGOING];      /* nobody is accepted there: until the next sweep, or until a place is free */
     uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
     struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
     uint64_t event_count;
@@ -163,7 +168,7 @@ struct soft_fabric {
 
     pthread_mutex_t links; /* after stream->tx, or alone; the last */
     struct soft_link *table[64];
-    struct soft_link *first_todo;
+    struct soft_link *first_todo, *last_todo; /* to be connected, in this order; the last one only if there is one */
 };
 
 /* ---- soft_fabric.c ------------------------------------------------------------------------------------------ */
@@ -191,9 +196,20 @@ void *soft_fabric_main(void *fabric);                             /* the thread;
 
 /* ---- soft_accept.c: under progress -------------------------------------------------------------------------- */
 
-/* All that wait there. */
+/* Those that wait there, as far as there are places for their handshakes; may close others of the same kind. */
 void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *listener);
-void soft_listeners_rest(struct soft_fabric *fabric, bool rest);
+void soft_listeners_wake(struct soft_fabric *fabric); /* those that rest */
+
+/* Whether one more handshake of this kind may begin, for which somebody waits: another one may have to be given up. */
+bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind);
+
+/* The stream is about to go over to `stage`: counts handshakes, and lets those in that wait for a place. */
+void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage);
+
+static inline enum soft_kind soft_stream_kind(const struct soft_stream *stream)
+{
+    return stream->is_link ? SOFT_OUTGOING : stream->is_unix ? SOFT_SERVED_UNIX : SOFT_SERVED_TCP;
+}
 
 /* A socket for TCP that sends at once, and notices within seconds that the other host is gone. */
 void soft_tcp_options(int fd);
@@ -201,7 +217,7 @@ void soft_tcp_options(int fd);
 /* ---- soft_links.c -------------------------------------------------------------------------------------------- */
 
 /* Under progress. */
-void soft_links_connect(struct soft_fabric *fabric); /* all that want to be */
+void soft_links_connect(struct soft_fabric *fabric); /* those that want to be; may close others, as accepting does */
 void soft_link_connected(struct soft_link *link);    /* the socket is, or failed */
 void soft_link_opened(struct soft_link *link);       /* the handshake is over */
 void soft_links_sweep(struct soft_fabric *fabric, uint64_t now);

@@ -1,6 +1,7 @@
 #include "support.h"
 #include "support_fabric.h"
 
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -133,6 +134,27 @@ struct node *node_open(void)
     return node_open_at(gids, 0);
 }
 
+uint16_t free_port(void)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof(address);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    REQUIRE_EQ(bind(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    REQUIRE_EQ(getsockname(fd, (struct sockaddr *)&address, &size), 0);
+    close(fd);
+    return ntohs(address.sin_port);
+}
+
+struct node *node_with_port(uint16_t port)
+{
+    union ibv_gid gids[2] = {{.raw = {0xfe, 0x80, [8] = 2}}, {.raw = {[10] = 0xff, 0xff, 127, 0, 0, 1}}};
+
+    gids[0].raw[14] = gids[1].raw[8] = (uint8_t)(port >> 8);
+    gids[0].raw[15] = gids[1].raw[9] = (uint8_t)port;
+    return node_open_at(gids, port);
+}
+
 void node_close(struct node *node)
 {
     soft_fabric_stop(&node->device);
@@ -259,13 +281,34 @@ bool sender_finish(struct sender *sender)
 
 int raw_connect(const struct node *node)
 {
+    struct timeval limit = {.tv_sec = WAIT_S}; /* for a place in the backlog */
     struct sockaddr_un address;
     int fd;
 
     REQUIRE_EQ(soft_directory_find(&settings, &node->device.gids[0], &address), 0);
     fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     REQUIRE(fd >= 0);
+    REQUIRE_EQ(setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)), 0);
     REQUIRE_EQ(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    return fd;
+}
+
+int listen_by_hand(const struct node *node, struct soft_entry *entry)
+{
+    char why[256];
+
+    REQUIRE_EQ(soft_directory_enter(&settings, node->device.gids, entry, why, sizeof(why)), 0);
+    return entry->fd;
+}
+
+int accept_by_hand(int listener, uint8_t hello[SOFT_HELLO_SIZE])
+{
+    int fd;
+
+    REQUIRE(wait_readable(listener));
+    fd = accept(listener, NULL, NULL);
+    REQUIRE(fd >= 0);
+    REQUIRE(raw_read(fd, hello, SOFT_HELLO_SIZE));
     return fd;
 }
 

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 
 #include "soft.h"
+#include "soft_directory.h"
 #include "soft_hello.h"
 #include "soft_settings.h"
 
@@ -22,7 +23,10 @@ struct node {
 
 struct node *node_open(void);
 struct node *node_open_at(const union ibv_gid gids[2], uint16_t port);
+struct node *node_with_port(uint16_t port); /* at 127.0.0.1, which its second GID tells */
 void node_close(struct node *node); /* it is stopped, and may listen again */
+
+uint16_t free_port(void); /* of this host, which nobody has just now */
 
 /* Of the nodes that are opened from here on; new_directory() makes a fresh directory, and the others what they are by
  * default. */
@@ -71,6 +75,10 @@ bool last_reason_is(struct node *node, const char *part);
 
 /* A socket that is connected to a node, by its first GID; -1 and errno. */
 int raw_connect(const struct node *node);
+
+/* A listener by hand, at which a node's GIDs lead: what follows HELLO is the test's to say. */
+int listen_by_hand(const struct node *node, struct soft_entry *entry);
+int accept_by_hand(int listener, uint8_t hello[SOFT_HELLO_SIZE]);
 
 /* Says HELLO as an honest peer of these GIDs would, without an offer to move directly. */
 void raw_hello(int fd, const struct node *to, uint8_t hello[SOFT_HELLO_SIZE]);

@@ -159,24 +159,12 @@ static void who_is_forgotten_is_not_kicked(void)
 /* ---- Slow readers ---------------------------------------------------------------------------------------- */
 
 /* A peer that listens by hand, so that it can do what no device does. */
-static int listen_by_hand(struct node *node, struct soft_entry *entry)
-{
-    char why[256];
-
-    REQUIRE_EQ(soft_directory_enter(&settings, node->device.gids, entry, why, sizeof(why)), 0);
-    return entry->fd;
-}
-
-static int accept_by_hand(struct node *node, int listener)
+static int welcome_by_hand(struct node *node, int listener)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_PROOF_SIZE];
     struct soft_welcome welcome = {0};
-    int fd;
+    int fd = accept_by_hand(listener, hello);
 
-    REQUIRE(wait_readable(listener));
-    fd = accept(listener, NULL, NULL);
-    REQUIRE(fd >= 0);
-    REQUIRE(raw_read(fd, hello, sizeof(hello)));
     memcpy(welcome.gids, node->device.gids, sizeof(welcome.gids));
     soft_welcome_pack(&welcome, bytes);
     REQUIRE_EQ(write(fd, bytes, sizeof(bytes)), (ssize_t)sizeof(bytes));
@@ -200,7 +188,7 @@ static void a_peer_that_does_not_read_is_waited_for(void)
     listener = listen_by_hand(b, &entry);
     sender_open(&sender, a, &b->device.gids[0], 5);
     sender_want(&sender, IBV_WR_SEND, 100, SOFT_FRAGMENT);
-    fd = accept_by_hand(b, listener);
+    fd = welcome_by_hand(b, listener);
     EVENTUALLY(sender.error == EAGAIN);
     sleep_us(20000);
     stuck = sender.sent;

@@ -130,30 +130,6 @@ static void slow_talkers(void)
     close_all();
 }
 
-/* Who says nothing is waited for, for a while; too many such are not even let in. */
-static void half_open(void)
-{
-    int fds[SOFT_MAX_HANDSHAKES + 5];
-    unsigned int i;
-    uint64_t begin;
-
-    open_all();
-    begin = now_ns();
-    for (i = 0; i < COUNT_OF(fds); i++)
-        fds[i] = raw_connect(b);
-    EVENTUALLY(stats_of(b).refused_peers == 5);
-    CHECK(last_reason_is(b, "have not said who they are"));
-    EVENTUALLY(stats_of(b).refused_peers == COUNT_OF(fds));
-    CHECK(now_ns() - begin >= SOFT_HANDSHAKE_NS);
-    CHECK(last_reason_is(b, "did not say who it is in time"));
-    for (i = 0; i < COUNT_OF(fds); i++) {
-        CHECK(raw_is_closed(fds[i]));
-        close(fds[i]);
-    }
-    CHECK_EQ(stats_of(b).streams, 1);
-    close_all();
-}
-
 static unsigned int open_descriptors(void)
 {
     DIR *listing = opendir("/proc/self/fd");
@@ -394,6 +370,6 @@ static void a_wrong_proof(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(half_open), CASE(descriptors_that_nobody_asked_for),
+CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
                 CASE(frames_that_are_none), CASE(half_frames), CASE(reasons_are_kept), CASE(secrets),
                 CASE(a_wrong_proof))

@@ -258,28 +258,6 @@ static void what_is_not_ours_is_left(void)
 
 /* ---- TCP ------------------------------------------------------------------------------------------------- */
 
-/* A port of this host that nobody has just now. */
-static uint16_t free_port(void)
-{
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t size = sizeof(address);
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-
-    REQUIRE_EQ(bind(fd, (struct sockaddr *)&address, sizeof(address)), 0);
-    REQUIRE_EQ(getsockname(fd, (struct sockaddr *)&address, &size), 0);
-    close(fd);
-    return ntohs(address.sin_port);
-}
-
-static struct node *node_with_port(uint16_t port)
-{
-    union ibv_gid gids[2] = {{.raw = {0xfe, 0x80, [8] = 2}}, {.raw = {[10] = 0xff, 0xff, 127, 0, 0, 1}}};
-
-    gids[0].raw[14] = gids[1].raw[8] = (uint8_t)(port >> 8);
-    gids[0].raw[15] = gids[1].raw[9] = (uint8_t)port;
-    return node_open_at(gids, port);
-}
-
 /* Devices that share no directory reach each other by their addresses. */
 static void over_tcp(void)
 {

@@ -1,0 +1,202 @@
+/* Very many peers at once: silent ones keep nobody out, and honest ones all get in. */
+#include "support.h"
+#include "support_fabric.h"
+
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "soft_address.h"
+#include "soft_stream.h"
+
+enum { CROWD = SOFT_MAX_HANDSHAKES + 5 };
+
+static struct node *a, *b;
+
+static void close_both(void)
+{
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(a->wrong + b->wrong, 0);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* They have all places, and more of them wait in front of an honest one: it waits until so many have had their time. */
+static void silent_peers_keep_nobody_out(void)
+{
+    static int fds[CROWD];
+    unsigned int i;
+    uint64_t begin;
+    int fd;
+
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    begin = now_ns();
+    for (i = 0; i < CROWD; i++)
+        fds[i] = raw_connect(b);
+    EVENTUALLY(stats_of(b).streams == SOFT_MAX_HANDSHAKES);
+    fd = raw_open(b);
+    EVENTUALLY(stats_of(b).accepted == 1);
+    CHECK(now_ns() - begin >= SOFT_PATIENCE_NS); /* nobody gave way before */
+    CHECK(stats_of(b).refused_peers >= CROWD - SOFT_MAX_HANDSHAKES + 1);
+    EVENTUALLY(stats_of(b).refused_peers == CROWD);
+    CHECK(last_reason_is(b, "did not say who it is in time"));
+    CHECK_EQ(stats_of(b).streams, 1);
+    for (i = 0; i < CROWD; i++) {
+        CHECK(raw_is_closed(fds[i]));
+        close(fds[i]);
+    }
+    close(fd);
+    close_both();
+}
+
+static int raw_connect_tcp(const struct node *node)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET,
+                                  .sin_port = htons(node->device.address.port),
+                                  .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    REQUIRE(fd >= 0);
+    REQUIRE_EQ(connect(fd, (struct sockaddr *)&address, sizeof(address)), 0);
+    return fd;
+}
+
+/* Those on the network have nothing to do with those of this host, nor with whom the device connects to itself. Nobody
+ * gives way, as nobody of the same kind waits. */
+static void silent_peers_of_the_network(void)
+{
+    static int fds[SOFT_MAX_HANDSHAKES];
+    struct sender sender;
+    unsigned int i;
+    int fd;
+
+    new_directory();
+    a = node_open();
+    b = node_with_port(free_port());
+    REQUIRE_EQ(soft_fabric_listen(&a->device), 0);
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    for (i = 0; i < COUNT_OF(fds); i++)
+        fds[i] = raw_connect_tcp(b);
+    EVENTUALLY(stats_of(b).streams == SOFT_MAX_HANDSHAKES);
+    fd = raw_open(b);
+    sender_open(&sender, b, &a->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(b->responses == 1);
+    EVENTUALLY(stats_of(b).accepted == 1);
+    CHECK(!last_reason_is(b, "another one waits"));
+    sender_close(&sender);
+    close(fd);
+    for (i = 0; i < COUNT_OF(fds); i++)
+        close(fds[i]);
+    close_both();
+}
+
+/* One listener under very many names, which says nothing to anybody. */
+static void add_name(const struct soft_entry *entry, const union ibv_gid *gid, char path[SOFT_MAX_PATH])
+{
+    char name[SOFT_GID_NAME];
+
+    soft_gid_name(gid, name);
+    snprintf(path, SOFT_MAX_PATH, "%.60s/%s", directory(), name);
+    REQUIRE_EQ(link(entry->names[0], path), 0);
+}
+
+/* Of those that a device connects to: they keep out neither who connects to it, nor others that it connects to. */
+static void silent_peers_that_are_looked_for(void)
+{
+    static char paths[CROWD][SOFT_MAX_PATH];
+    struct sender *silent = calloc(CROWD, sizeof(*silent)), honest;
+    union ibv_gid gid = {.raw = {0xfe, 0x80}};
+    struct node *nobody;
+    struct soft_entry entry;
+    unsigned int i;
+    int fd;
+
+    REQUIRE(silent != NULL);
+    new_directory();
+    settings.direct = false; /* which needs more descriptors */
+    a = node_open();
+    b = node_open();
+    nobody = node_open();
+    listen_by_hand(nobody, &entry);
+    REQUIRE_EQ(soft_fabric_listen(&a->device), 0);
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    for (i = 0; i < CROWD; i++) {
+        gid.raw[14] = (uint8_t)(i >> 8);
+        gid.raw[15] = (uint8_t)i;
+        add_name(&entry, &gid, paths[i]);
+        sender_open(&silent[i], b, &gid, 6);
+        sender_want(&silent[i], IBV_WR_SEND, 1, 8);
+    }
+    EVENTUALLY(stats_of(b).streams >= SOFT_MAX_HANDSHAKES);
+    CHECK(stats_of(b).streams <= SOFT_MAX_HANDSHAKES);
+    fd = raw_open(b);
+    EVENTUALLY(stats_of(b).accepted == 1);
+    CHECK_EQ(stats_of(b).refused_peers, 0);
+    sender_open(&honest, b, &a->device.gids[0], 5);
+    sender_want(&honest, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(b->responses == 1);
+    sender_close(&honest);
+    for (i = 0; i < CROWD; i++) {
+        sender_close(&silent[i]);
+        CHECK_EQ(unlink(paths[i]), 0);
+    }
+    close(fd);
+    soft_directory_leave(&entry);
+    node_close(nobody);
+    close_both();
+    free(silent);
+}
+
+/* Both ends of each are this process's. */
+static unsigned int allowed_pairs(unsigned int most)
+{
+    struct rlimit limit;
+
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+    limit.rlim_cur = limit.rlim_max;
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    return limit.rlim_cur < 2 * most + 100 ? (unsigned int)(limit.rlim_cur - 100) / 2 : most;
+}
+
+/* All of them come while nobody is let in, and none is turned away. */
+static void honest_peers_wait_and_all_get_in(void)
+{
+    static int fds[1000];
+    unsigned int i, count = allowed_pairs(COUNT_OF(fds));
+    uint8_t bytes[SOFT_WELCOME_SIZE], message[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE];
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
+    static const uint8_t none[SOFT_DIGEST];
+    uint8_t hello[SOFT_HELLO_SIZE];
+
+    REQUIRE(count > SOFT_MAX_HANDSHAKES);
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    soft_proof_pack(none, message);
+    soft_frame_pack(&frame, message + SOFT_PROOF_SIZE);
+    pthread_mutex_lock(&b->device.fabric->progress);
+    for (i = 0; i < count; i++) {
+        fds[i] = raw_connect(b);
+        raw_hello(fds[i], b, hello);
+    }
+    pthread_mutex_unlock(&b->device.fabric->progress);
+    for (i = 0; i < count; i++) {
+        REQUIRE(raw_read(fds[i], bytes, sizeof(bytes)));
+        CHECK_EQ(send(fds[i], message, sizeof(message), MSG_NOSIGNAL), (ssize_t)sizeof(message));
+    }
+    EVENTUALLY(b->requests == count);
+    CHECK_EQ(stats_of(b).refused_peers, 0);
+    for (i = 0; i < count; i++)
+        close(fds[i]);
+    close_both();
+}
+
+CHECK_MAIN_ONCE(CASE(silent_peers_keep_nobody_out), CASE(silent_peers_of_the_network),
+                CASE(silent_peers_that_are_looked_for), CASE(honest_peers_wait_and_all_get_in))

@@ -132,7 +132,7 @@ void soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial);
 void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                         unsigned int count);
 
-/* Closes it, counts and keeps the reason, which is a constant. From inside of a callback of this stream. */
+/* Closes it, counts and keeps the reason, which stays until then. From inside of a callback of this stream. */
 void soft_stream_refuse(struct soft_stream *stream, const char *reason);
 struct soft_stream *soft_link_stream(struct soft_link *link); /* to refuse it */
 

@@ -12,19 +12,20 @@ enum {
     AT_MAGIC = 0,
     AT_VERSION = 8,
     AT_FLAGS = 10,
-    AT_PID = 12,
-    AT_REFUSED = 12,
     AT_GIDS = 16,
+    HELLO_AT_PID = 12,
     HELLO_AT_PROBE = 48,
     HELLO_AT_WANTED = 56,
     HELLO_AT_NONCE = 72,
     HELLO_AT_RESERVED = 104,
+    WELCOME_AT_REFUSED = 12,
     WELCOME_AT_NONCE = 48,
-    WELCOME_AT_PROOF = 80,
+    WELCOME_AT_RESERVED = 80,
     PROOF_AT_PROOF = 8,
 };
+_Static_assert(AT_GIDS == SOFT_HEAD_SIZE && WELCOME_AT_REFUSED == HELLO_AT_PID, "");
 _Static_assert(HELLO_AT_RESERVED + 8 == SOFT_HELLO_SIZE, "");
-_Static_assert(WELCOME_AT_PROOF + SOFT_DIGEST == SOFT_WELCOME_SIZE, "");
+_Static_assert(WELCOME_AT_RESERVED + 32 == SOFT_WELCOME_SIZE, "");
 _Static_assert(PROOF_AT_PROOF + SOFT_DIGEST == SOFT_PROOF_SIZE, "");
 
 const char soft_other_version[] = "the peer speaks another version";
@@ -36,16 +37,25 @@ static void pack_head(uint8_t *out, uint16_t flags, uint32_t fourth, const uint8
     memcpy(out + AT_MAGIC, magic, sizeof(magic));
     soft_put16(out + AT_VERSION, SOFT_VERSION);
     soft_put16(out + AT_FLAGS, flags);
-    soft_put32(out + AT_PID, fourth);
+    soft_put32(out + HELLO_AT_PID, fourth);
     memcpy(out + AT_GIDS, gids, 32);
+}
+
+const char *soft_head_parse(const uint8_t in[SOFT_HEAD_SIZE], uint16_t *version)
+{
+    *version = soft_get16(in + AT_VERSION);
+    if (memcmp(in + AT_MAGIC, magic, sizeof(magic)))
+        return no_peer;
+    return *version == SOFT_VERSION ? NULL : soft_other_version;
 }
 
 static const char *check_head(const uint8_t *in)
 {
-    if (memcmp(in + AT_MAGIC, magic, sizeof(magic)))
-        return no_peer;
-    if (soft_get16(in + AT_VERSION) != SOFT_VERSION)
-        return soft_other_version;
+    uint16_t version;
+    const char *wrong = soft_head_parse(in, &version);
+
+    if (wrong)
+        return wrong;
     if (soft_get16(in + AT_FLAGS) & ~(SOFT_HELLO_SECRET | SOFT_HELLO_DIRECT))
         return "the peer says what no peer says";
     return NULL;
@@ -67,7 +77,7 @@ const char *soft_hello_parse(const uint8_t in[SOFT_HELLO_SIZE], struct soft_hell
     if (wrong)
         return wrong;
     hello->flags = soft_get16(in + AT_FLAGS);
-    hello->pid = soft_get32(in + AT_PID);
+    hello->pid = soft_get32(in + HELLO_AT_PID);
     memcpy(hello->gids, in + AT_GIDS, sizeof(hello->gids));
     hello->probe = soft_get64(in + HELLO_AT_PROBE);
     memcpy(hello->wanted, in + HELLO_AT_WANTED, sizeof(hello->wanted));
@@ -81,20 +91,22 @@ void soft_welcome_pack(const struct soft_welcome *welcome, uint8_t out[SOFT_WELC
 {
     pack_head(out, welcome->flags, welcome->refused, welcome->gids);
     memcpy(out + WELCOME_AT_NONCE, welcome->nonce, sizeof(welcome->nonce));
-    memcpy(out + WELCOME_AT_PROOF, welcome->proof, sizeof(welcome->proof));
+    memset(out + WELCOME_AT_RESERVED, 0, SOFT_WELCOME_SIZE - WELCOME_AT_RESERVED);
 }
 
 const char *soft_welcome_parse(const uint8_t in[SOFT_WELCOME_SIZE], struct soft_welcome *welcome)
 {
+    static const uint8_t zeroes[SOFT_WELCOME_SIZE - WELCOME_AT_RESERVED];
     const char *wrong = check_head(in);
 
     if (wrong)
         return wrong;
+    if (memcmp(in + WELCOME_AT_RESERVED, zeroes, sizeof(zeroes)))
+        return "the peer says what no peer says";
     welcome->flags = soft_get16(in + AT_FLAGS);
-    welcome->refused = soft_get32(in + AT_REFUSED);
+    welcome->refused = soft_get32(in + WELCOME_AT_REFUSED);
     memcpy(welcome->gids, in + AT_GIDS, sizeof(welcome->gids));
     memcpy(welcome->nonce, in + WELCOME_AT_NONCE, sizeof(welcome->nonce));
-    memcpy(welcome->proof, in + WELCOME_AT_PROOF, sizeof(welcome->proof));
     return soft_refused_text(welcome->refused);
 }
 
@@ -141,6 +153,6 @@ void soft_prove(enum soft_role role, const void *secret, size_t size, const uint
     soft_hmac_begin(&hmac, secret, size);
     soft_hmac_add(&hmac, &who, 1);
     soft_hmac_add(&hmac, hello, SOFT_HELLO_SIZE);
-    soft_hmac_add(&hmac, welcome, WELCOME_AT_PROOF);
+    soft_hmac_add(&hmac, welcome, WELCOME_AT_RESERVED);
     soft_hmac_end(&hmac, proof);
 }

@@ -42,7 +42,7 @@ enum soft_stage {
     SOFT_CLOSED,     /* a link only: others are gone then */
     SOFT_CONNECTING, /* link: the socket is being connected */
     SOFT_GREETING,   /* link: waits for WELCOME; served: for HELLO */
-    SOFT_PROVING,    /* served: waits for PROOF */
+    SOFT_PROVING,    /* waits for PROOF; a link only with a secret */
     SOFT_OPEN,
 };
 
@@ -75,6 +75,7 @@ struct soft_stream {
     uint64_t frames_in, bytes_in;
     const char *refusal; /* it is to be closed */
     enum soft_end refused_as;
+    char refusal_text[96]; /* where `refusal` is no constant */
     bool paused;        /* both. Served: no room for answers, so no requests are taken */
     bool stalled;       /* both: nothing is read, by order */
     bool unfinished;    /* both: its turn was over before all frames were handled that are at hand */

@@ -1,7 +1,8 @@
 /* A peer that may say anything, for libFuzzer: to a device that serves it, and to a link that looked for it.
  *
  * The first byte says which of the two; the rest is what the peer says after an honest handshake (bit 1), or from the
- * beginning; bit 2 has it come in small pieces. All runs in this thread: what a run does depends on its input alone. */
+ * beginning, where bit 3 says that there is a secret; bit 2 has it come in small pieces. All runs in this thread: what
+ * a run does depends on its input alone, but for nonces. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -16,7 +17,7 @@
 #include "soft_hello.h"
 #include "soft_stream.h"
 
-enum { LINK = 1, OPENED = 2, PIECES = 4 };
+enum { LINK = 1, OPENED = 2, PIECES = 4, SECRET = 8 };
 
 #define REQUIRE(condition)                                                                       \
     do {                                                                                         \
@@ -166,6 +167,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!size)
         return 0;
     how = data[0];
+    fabric->settings.secret_size = how & SECRET && !(how & OPENED) ? SOFT_DIGEST : 0;
     open_pair(fds);
     pthread_mutex_lock(&fabric->progress);
     if (how & LINK)

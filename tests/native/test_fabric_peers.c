@@ -3,6 +3,7 @@
 #include "support_fabric.h"
 
 #include <dirent.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -56,20 +57,18 @@ static void strangers(void)
 
     open_all();
     fd = raw_connect(b);
-    CHECK_EQ(send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL), 16);
-    memset(hello, ' ', sizeof(hello));
-    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    CHECK_EQ(send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL), 16); /* nobody waits for the rest */
     expect_refused(fd, "no device of aioverbs", 1, 0, HERE);
 
-    /* Another version is told so. */
+    /* Another version is told so, and is named; its HELLO may be shorter than ours. */
     fd = raw_connect(b);
     memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
     soft_hello_pack(&said, hello);
-    hello[8]++;
-    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    hello[8] = hello[9] = 255;
+    CHECK_EQ(send(fd, hello, SOFT_HEAD_SIZE, MSG_NOSIGNAL), SOFT_HEAD_SIZE);
     CHECK(raw_read(fd, bytes, sizeof(bytes)));
     CHECK(soft_welcome_parse(bytes, &welcome) == soft_refused_text(SOFT_REFUSED_VERSION));
-    expect_refused(fd, soft_other_version, 2, 0, HERE);
+    expect_refused(fd, "protocol version 65535, not 1: use the same release of aioverbs on both sides", 2, 0, HERE);
 
     /* Who looks for somebody else, too. */
     fd = raw_connect(b);
@@ -331,16 +330,17 @@ static void meet(const char *of_a, const char *of_b, const char *reason_a, const
 static void secrets(void)
 {
     meet("open sesame", "open sesame", NULL, NULL);
-    meet("open sesame", "open Sesame", "does not know the secret", NULL); /* a goes as soon as it sees b's proof */
+    meet("open sesame", "open Sesame", "does not know the secret", "does not know the secret");
     meet("open sesame", NULL, "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
     meet(NULL, "open sesame", "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
 }
 
-/* Who connects without a look at the other's proof is refused by his own. */
-static void a_wrong_proof(void)
+/* Who connects proves first, and is told nothing before that he could try secrets on. */
+static void who_connects_proves_first(void)
 {
-    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_DIGEST];
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_DIGEST], expected[SOFT_DIGEST];
     uint8_t message[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE];
+    static const uint8_t zeroes[SOFT_DIGEST];
     struct soft_hello said = {.flags = SOFT_HELLO_SECRET};
     struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
     int right, fd;
@@ -354,14 +354,21 @@ static void a_wrong_proof(void)
         fd = raw_connect(b);
         CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
         CHECK(raw_read(fd, bytes, sizeof(bytes)));
+        CHECK(!memcmp(bytes + sizeof(bytes) - SOFT_DIGEST, zeroes, SOFT_DIGEST));
         soft_prove(SOFT_ROLE_CONNECTING, "open sesame", right ? 11 : 10, hello, bytes, proof);
         soft_proof_pack(proof, message);
         soft_frame_pack(&frame, message + SOFT_PROOF_SIZE);
         CHECK_EQ(send(fd, message, sizeof(message), MSG_NOSIGNAL), (ssize_t)sizeof(message));
         if (right) {
             EVENTUALLY(b->requests == 1);
+            CHECK(raw_read(fd, message, SOFT_PROOF_SIZE));
+            CHECK(!soft_proof_parse(message, proof));
+            soft_prove(SOFT_ROLE_ACCEPTING, "open sesame", 11, hello, bytes, expected);
+            CHECK(soft_digest_equal(proof, expected));
             close(fd);
         } else {
+            CHECK(raw_read(fd, message, SOFT_PROOF_SIZE));
+            CHECK(!soft_proof_parse(message, proof) && soft_digest_equal(proof, zeroes));
             expect_refused(fd, "does not know the secret", 1, 0, HERE);
             CHECK_EQ(b->requests, 0);
         }
@@ -370,6 +377,139 @@ static void a_wrong_proof(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
+/* ---- Who is connected to --------------------------------------------------------------------------------- */
+
+/* One sender, which looks for a node whose GIDs lead to a listener by hand. */
+static struct sender looking;
+static struct soft_entry entry;
+
+static int be_found(const char *secret, uint8_t hello[SOFT_HELLO_SIZE])
+{
+    new_directory();
+    a = node_with(secret);
+    b = node_open();
+    listen_by_hand(b, &entry);
+    sender_open(&looking, a, &b->device.gids[0], 5);
+    sender_want(&looking, IBV_WR_SEND, 1, 0);
+    return accept_by_hand(entry.fd, hello);
+}
+
+static void be_lost(int fd)
+{
+    close(fd);
+    sender_close(&looking);
+    node_close(a);
+    node_close(b);
+    soft_directory_leave(&entry);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+static void say_welcome(int fd, struct soft_welcome *welcome, uint8_t bytes[SOFT_WELCOME_SIZE])
+{
+    memcpy(welcome->gids, b->device.gids, sizeof(welcome->gids));
+    soft_welcome_pack(welcome, bytes);
+    CHECK_EQ(send(fd, bytes, SOFT_WELCOME_SIZE, MSG_NOSIGNAL), SOFT_WELCOME_SIZE);
+}
+
+/* Its message may have any size, but begins as those of all versions do. */
+static void a_peer_of_another_version(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
+    struct soft_welcome welcome = {.flags = 0};
+    int fd = be_found(NULL, hello);
+
+    soft_welcome_pack(&welcome, bytes);
+    bytes[8] = 2;
+    bytes[9] = 1;
+    CHECK_EQ(send(fd, bytes, SOFT_HEAD_SIZE, MSG_NOSIGNAL), SOFT_HEAD_SIZE);
+    EVENTUALLY(looking.error == EHOSTUNREACH);
+    CHECK(last_reason_is(a, "protocol version 258, not 1: use the same release"));
+    CHECK(raw_is_closed(fd));
+    be_lost(fd);
+}
+
+/* Nothing is sent to who was given a proof and has given none. */
+static void a_peer_that_does_not_prove(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], message[SOFT_PROOF_SIZE], proof[SOFT_DIGEST];
+    static const char secret[] = "open sesame";
+    int right;
+
+    for (right = 0; right < 2; right++) {
+        struct soft_welcome welcome = {.flags = SOFT_HELLO_SECRET};
+        int fd = be_found(secret, hello);
+
+        say_welcome(fd, &welcome, bytes);
+        CHECK(raw_read(fd, message, sizeof(message)));
+        CHECK_EQ(stats_of(a).connected, 0);
+        soft_prove(SOFT_ROLE_ACCEPTING, secret, right ? 11 : 10, hello, bytes, proof);
+        soft_proof_pack(proof, message);
+        CHECK_EQ(send(fd, message, sizeof(message), MSG_NOSIGNAL), SOFT_PROOF_SIZE);
+        if (right) {
+            uint8_t frame[SOFT_FRAME_SIZE];
+
+            CHECK(raw_read(fd, frame, sizeof(frame)));
+            CHECK_EQ(stats_of(a).connected, 1);
+        } else {
+            EVENTUALLY(looking.error == EHOSTUNREACH);
+            CHECK(last_reason_is(a, "does not know the secret"));
+            CHECK(!raw_read(fd, message, 1));
+        }
+        be_lost(fd);
+    }
+}
+
+/* It says that data can be moved directly, and has not written to our memory: it answers with the nonce that was there
+ * before. */
+static void a_peer_that_has_not_written(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
+    struct soft_welcome welcome = {.flags = SOFT_HELLO_DIRECT};
+    struct soft_stream_stats stream;
+    struct soft_hello said;
+    int fd = be_found(NULL, hello);
+
+    CHECK(!soft_hello_parse(hello, &said) && said.flags == SOFT_HELLO_DIRECT);
+    memcpy(welcome.nonce, said.nonce, sizeof(welcome.nonce));
+    say_welcome(fd, &welcome, bytes);
+    EVENTUALLY(soft_fabric_get_streams(&a->device, &stream, 1) == 1 && stream.connected);
+    CHECK(!stream.direct);
+    CHECK(strstr(stream.why_not_direct, "cannot reach") != NULL);
+    be_lost(fd);
+}
+
+/* Over TCP nothing was offered: zeroes are in the place of a nonce. */
+static void a_peer_that_cannot_write(void)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
+    struct soft_welcome welcome = {.flags = SOFT_HELLO_DIRECT};
+    int fd, listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    socklen_t size = sizeof(address);
+    struct soft_stream_stats stream;
+
+    new_directory();
+    REQUIRE_EQ(bind(listener, (struct sockaddr *)&address, size), 0);
+    REQUIRE_EQ(listen(listener, 1), 0);
+    REQUIRE_EQ(getsockname(listener, (struct sockaddr *)&address, &size), 0);
+    a = node_open();
+    b = node_with_port(ntohs(address.sin_port));
+    sender_open(&looking, a, &b->device.gids[1], 5);
+    sender_want(&looking, IBV_WR_SEND, 1, 0);
+    fd = accept_by_hand(listener, hello);
+    say_welcome(fd, &welcome, bytes);
+    EVENTUALLY(soft_fabric_get_streams(&a->device, &stream, 1) == 1 && stream.connected);
+    CHECK(!stream.direct);
+    CHECK(strstr(stream.why_not_direct, "over TCP") != NULL);
+    close(fd);
+    close(listener);
+    sender_close(&looking);
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
                 CASE(frames_that_are_none), CASE(half_frames), CASE(reasons_are_kept), CASE(secrets),
-                CASE(a_wrong_proof))
+                CASE(who_connects_proves_first), CASE(a_peer_of_another_version), CASE(a_peer_that_does_not_prove),
+                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

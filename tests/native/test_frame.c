@@ -365,14 +365,15 @@ static void handshake_messages(void)
     struct soft_hello hello = {.flags = SOFT_HELLO_DIRECT, .pid = 77, .probe = 0x7fffdeadbeef}, hello_back;
     struct soft_welcome welcome = {.flags = SOFT_HELLO_SECRET}, welcome_back;
     uint8_t hello_bytes[SOFT_HELLO_SIZE], welcome_bytes[SOFT_WELCOME_SIZE], proof_bytes[SOFT_PROOF_SIZE];
-    uint8_t proof[SOFT_DIGEST], hello_again[SOFT_HELLO_SIZE], welcome_again[SOFT_WELCOME_SIZE];
+    uint8_t first[SOFT_DIGEST], proof[SOFT_DIGEST], hello_again[SOFT_HELLO_SIZE], welcome_again[SOFT_WELCOME_SIZE];
+    uint16_t version;
 
     memset(hello.gids, 1, sizeof(hello.gids));
     memset(hello.wanted, 2, sizeof(hello.wanted));
     memset(hello.nonce, 3, sizeof(hello.nonce));
     memset(welcome.gids, 4, sizeof(welcome.gids));
     memset(welcome.nonce, 5, sizeof(welcome.nonce));
-    memset(welcome.proof, 6, sizeof(welcome.proof));
+    memset(first, 6, sizeof(first));
     soft_hello_pack(&hello, hello_bytes);
     CHECK(!soft_hello_parse(hello_bytes, &hello_back));
     soft_hello_pack(&hello_back, hello_again);
@@ -384,13 +385,16 @@ static void handshake_messages(void)
     CHECK(!soft_welcome_parse(welcome_bytes, &welcome_back));
     soft_welcome_pack(&welcome_back, welcome_again);
     CHECK(!memcmp(welcome_bytes, welcome_again, sizeof(welcome_bytes)));
-    CHECK_EQ(welcome_back.proof[0] + welcome_back.nonce[0] + welcome_back.gids[1][15], 6 + 5 + 4);
-    soft_proof_pack(welcome.proof, proof_bytes);
+    CHECK_EQ(welcome_back.nonce[0] + welcome_back.gids[1][15], 5 + 4);
+    soft_proof_pack(first, proof_bytes);
     CHECK(!soft_proof_parse(proof_bytes, proof));
-    CHECK(!memcmp(proof, welcome.proof, sizeof(proof)));
+    CHECK(!memcmp(proof, first, sizeof(proof)));
+    CHECK(!soft_head_parse(hello_bytes, &version) && version == SOFT_VERSION);
+    CHECK(!soft_head_parse(welcome_bytes, &version) && version == SOFT_VERSION);
 
     hello_bytes[8]++;
     welcome_bytes[8]++;
+    CHECK(soft_head_parse(hello_bytes, &version) == soft_other_version && version == SOFT_VERSION + 1);
     CHECK(soft_hello_parse(hello_bytes, &hello_back) == soft_other_version);
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) == soft_other_version);
     hello_bytes[8]--;
@@ -406,10 +410,16 @@ static void handshake_messages(void)
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) == soft_refused_text(SOFT_REFUSED_GID));
     welcome_bytes[12] = 99;
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) != NULL);
+    welcome_bytes[12] = 0;
+    welcome_bytes[SOFT_WELCOME_SIZE - 1] = 1; /* reserved */
+    CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) != NULL);
+    welcome_bytes[SOFT_WELCOME_SIZE - 1] = 0;
+    CHECK(!soft_welcome_parse(welcome_bytes, &welcome_back));
     hello_bytes[0] = welcome_bytes[0] = proof_bytes[0] = 'x';
     CHECK(soft_hello_parse(hello_bytes, &hello_back) != NULL);
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) != NULL);
     CHECK(soft_proof_parse(proof_bytes, proof) != NULL);
+    CHECK(soft_head_parse(hello_bytes, &version) == soft_hello_parse(hello_bytes, &hello_back));
 }
 
 /* A proof depends on the role, the secret and each byte that was said before it. */

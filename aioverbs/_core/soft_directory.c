@@ -212,6 +212,18 @@ void soft_directory_leave(struct soft_entry *entry)
     entry->fd = -1;
 }
 
+bool soft_directory_permits(const struct soft_settings *settings, const union ibv_gid *gid, uid_t user)
+{
+    char name[SOFT_GID_NAME], path[SOFT_MAX_PATH];
+    struct stat found;
+
+    if (!settings->user_count) /* nobody else could have put something there */
+        return true;
+    soft_gid_name(gid, name);
+    path_of(settings, name, path);
+    return lstat(path, &found) ? errno == ENOENT : found.st_uid == user;
+}
+
 int soft_directory_find(const struct soft_settings *settings, const union ibv_gid *gid, struct sockaddr_un *address)
 {
     char name[SOFT_GID_NAME], why[256];

@@ -22,6 +22,10 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
                          char *why, size_t size);
 void soft_directory_leave(struct soft_entry *entry);
 
+/* Whether a device of this user may say that it has the GID: not where the directory lists it for another user's. That
+ * is the file's owner, whom the system names and nobody chooses; who lives or not is not looked at. */
+bool soft_directory_permits(const struct soft_settings *settings, const union ibv_gid *gid, uid_t user);
+
 /* Where a device with this GID would listen. 0, or ENOENT: it does not, or the directory is not to be trusted. */
 int soft_directory_find(const struct soft_settings *settings, const union ibv_gid *gid, struct sockaddr_un *address);
 

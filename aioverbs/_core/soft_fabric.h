@@ -136,7 +136,8 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
 void soft_stream_refuse(struct soft_stream *stream, const char *reason);
 struct soft_stream *soft_link_stream(struct soft_link *link); /* to refuse it */
 
-/* Whether the peer has this GID, and which GIDs it has: index 0 or 1. */
+/* Whether the peer has this GID, and which GIDs it has: index 0 or 1. It says so, and soft_handshake.c says what that
+ * is worth; it does not change. */
 bool soft_stream_is_from(const struct soft_stream *stream, const union ibv_gid *gid);
 const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned int index);
 

@@ -152,6 +152,26 @@ static bool is_ours(const struct soft_device *device, const uint8_t gid[16])
     return !memcmp(&device->gids[0], gid, 16) || !memcmp(&device->gids[1], gid, 16);
 }
 
+/* A GID is a name and proves nothing: whom the user's number and the secret let in may say that it has any, and is
+ * believed. So those who are let in are trusted not to speak for each other. What does not rest on that:
+ *
+ * - nobody has a GID of this device: what comes from one of these comes from its own process;
+ * - on one host nobody has a GID that the directory lists for a device of another user, whom the kernel tells apart;
+ * - who is let in has the same GIDs for as long as the stream lasts, and queue pairs take requests over streams of the
+ *   GID only that they were connected to.
+ */
+static bool claims_anothers(const struct soft_stream *stream)
+{
+    const struct soft_fabric *fabric = stream->fabric;
+    unsigned int i;
+
+    for (i = 0; i < 2; i++)
+        if (is_ours(fabric->device, stream->peer[i].raw) ||
+            (stream->is_unix && !soft_directory_permits(&fabric->settings, &stream->peer[i], stream->uid)))
+            return true;
+    return false;
+}
+
 /* Tells the peer why, as far as that goes. The reason is kept here, too. */
 static void turn_away(struct soft_stream *stream, enum soft_refused refused, const char *reason)
 {
@@ -200,6 +220,8 @@ static void handle_hello(struct soft_stream *stream, const uint8_t *bytes)
         refused = SOFT_REFUSED_GID;
     else if (!(hello.flags & SOFT_HELLO_SECRET) == has_secret(stream))
         refused = SOFT_REFUSED_SECRET;
+    else if (claims_anothers(stream))
+        refused = SOFT_REFUSED_CLAIM;
     if (refused)
         turn_away(stream, refused, soft_refused_text(refused));
     else

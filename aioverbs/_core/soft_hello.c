@@ -133,8 +133,8 @@ const char *soft_refused_text(uint32_t refused)
         return "the peer does not have the GID that is looked for";
     case SOFT_REFUSED_SECRET:
         return "the peer wants a secret, or has none: AIOVERBS_SOFT_SECRET is to be the same on both sides";
-    case SOFT_REFUSED_LIMIT:
-        return "the peer has too many connections";
+    case SOFT_REFUSED_CLAIM:
+        return "the one that connects says it has a GID that is another device's";
     default:
         return "the peer says what no peer says";
     }

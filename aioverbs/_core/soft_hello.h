@@ -34,14 +34,14 @@ enum {
 struct soft_hello {
     uint16_t flags;
     uint32_t pid;
-    uint8_t gids[2][16]; /* of who connects */
+    uint8_t gids[2][16]; /* that who connects says it has; soft_handshake.c says which ones are not believed */
     uint8_t wanted[16];  /* the GID that is looked for */
     uint64_t probe;      /* direct: where `nonce` stands in the memory of who connects */
     uint8_t nonce[SOFT_NONCE];
 };
 
 /* Why the accepting side does not want to go on. */
-enum soft_refused { SOFT_WELCOMED, SOFT_REFUSED_VERSION, SOFT_REFUSED_GID, SOFT_REFUSED_SECRET, SOFT_REFUSED_LIMIT };
+enum soft_refused { SOFT_WELCOMED, SOFT_REFUSED_VERSION, SOFT_REFUSED_GID, SOFT_REFUSED_SECRET, SOFT_REFUSED_CLAIM };
 
 struct soft_welcome {
     uint16_t flags;

@@ -178,6 +178,54 @@ static void a_link_in_the_sockets_place_is_not_followed(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
+static void leave_stale(const union ibv_gid *gid, char path[SOFT_MAX_PATH]);
+
+/* Whether a peer that says it has this GID is welcome. */
+static bool is_welcome(const struct node *node, const union ibv_gid *gid)
+{
+    struct soft_hello said = {.flags = 0};
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
+    struct soft_welcome welcome;
+    const char *wrong;
+    int fd = raw_connect(node);
+
+    memcpy(said.gids[1], gid, sizeof(said.gids[1]));
+    memcpy(said.wanted, &node->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    REQUIRE(raw_read(fd, bytes, sizeof(bytes)));
+    close(fd);
+    wrong = soft_welcome_parse(bytes, &welcome);
+    CHECK(!wrong || wrong == soft_refused_text(SOFT_REFUSED_CLAIM));
+    return !wrong;
+}
+
+/* The kernel tells users apart: what one of them has listed no other one speaks for. */
+static void a_gid_that_is_listed_for_a_user_is_no_other_users(void)
+{
+    union ibv_gid gid = {.raw = {0xfe, 0x80, [15] = 77}};
+    char path[SOFT_MAX_PATH];
+    struct node *node;
+
+    new_directory();
+    settings.users[settings.user_count++] = geteuid() + 1;
+    CHECK_EQ(chmod(directory(), 01777), 0);
+    node = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
+    CHECK(is_welcome(node, &gid));
+    CHECK(!is_welcome(node, &node->device.gids[0]) && !is_welcome(node, &node->device.gids[1]));
+    leave_stale(&gid, path);
+    CHECK(is_welcome(node, &gid)); /* his own */
+    if (!geteuid()) {
+        CHECK_EQ(chown(path, geteuid() + 1, 0), 0);
+        CHECK(!is_welcome(node, &gid));
+        CHECK(last_reason_is(node, "another device's"));
+    }
+    CHECK_EQ(unlink(path), 0);
+    node_close(node);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
 /* Everybody who is told nothing finds the same. */
 static void defaults(void)
 {
@@ -193,8 +241,8 @@ static void defaults(void)
     CHECK(soft_settings_allow(&usual, geteuid()) && !soft_settings_allow(&usual, geteuid() + 1));
 }
 
-/* A socket's file that nobody listens at. */
-static void leave_stale(const union ibv_gid *gid)
+/* A socket's file that nobody listens at; its path. */
+static void leave_stale(const union ibv_gid *gid, char path[SOFT_MAX_PATH])
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     char name[SOFT_GID_NAME];
@@ -205,17 +253,19 @@ static void leave_stale(const union ibv_gid *gid)
     REQUIRE_EQ(bind(fd, (struct sockaddr *)&address, sizeof(address)), 0);
     REQUIRE_EQ(listen(fd, 1), 0);
     close(fd);
+    strcpy(path, address.sun_path);
 }
 
 static void what_the_dead_left_is_replaced(void)
 {
     struct node *first, *second, *third;
     struct sender sender;
+    char path[SOFT_MAX_PATH];
 
     new_directory();
     first = node_open();
-    leave_stale(&first->device.gids[0]);
-    leave_stale(&first->device.gids[1]);
+    leave_stale(&first->device.gids[0], path);
+    leave_stale(&first->device.gids[1], path);
     second = node_open();
     sender_open(&sender, second, &first->device.gids[0], 5);
     sender_want(&sender, IBV_WR_SEND, 1, 8);
@@ -249,7 +299,7 @@ static void what_is_not_ours_is_left(void)
     REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
     strcpy(path, stats_of(node).path);
     CHECK_EQ(unlink(path), 0);
-    leave_stale(&node->device.gids[0]);
+    leave_stale(&node->device.gids[0], path);
     node_close(node);
     CHECK_EQ(files_in(directory()), 1);
     CHECK_EQ(unlink(path), 0);
@@ -360,4 +410,5 @@ static void gids_that_lead_nowhere(void)
 CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(defaults), CASE(what_the_dead_left_is_replaced),
                 CASE(what_is_not_ours_is_left), CASE(over_tcp), CASE(an_address_is_listened_at_when_it_is_opened),
                 CASE(gids_that_lead_nowhere), CASE(directories_that_are_not_ours_alone),
-                CASE(a_shared_directory_keeps_each_users_sockets), CASE(a_link_in_the_sockets_place_is_not_followed))
+                CASE(a_shared_directory_keeps_each_users_sockets), CASE(a_link_in_the_sockets_place_is_not_followed),
+                CASE(a_gid_that_is_listed_for_a_user_is_no_other_users))

@@ -28,7 +28,8 @@ class SoftSettings:
         this user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, it needs the sticky bit where several can write.
     :param address: AIOVERBS_SOFT_ADDRESS, of the device that is named by ``"soft0"`` alone; None: it has none.
     :param users: AIOVERBS_SOFT_USERS, the numbers of the users whose processes may be peers, beside this one's.
-    :param secret: AIOVERBS_SOFT_SECRET, what a peer has to know; empty: nothing. It is not shown.
+    :param secret: AIOVERBS_SOFT_SECRET, what a peer has to know; empty: nothing. It is not shown. A random one of 32
+        bytes is not guessed, a word is: who is connected to can try secrets on what he is told.
     :param direct: AIOVERBS_SOFT_DIRECT, whether data may go from one process's memory to another's.
     :param spin_us: AIOVERBS_SOFT_SPIN, how many microseconds the thread that serves peers looks for what comes next
         before it sleeps.

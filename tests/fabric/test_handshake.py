@@ -1,13 +1,18 @@
-"""What users are told where the two ends speak different versions of the protocol, by somebody who speaks by hand."""
+"""What users are told where the two ends speak different versions of the protocol, by somebody who speaks by hand.
+
+The messages are made from what aioverbs/_docs/protocol.md says, and not by the code that the device has for them.
+"""
 
 import asyncio
 import os
+import re
 import struct
 from pathlib import Path
 
 import pytest
 
 from aioverbs import AccessFlags, Endpoint, Mtu, WorkCompletionError
+from tests.conftest import ROOT
 from tests.fabric.two import end
 from tests.pace import patience
 from tests.waiting import until
@@ -51,3 +56,17 @@ async def test_who_is_connected_to_and_speaks_another_version(short_path: Path) 
         with pytest.raises(WorkCompletionError, match="RETRY_EXC"):
             await qp.send(here.region[:8])
         await until(lambda: any(peer.problem == PROBLEM for peer in here.device.peers()))
+
+
+def test_the_documented_layout_is_the_one_that_is_spoken() -> None:
+    """Each field of the tables stands where the code has it, and each has its row."""
+    code = (ROOT / "aioverbs" / "_core" / "soft_hello.c").read_text()
+    spoken = {name: int(at) for name, at in re.findall(r"^    ((?:\w+_)?AT_\w+) = (\d+),$", code, re.MULTILINE)}
+    page = (ROOT / "aioverbs" / "_docs" / "protocol.md").read_text()
+    for message in ("HELLO", "WELCOME", "PROOF"):
+        table = page.partition(f"### {message}\n")[2].partition("\n#")[0]
+        rows = re.findall(r"^\| (\d+) \| \d+ \| `(\w+)` \|", table, re.MULTILINE)
+        own = {name.partition("AT_")[2]: at for name, at in spoken.items() if name.startswith(message)}
+        begin = {"MAGIC"} if message == "PROOF" else {"MAGIC", "VERSION", "FLAGS", "GIDS"}
+        common = {name: spoken[f"AT_{name}"] for name in begin}
+        assert {name.upper(): int(at) for at, name in rows} == common | own

@@ -76,7 +76,9 @@ def test_the_readme_and_the_changelog_are_pages(sources: Path) -> None:
     assert "](examples/pool.py)" in readme
     assert "](examples/pool.rst)" in index
     assert (sources / "CHANGELOG.md").read_text() == (ROOT / "CHANGELOG.md").read_text()
-    assert (sources / "tests" / "verbs_matrix" / "verbs.md").is_file(), "the README has a link to it"
+    for page in ("tests/verbs_matrix/verbs", "aioverbs/_docs/protocol"):
+        assert (sources / f"{page}.md").is_file(), "the README has a link to it"
+        assert f"\n{page}\n" in index
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:

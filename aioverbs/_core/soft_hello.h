@@ -19,7 +19,7 @@
 
 #include "soft_hmac.h"
 
-#define SOFT_VERSION 1u   /* counted up with each change of the handshake or of frames that the other side must know */
+#define SOFT_VERSION 1u    /* counted up with each change of the handshake or of frames that the other side must know */
 #define SOFT_HEAD_SIZE 16u /* how HELLO and WELCOME begin in all versions: magic, version, flags, a number */
 #define SOFT_HELLO_SIZE 112u
 #define SOFT_WELCOME_SIZE 112u

@@ -76,10 +76,10 @@ struct soft_stream {
     const char *refusal; /* it is to be closed */
     enum soft_end refused_as;
     char refusal_text[96]; /* where `refusal` is no constant */
-    bool paused;        /* both. Served: no room for answers, so no requests are taken */
-    bool stalled;       /* both: nothing is read, by order */
-    bool unfinished;    /* both: its turn was over before all frames were handled that are at hand */
-    atomic_bool direct; /* written under progress; read by who sends */
+    bool paused;           /* both. Served: no room for answers, so no requests are taken */
+    bool stalled;          /* both: nothing is read, by order */
+    bool unfinished;       /* both: its turn was over before all frames were handled that are at hand */
+    atomic_bool direct;    /* written under progress; read by who sends */
     char why_not_direct[64];
     char reason[96]; /* progress: why it ended last */
     int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */

@@ -24,7 +24,7 @@ struct node {
 struct node *node_open(void);
 struct node *node_open_at(const union ibv_gid gids[2], uint16_t port);
 struct node *node_with_port(uint16_t port); /* at 127.0.0.1, which its second GID tells */
-void node_close(struct node *node); /* it is stopped, and may listen again */
+void node_close(struct node *node);         /* it is stopped, and may listen again */
 
 uint16_t free_port(void); /* of this host, which nobody has just now */
 

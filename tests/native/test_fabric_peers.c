@@ -141,7 +141,7 @@ static unsigned int open_descriptors(void)
     return count;
 }
 
-static void send_with_descriptors(int fd, void *byte, unsigned int count)
+static void send_with_descriptors(int fd, void *byte, int passed, unsigned int count)
 {
     union {
         struct cmsghdr header;
@@ -153,7 +153,7 @@ static void send_with_descriptors(int fd, void *byte, unsigned int count)
 
     REQUIRE(count <= 8);
     while (count--)
-        memcpy(CMSG_DATA(&control.header) + count * sizeof(int), &fd, sizeof(fd));
+        memcpy(CMSG_DATA(&control.header) + count * sizeof(int), &passed, sizeof(passed));
     CHECK_EQ(sendmsg(fd, &message, MSG_NOSIGNAL), 1);
 }
 
@@ -172,14 +172,14 @@ static void descriptors_that_nobody_asked_for(void)
     for (each = 1; each <= 8; each++) {
         fd = raw_connect(b);
         for (i = 0; i < sizeof(hello); i++)
-            send_with_descriptors(fd, hello + i, each);
+            send_with_descriptors(fd, hello + i, fd, each);
         CHECK(raw_read(fd, welcome, sizeof(welcome)));
         CHECK_EQ(open_descriptors(), before + 2); /* both ends */
         close(fd);
         EVENTUALLY(open_descriptors() == before);
-        fd = raw_connect(b); /* one that goes away in the middle */
+        fd = raw_connect(b); /* one that goes away in the middle; b has none of its socket, or would wait for it */
         for (i = 0; i < sizeof(hello) / 2; i++)
-            send_with_descriptors(fd, hello + i, each);
+            send_with_descriptors(fd, hello + i, STDERR_FILENO, each);
         EVENTUALLY(stats_of(b).streams == 2);
         close(fd);
         EVENTUALLY(open_descriptors() == before);

@@ -135,6 +135,7 @@ cdef enum state:
 cdef enum phase:
     FRESH                           # of its await
     YIELDING                        # it is done, others run first
+    BEGINNING                       # it is about to be suspended
     SUSPENDED
     OVER
     PART                            # of a batch, which is awaited instead

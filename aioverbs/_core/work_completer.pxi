@@ -10,6 +10,11 @@ cdef inline bint _is_bound(Affinity owner) noexcept:
     return owner is not None and owner._thread != NULL
 
 
+cdef bint _is_nobodys(Handle handle) except -1:
+    # Whether nobody is there any more whom it could be taken from.
+    return handle.closed or (handle.affinity is not None and handle.affinity.orphaned)
+
+
 @cython.final
 cdef class Completer:
     """Takes what completes in a completion queue, and wakes those who wait for it.

@@ -38,12 +38,14 @@ cdef class Inbox:
 
     def __anext__(self):
         cdef Operation operation
-        self._forget()
-        if self.asked is not None:
-            raise RuntimeError("somebody waits for the next message already: one task at a time reads messages")
         if self.end is None:            # what came before the end is still given
             self.queue._enter()
             self.queue.handle._unuse()
+        else:
+            _check_owner(self.queue.handle)
+        self._forget()
+        if self.asked is not None:
+            raise RuntimeError("somebody waits for the next message already: one task at a time reads messages")
         operation = _new(self.queue, 0, False)
         _extra(operation).inbox = self
         operation.extra.asks = True

@@ -1,5 +1,9 @@
 # Part of work.pyx: what is awaited.
 
+cdef object _get_running_loop = asyncio._get_running_loop
+cdef object _current_task = asyncio.current_task
+
+
 @cython.final
 @cython.freelist(64)
 @cython.no_gc_clear                 # what waits with it is there until it is freed
@@ -44,7 +48,9 @@ cdef class Operation:
     one that waits for a place withdraws it. One that was posted goes on whatever becomes of who awaits it: cancelled,
     timed out or forgotten, its memory stays pinned and its place taken until it completes.
 
-    It is a `collections.abc.Coroutine`: tasks and cancel scopes take it. Made by the methods of a queue pair.
+    It is a `collections.abc.Coroutine`: tasks and cancel scopes take it, and so does ``yield from`` its `__await__`. A
+    second await raises RuntimeError, whatever task, thread or loop it is of, and does not disturb the first; so do
+    `send`, `throw` and `close` of anybody but the task that awaits it. Made by the methods of a queue pair.
     """
 
     # Few Python objects, since each field for one takes its time in every operation's life.
@@ -54,6 +60,7 @@ cdef class Operation:
     cdef object keep                    # alive as long as it is under way: what it was given
     cdef object value                   # what it gives, or raises
     cdef object waiter                  # the future that who awaits waits for
+    cdef PyObject *awaiter              # who awaits: see `_caller`
     cdef uint64_t number                # `wr_id` since it has a place
     cdef uint64_t bytes
     cdef uint64_t turn                  # in which whoever awaits let the loop go round
@@ -173,14 +180,26 @@ cdef class Operation:
 
     # ---- Awaiting
 
+    # Whoever finds the phase FRESH, with the GIL, takes it. While it is BEGINNING Python code runs, and everybody is
+    # refused; from then on only the task that awaits goes on or leaves, and that is at one place at a time.
+
     def __await__(self):
+        if self.phase != FRESH:
+            self._refuse()
+        return self
+
+    def __iter__(self):
+        # What `yield from operation.__await__()` asks for.
         return self
 
     def __next__(self):
         return self.send(None)
 
     def send(self, value):
-        """As of every coroutine: begin, or go on."""
+        """As of every coroutine: begin, or go on.
+
+        :raises RuntimeError: somebody else awaits it, or it was awaited before.
+        """
         cdef PyObject *result = NULL
         cdef int kind = operation_send(<PyObject *>self, <PyObject *>value, &result)
         returned = <object>result
@@ -190,21 +209,57 @@ cdef class Operation:
         return returned
 
     def throw(self, kind, value=None, traceback=None):
-        """As of every coroutine: whoever awaits it is cancelled. What was posted goes on."""
+        """As of every coroutine: whoever awaits it is cancelled. What was posted goes on.
+
+        :raises RuntimeError: somebody else awaits it.
+        """
+        if not self._may_leave():
+            self._refuse()
         self._leave()
         if value is None:
             value = kind() if isinstance(kind, type) else kind
         raise value.with_traceback(traceback) if traceback is not None else value
 
     def close(self):
-        """As of every coroutine: nobody awaits it any more. What was posted goes on."""
-        self._leave()
+        """As of every coroutine: nobody awaits it any more. What was posted goes on.
+
+        :raises RuntimeError: somebody else awaits it.
+        """
+        if self._may_leave() or self._is_deserted():
+            self._leave()
+        elif self.state != DONE:        # else whoever awaits it is given what it ended by, and has nothing to leave
+            self._refuse()
+
+    cdef bint _may_leave(self) except -1:
+        # Whether whoever calls is who awaits it, or may await it.
+        if self.phase == FRESH:
+            if self.queue is not None and not _is_nobodys(self.queue.handle):
+                _check_owner(self.queue.handle)
+            return True
+        if self.phase == SUSPENDED or self.phase == YIELDING:
+            return self.awaiter == _caller()
+        return self.phase != BEGINNING
+
+    cdef bint _is_deserted(self) except -1:
+        # Whether who awaits it will never go on: its loop is closed, or is of the process that this one was forked from.
+        # The task is dropped then, and its coroutine closes this, in whatever task or thread that is. Before, the future
+        # that the task waits for keeps the task.
+        return self.phase == SUSPENDED and (self.waiter.get_loop().is_closed() or self.queue.handle.closed)
+
+    cdef int _refuse(self) except -1:
+        # Another one awaits it, or did.
+        if self.phase == PART:
+            raise RuntimeError(f"{self!r} is a part of a batch: await what its post() returns")
+        if self.phase == OVER:
+            raise RuntimeError(f"{self!r} was awaited before: once is all")
+        _check_owner(self.queue.handle)
+        raise RuntimeError(f"{self!r} is awaited already: once is all")
 
     cdef int _leave(self) except -1:
+        if self.phase == PART:          # nobody can await it
+            return 0
         if self.phase == SUSPENDED:
-            self.waiter = None
-            if self.state != DONE:
-                self.queue._unawaited(self)
+            self._unsuspend()
         if self.extra is not None and self.extra.asks and self.phase != OVER:
             self.extra.inbox._withdraw(self)
         self.phase = OVER
@@ -213,12 +268,27 @@ cdef class Operation:
     cdef int _begin(self, PyObject **result) except -1:
         if self.queue is None:
             raise TypeError("operations come from the methods of a queue pair")
+        self.queue._look(self, True)    # who may not is refused by this, before anything has changed
+        if self.phase != FRESH:         # meanwhile, by another thread, or by Python code that ran
+            self._refuse()
         turn_take_part(&self.queue.share)
-        self.queue._look(self, True)
-        if self.state != DONE:
-            return self._suspend(result)
-        if not turn_is_over(&self.queue.share, self.bytes):
+        if self.state == DONE and not turn_is_over(&self.queue.share, self.bytes):
             return self._deliver(result)
+        return self._begin_waiting(result)
+
+    cdef int _begin_waiting(self, PyObject **result) except -1:
+        # Where it fails, it can be awaited as if nothing was.
+        self.phase = BEGINNING
+        try:
+            self.awaiter = _caller()
+            return self._suspend(result) if self.state != DONE else self._yield(result)
+        except BaseException:
+            if self.phase == BEGINNING:
+                self.phase = FRESH
+            raise
+
+    cdef int _yield(self, PyObject **result) except -1:
+        # It is done; others run first.
         self.phase = YIELDING
         self.turn = turn_now.number
         Py_INCREF(None)
@@ -234,13 +304,22 @@ cdef class Operation:
         if self.state == DONE:          # meanwhile, by another thread or a finalizer: nobody knew of this waiter
             return self._deliver(result)
         self.waiter = waiter
-        self.phase = SUSPENDED
         self.turn = turn_now.number
         turn_sleep()
-        self.queue._awaited(self)
+        try:
+            self.queue._awaited(self)
+        except BaseException:
+            self._unsuspend()
+            raise
+        self.phase = SUSPENDED
         Py_INCREF(waiter)
         result[0] = <PyObject *>waiter
         return PYGEN_NEXT
+
+    cdef int _unsuspend(self) except -1:
+        # Nobody waits for its future any more.
+        self.waiter = None
+        return self.queue._unawaited(self) if self.state != DONE else 0
 
     cdef int _deliver(self, PyObject **result) except -1:
         self.phase = OVER
@@ -262,19 +341,31 @@ cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result)
     if self.phase == FRESH:
         try:
             return self._begin(result)
+        except AffinityError:           # of who may not ask, and has not asked
+            raise
         except BaseException:
-            if self.extra is not None and self.extra.asks:
+            if self.phase == FRESH and self.extra is not None and self.extra.asks:
                 self._leave()           # another one may ask
             raise
-    if self.phase == PART:
-        raise RuntimeError(f"{self!r} is a part of a batch: await what its post() returns")
-    if self.phase == OVER:
-        raise RuntimeError(f"{self!r} was awaited before: once is all")
+    if (self.phase != SUSPENDED and self.phase != YIELDING) or self.awaiter != _caller():
+        self._refuse()
     turn_went_round(self.turn)          # the loop calls who let it
     if self.state != DONE:              # the future was ended by somebody else
-        self.queue._unawaited(self)
-        return self._suspend(result)
+        self._unsuspend()
+        return self._begin_waiting(result)
     return self._deliver(result)
+
+
+cdef PyObject *_caller() except? NULL:
+    # Who calls, to be compared alone: the running task, or, where there is none, the running loop, or NULL. That is not
+    # held: who awaits lives as long as anybody would be disturbed, and who has its address afterwards disturbs nobody.
+    loop = _get_running_loop()
+    if loop is None:
+        return NULL
+    task = _current_task(loop)
+    if task is None:
+        return <PyObject *>loop
+    return <PyObject *>task
 
 
 cdef inline bint _is_batch(Operation operation) noexcept:

@@ -153,8 +153,10 @@ CALLS: dict[type[object], dict[str, Call]] = {
     },
     Operation: {
         "await": lambda of: awaiting(of.operation),
+        "close": lambda of: of.operation.close(),
         "done": lambda of: of.operation.done(),
         "send": lambda of: of.operation.send(None),
+        "throw": lambda of: of.operation.throw(ValueError),
     },
     SharedReceiveQueue: {
         "aclose": lambda of: of.srq.aclose(),
@@ -172,9 +174,8 @@ FREE = {
     "open", "owner", "parent", "parent_domain", "path_to", "pd", "qp_num", "qp_state", "qp_type", "register",
     "remote_endpoint", "run", "share", "shared_memory", "state", "statistics", "td", "thread_model", "work",
 }  # fmt: skip
-# Of an operation: what it ended by is anybody's to read; a coroutine that nobody needs may be closed by the garbage
-# collector, in whatever thread that runs.
-FREE_OF_OPERATION = {"close", "ended", "result", "throw"}
+# Of an operation: what it ended by is anybody's to read.
+FREE_OF_OPERATION = {"ended", "result"}
 
 
 async def awaiting(operation: Operation[None]) -> None:

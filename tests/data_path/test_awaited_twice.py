@@ -1,0 +1,311 @@
+"""An operation is awaited once: who comes second is refused, as a coroutine does it, and the first goes on."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from aioverbs import AffinityError, Device, Operation, ThreadModel, WorkCompletionError
+from aioverbs._core.work import Inbox, Received
+from tests.conftest import LOOP_FACTORIES
+from tests.data_path.ends import Ends, ends
+from tests.pace import patience
+from tests.waiting import until
+
+AWAITED = "is awaited already: once is all"
+Use = Callable[[Operation[Any]], object]
+
+# What another one than who awaits may try.
+TRIES: dict[str, Use] = {
+    "await": lambda operation: operation.__await__(),
+    "send": lambda operation: operation.send(None),
+    "next": next,
+    "throw": lambda operation: operation.throw(KeyError),
+    "close": lambda operation: operation.close(),
+}
+
+
+async def waiting(pair: Ends) -> tuple[Operation[Received], "asyncio.Task[Received]"]:
+    """A receive, and a task that sleeps until there is a message."""
+    operation = pair.receive()
+
+    async def wait() -> Received:
+        return await operation
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    return operation, task
+
+
+async def goes_on(pair: Ends, task: "asyncio.Task[Received]") -> None:
+    assert not task.done()
+    await pair.near.send(pair.source[:8], **pair.way)
+    async with asyncio.timeout(patience(10)):
+        assert (await task).byte_len == 8
+    assert pair.nothing_is_left()
+
+
+async def in_thread(function: Callable[[], object]) -> None:
+    """In a thread without a loop."""
+    await asyncio.to_thread(function)
+
+
+async def in_loop(function: Callable[[], object]) -> None:
+    """In a thread with a loop of its own."""
+
+    async def use() -> None:
+        function()
+
+    await asyncio.to_thread(asyncio.run, use())
+
+
+async def in_task(function: Callable[[], object]) -> None:
+    """In another task of the same loop, which is the test's own."""
+    function()
+
+
+async def in_callback(function: Callable[[], object]) -> None:
+    """On the same loop, in no task at all."""
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:
+            over.set_exception(error)
+        else:
+            over.set_result(None)
+
+    asyncio.get_running_loop().call_soon(call)
+    await over
+
+
+HERE = [in_task, in_callback]
+THERE = [in_loop, in_thread]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.SAFE], ids=lambda model: model.name)
+@pytest.mark.parametrize("where", HERE + THERE)
+async def test_another_one_is_refused(device: Device, where: Callable[..., Any], model: ThreadModel) -> None:
+    is_affinity = where in THERE and model is ThreadModel.SINGLE
+    refusal = "which belongs to thread" if is_affinity else AWAITED
+    async with ends(device, thread_model=model) as pair:
+        operation, task = await waiting(pair)
+
+        def use() -> None:
+            for attempt in TRIES.values():
+                with pytest.raises(RuntimeError, match=refusal) as caught:
+                    attempt(operation)
+                assert isinstance(caught.value, AffinityError) is is_affinity
+
+        await where(use)
+        await goes_on(pair, task)
+        with pytest.raises(RuntimeError, match="was awaited before: once is all"):
+            await operation
+
+
+async def test_a_second_task(device: Device) -> None:
+    async with ends(device) as pair:
+        operation, task = await waiting(pair)
+        async with asyncio.timeout(patience(10)):
+            for second in (asyncio.ensure_future(operation), asyncio.create_task(operation)):
+                with pytest.raises(RuntimeError, match=AWAITED):
+                    await second
+            with pytest.raises(RuntimeError, match=AWAITED):
+                await operation
+        await goes_on(pair, task)
+
+
+async def test_a_task_that_was_cancelled_has_left(device: Device) -> None:
+    """As it always had: only others are refused."""
+    async with ends(device) as pair:
+        operation, task = await waiting(pair)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        operation.close()
+        await pair.near.send(pair.source[:8], **pair.way)
+        await pair.settle()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+async def test_two_loops_at_once(device: Device, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Anybody may await it, but one of them."""
+    async with ends(device, thread_model=ThreadModel.SAFE) as pair:
+        operation = pair.receive()
+        begun, is_refused = threading.Barrier(2), threading.Event()
+        refused: list[str] = []
+        got: list[int] = []
+
+        async def wait() -> None:
+            begun.wait(patience(10))
+            try:
+                async with asyncio.timeout(patience(10)):
+                    got.append((await operation).byte_len)
+            except RuntimeError as error:
+                refused.append(str(error))
+                is_refused.set()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(wait())
+
+        threads = [asyncio.create_task(asyncio.to_thread(run)) for _ in range(2)]
+        await asyncio.to_thread(is_refused.wait, patience(10))
+        await pair.near.send(pair.source[:8], **pair.way)
+        await asyncio.gather(*threads)
+        assert got == [8]
+        assert len(refused) == 1
+        assert refused[0].endswith(AWAITED)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("where", THERE)
+async def test_one_that_nobody_awaits_yet(device: Device, where: Callable[..., Any]) -> None:
+    """It is its owner's: neither used up by others nor ended."""
+    async with ends(device) as pair:
+        operation = pair.receive()
+
+        def use() -> None:
+            for name in ("send", "throw", "close"):
+                with pytest.raises(AffinityError):
+                    TRIES[name](operation)
+
+        await where(use)
+        await pair.near.send(pair.source[:8], **pair.way)
+        assert (await operation).byte_len == 8
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("attempt", TRIES)
+async def test_a_part_of_a_batch_stays_one(device: Device, attempt: str) -> None:
+    async with ends(device) as pair:
+        batch = pair.near.batch()
+        part = batch.fetch_and_add(pair.target.remote()[:8], 1)
+        assert isinstance(part, Operation)
+        if attempt == "close":
+            part.close()
+        else:
+            with pytest.raises((RuntimeError, KeyError)):
+                TRIES[attempt](part)
+        with pytest.raises(RuntimeError, match="is a part of a batch"):
+            await part
+        await batch.post()
+        assert part.result() == 0
+
+
+class Delegating:
+    """A user's own awaitable."""
+
+    def __init__(self, operation: Operation[Any]) -> None:
+        self.operation = operation
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        result = yield from self.operation.__await__()
+        return result
+
+
+async def test_delegated(device: Device) -> None:
+    """At once, after others ran, and after a sleep."""
+    async with ends(device) as pair:
+        for number in range(200):
+            assert await Delegating(pair.near.fetch_and_add(pair.target.remote()[64:72], 1)) == number
+        receive = asyncio.create_task(_awaited(Delegating(pair.receive())))
+        await asyncio.sleep(0)
+        await pair.near.send(pair.source[:8], **pair.way)
+        assert (await receive).byte_len == 8
+        assert pair.nothing_is_left()
+
+
+async def _awaited(awaitable: Delegating) -> Any:
+    return await awaitable
+
+
+# ---- While it begins
+
+
+@pytest.mark.once
+@pytest.mark.skipif("asyncio" not in LOOP_FACTORIES, reason="a method of the loop is replaced")
+async def test_what_runs_while_an_await_begins(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's own code may be anybody's: it finds the operation taken, and an error leaves it as it was."""
+    loop = asyncio.get_running_loop()
+    create_future = loop.create_future
+    refused = 0
+
+    def intrude() -> asyncio.Future[Any]:
+        nonlocal refused
+        monkeypatch.undo()
+        for attempt in TRIES.values():
+            with pytest.raises(RuntimeError, match=AWAITED):
+                attempt(operation)
+            refused += 1
+        return create_future()
+
+    def fail() -> asyncio.Future[Any]:
+        monkeypatch.undo()
+        raise MemoryError("no future")
+
+    async with ends(device) as pair:
+        operation = pair.receive()
+        monkeypatch.setattr(loop, "create_future", fail)
+        with pytest.raises(MemoryError, match="no future"):
+            operation.send(None)
+        monkeypatch.setattr(loop, "create_future", intrude)
+        task = asyncio.create_task(operation)
+        await asyncio.sleep(0)
+        assert refused == len(TRIES)
+        await goes_on(pair, task)
+
+
+# ---- Messages
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("where", THERE)
+async def test_what_others_ask_of_messages(device: Device, where: Callable[..., Any]) -> None:
+    """Before the end, and after it, when what came is still given: nothing is taken from their owner."""
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64) as source,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq, receive_depth=4, receive_size=8) as far,
+    ):
+        near.connect(far.local_endpoint())
+        far.connect(near.local_endpoint())
+        inbox = far.messages()
+        assert isinstance(inbox, Inbox)
+        asked = anext(inbox)
+
+        def use() -> None:
+            with pytest.raises(AffinityError):
+                anext(inbox)
+            for name in ("send", "throw", "close"):
+                with pytest.raises(AffinityError):
+                    TRIES[name](asked)
+
+        await where(use)
+        for number in range(3):
+            source.buffer[:1] = bytes([number])
+            await near.send(source[:1])
+        with await asked as message:
+            assert bytes(message.data) == b"\0"
+        await until(lambda: len(inbox) == 2)
+        far.to_error()
+        await until(lambda: not far.statistics().receives.under_way)
+
+        def late() -> None:
+            with pytest.raises(AffinityError):
+                anext(inbox)
+
+        await where(late)
+        for number in (1, 2):
+            with await anext(inbox) as message:
+                assert bytes(message.data) == bytes([number])
+        with pytest.raises(WorkCompletionError):
+            await anext(inbox)
+        await where(late)

@@ -1,5 +1,7 @@
 """Bytes without bounds, over messages."""
 
+from collections.abc import Callable
+
 from anyio.abc import ByteStream, ObjectStream
 
 from aioverbs.errors import BusyResourceError
@@ -12,11 +14,13 @@ class MessageByteStream(ByteStream):
 
     :param messages: what it goes over; closing this closes that.
     :param piece: what is sent in one message, in bytes, at most.
+    :param check: called with a method's name; it raises where that is not to be called here.
     """
 
-    def __init__(self, messages: ObjectStream[bytes], piece: int) -> None:
+    def __init__(self, messages: ObjectStream[bytes], piece: int, check: Callable[[str], None]) -> None:
         self._messages = messages
         self._piece = piece
+        self._check = check
         self._left = memoryview(b"")  # of a message that came
         self._receiving = False
 
@@ -27,6 +31,7 @@ class MessageByteStream(ByteStream):
         """
         if max_bytes < 1:
             raise ValueError(f"max_bytes is 1 or more, not {max_bytes}")
+        self._check("receive")  # what is left of a message is not asked of the stream below
         if self._receiving:
             raise BusyResourceError("another task is receiving from this stream already")
         self._receiving = True

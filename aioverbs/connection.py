@@ -182,8 +182,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     """A connection with a peer: messages both ways, and what each lets the other do in its memory.
 
     Made by `connect`, `listen` and `serve`; open when it is handed out, closed by `aclose` or the end of its block. It
-    belongs to the loop that made it. Its messages are `bytes` of any size up to what the peer takes, and arrive whole
-    and in order. One task at a time receives; any number may send.
+    belongs to the loop that made it, whoever may use its domain: elsewhere what is asked of it raises `AffinityError`,
+    and nothing is done. Its messages are `bytes` of any size up to what the peer takes, and arrive whole and in order.
+    One task at a time receives; any number may send.
 
     What breaks it is raised as `BrokenResourceError`, with its cause, by whatever is asked of it then; that the peer
     sends no more is `anyio.EndOfStream`, after all that it sent.
@@ -204,15 +205,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     # ---- Life
 
-    def _owner(self) -> Affinity | None:
+    def _owner(self) -> Affinity:
         # Its buffers and its state are the loop's that made it, also where the verbs of its domain are anybody's.
         owner = self._domain._placement().owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
-        block, cq, settings = self._block, self._cq, self._settings
+        block, cq, settings, owner = self._block, self._cq, self._settings, self._life.owner
         assert block is not None
         assert cq is not None
+        assert owner is not None
         end = _End(block, settings.keep_alive_s)
         self._life.hold(end)
         depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
@@ -222,7 +224,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         qp._life.quiet = True
         qp._open_now()
         qp._drop_parents()  # its life has them: who forgets a connection is to be warned
-        traffic = Traffic(qp, block, settings, lambda kind, number, data: grants.heard(kind, number, data))
+        traffic = Traffic(qp, owner, block, settings, lambda kind, number, data: grants.heard(kind, number, data))
         grants = Grants(traffic, self._domain.base.handle, settings.max_grants)
         traffic.when_over = end.over
         end.traffic, end.grants = traffic, grants
@@ -421,7 +423,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises BrokenResourceError: the connection is broken.
         """
-        await self._now().send_frame(FrameKind.END)
+        traffic = self._now()
+        traffic.check_caller("send_eof")
+        await traffic.send_frame(FrameKind.END)
 
     # ---- Memory of the peer
 
@@ -502,4 +506,5 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
         """An `anyio.abc.ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
-        return MessageByteStream(self, self._now().fragment)
+        traffic = self._now()
+        return MessageByteStream(self, traffic.fragment, traffic.check_caller)

@@ -73,6 +73,7 @@ class Grant:
         Where it does not answer in time the key is taken from it all the same; should it use it then, the device
         refuses that and breaks the connection.
 
+        :raises AffinityError: another event loop than the connection's is running; nothing was done.
         :raises BrokenResourceError: the connection is broken; the peer has the key no more.
         """
         await self._grants.revoke(self._number, self._key, timeout_s)
@@ -130,6 +131,7 @@ class Grants:
 
     async def give(self, owner: Resource, piece: RegionSlice, access: AccessFlags) -> Grant:
         """Let the peer reach memory."""
+        self._traffic.check_caller("grant")
         access = AccessFlags(access)
         if not access or access & ~_REMOTE:
             raise ValueError(f"what is granted is of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC, not {access!r}")
@@ -181,6 +183,7 @@ class Grants:
         """Have the peer let go of it; then take the key."""
         if key.closed or number not in self._given:
             return
+        self._traffic.check_caller("revoke")  # before anything: the key is taken whatever happens after this
         at_it = self._given[number]
         if at_it is not None:  # somebody else
             with anyio.move_on_after(timeout_s):
@@ -210,6 +213,7 @@ class Grants:
 
     async def next(self) -> Granted:
         """The next that was not asked for yet."""
+        self._traffic.check_caller("receive_grant")
         while not self._news:
             if self._traffic.broken is not None or self._traffic.closed:
                 raise self._traffic.error()

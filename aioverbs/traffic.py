@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from aioverbs._core.work import Inbox, Operation, Received, RegionSlice, RemoteRegion
-from aioverbs.affinity import running_loop, wake
+from aioverbs.affinity import Affinity, running_loop, wake
 from aioverbs.assembly import Assembly
 from aioverbs.buffers import LeasedBuffer
 from aioverbs.connection_settings import ConnectionSettings
@@ -74,7 +74,11 @@ class Traffic:
 
     Until `begin` whole messages go as they are, for the handshake of queue pairs that were connected by other means.
 
+    What its user asks of it is asked by its owner's loop, and refused elsewhere before anything has changed: neither
+    credits nor locks of asyncio's are for several threads.
+
     :param qp: of type RC, in RESET.
+    :param owner: of the connection, whoever may use the queue pair.
     :param block: memory for the buffers.
     :param control: called with kind, number and bytes of what is no message of the user's; it may raise ValueError.
 
@@ -84,11 +88,13 @@ class Traffic:
     def __init__(
         self,
         qp: QueuePair,
+        owner: Affinity,
         block: LeasedBuffer,
         settings: ConnectionSettings,
         control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
         self.qp = qp
+        self._owner = owner
         self.peer = "its peer"
         self.broken: BrokenResourceError | None = None
         self.closed = False
@@ -128,6 +134,16 @@ class Traffic:
         starts = range(at, at + self._settings.send_buffers * size, size)
         self._buffers = SendBuffers([SendBuffer(memory[at : at + size], block[at : at + size]) for at in starts])
         self._nothing = block[:0]
+
+    def __repr__(self) -> str:
+        return f"<Connection with {self.peer}>"
+
+    def check_caller(self, what: str) -> None:
+        """See that a method of the user's is called by its owner.
+
+        :raises AffinityError: another loop, or none, is running here.
+        """
+        self._owner.check(self, what)
 
     def post_receives(self) -> None:
         """In INIT: all of them."""
@@ -280,6 +296,7 @@ class Traffic:
 
         :param marked: with its immediate data, or None, in a tuple.
         """
+        self._owner.check(self, "receive")
         if self._asking:
             raise BusyResourceError("another task waits for a message of this connection already")
         self._asking = True
@@ -385,6 +402,7 @@ class Traffic:
 
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """A message of the user's; when this returns it is on its way, and `data` may be changed."""
+        self._owner.check(self, "send")
         if type(data) is not bytes:
             data = memoryview(data).cast("B")
         length = len(data)

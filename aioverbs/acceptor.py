@@ -315,8 +315,8 @@ class Acceptor:
             task.cancel()
         if acceptors:
             await asyncio.wait(acceptors)
-        for sock in self._sockets:
-            sock.close()
+        while self._sockets:
+            self._sockets.pop().close()
         manager, self._manager = self._manager, None
         if manager is not None:
             channel, listener = manager

@@ -251,27 +251,40 @@ class LeasedBuffer(RegionSlice):
 
 
 class Leasing:
-    """What `BufferPool.lease` returns: awaited it gives a buffer, ``async with`` releases that at the end."""
+    """What `BufferPool.lease` returns: awaited it gives a buffer, ``async with`` releases that at the end.
 
-    __slots__ = ("_buffer", "_pool", "_site")
+    Each await gives another buffer; one block at a time has it.
+    """
+
+    __slots__ = ("_buffer", "_is_taken", "_pool", "_site")
 
     def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self._pool = pool
         self._site = site
         self._buffer: LeasedBuffer | None = None
+        self._is_taken = False
 
     def __await__(self) -> Generator[Any, Any, LeasedBuffer]:
         return self._pool._lease(self._site).__await__()
 
     async def __aenter__(self) -> LeasedBuffer:
-        self._buffer = await self
+        if self._is_taken:
+            raise RuntimeError("this is in a block already, which releases one buffer: call lease() for each block")
+        self._is_taken = True
+        try:
+            self._buffer = await self
+        except BaseException:
+            self._is_taken = False
+            raise
         return self._buffer
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._buffer is not None
-        self._buffer.release()
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self._is_taken = False
+        buffer.release()
 
 
 class BufferPool(Resource):

@@ -96,27 +96,40 @@ async def answer(line: Line, domain: Domain, secret: bytes | None, settings: Con
 
 
 class Connecting:
-    """What `connect` returns: awaited it gives a `Connection`, ``async with`` closes that at the end."""
+    """What `connect` returns: awaited it gives a `Connection`, ``async with`` closes that at the end.
 
-    __slots__ = ("_connection", "_make")
+    Each await gives another connection; one block at a time has it.
+    """
+
+    __slots__ = ("_connection", "_is_taken", "_make")
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._connection: Connection | None = None
+        self._is_taken = False
 
     def __await__(self) -> Generator[Any, Any, Connection]:
         made: Generator[Any, Any, Connection] = self._make().__await__()
         return made
 
     async def __aenter__(self) -> Connection:
-        self._connection = await self
+        if self._is_taken:
+            raise RuntimeError("this is in a block already, which closes one connection: call connect() for each block")
+        self._is_taken = True
+        try:
+            self._connection = await self
+        except BaseException:
+            self._is_taken = False
+            raise
         return self._connection
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._connection is not None
-        await self._connection.__aexit__(kind, error, traceback)
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        self._is_taken = False
+        await connection.__aexit__(kind, error, traceback)
 
 
 def connect(

@@ -142,4 +142,7 @@ class Listener(Handled[core.Identifier]):
         if self._requests is None:
             self._check_open()
         assert self._requests is not None
+        owner = self._life.owner
+        if owner is not None and not self._requests.closed:
+            owner.check(self._life, "__anext__")
         return await self._requests.next()

@@ -12,7 +12,7 @@ from typing import Self
 import anyio.abc
 
 from aioverbs.acceptor import Acceptor, AcceptorStatistics, Arrival
-from aioverbs.affinity import running_loop, to_the_end
+from aioverbs.affinity import Affinity, running_loop, to_the_end
 from aioverbs.answering import Terms, TlsContext, answered
 from aioverbs.connection import Connection
 from aioverbs.connection_settings import ConnectionSettings
@@ -21,7 +21,7 @@ from aioverbs.errands import Awaited
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 from aioverbs.establishing import Transport, check_transport
 from aioverbs.handling import Handled, Handler, Service, handle, handle_on_worker
-from aioverbs.identifier import Address
+from aioverbs.identifier import Address, written
 from aioverbs.placement import Key
 from aioverbs.pool import WorkerPool
 
@@ -31,19 +31,42 @@ logger = logging.getLogger("aioverbs")
 
 
 class _Accepting(anyio.abc.AsyncResource):
-    """Who has an acceptor, and is open as long as that listens."""
+    """Who has an acceptor, and is open as long as that listens: for the loop that opens it."""
 
     def __init__(self, where: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor) -> None:
         self._where = where
         self._acceptor = acceptor
+        self._owner: Affinity | None = None  # from its opening on
+        self._over = False  # it was closed
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {', '.join(map(written, self.addresses)) or 'no address'}>"
 
     async def open(self) -> Self:
         """Begin to listen.
 
+        :raises ClosedResourceError: it was opened before, or closed; if it listens, it goes on.
         :raises OSError: the address is in use, or not this machine's.
         """
-        await self._acceptor.open(*self._where)
+        if self._owner is not None or self._over:
+            raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
+        self._owner = Affinity.of_running_loop()
+        try:
+            await self._acceptor.open(*self._where)
+        except BaseException:
+            self._owner = None
+            raise
         return self
+
+    def _check_caller(self, what: str) -> None:
+        """See that its owner calls, before anything is done: what it does is in the tasks and futures of that loop."""
+        if self._owner is not None and not self._over:
+            self._owner.check(self, what)
+
+    @property
+    def _inherited(self) -> bool:
+        """Whether it is of the process that this one was forked from."""
+        return self._owner is not None and self._owner.inherited
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -55,7 +78,12 @@ class _Accepting(anyio.abc.AsyncResource):
 
     @property
     def port(self) -> int:
-        """The port of all of them."""
+        """The port of all of them.
+
+        :raises ClosedResourceError: it does not listen.
+        """
+        if not self.addresses:
+            raise ClosedResourceError(f"{self!r} does not listen, and has no port")
         return self.addresses[0][1]
 
     def statistics(self) -> AcceptorStatistics:
@@ -67,7 +95,8 @@ class ConnectionListener(_Accepting):
     """Where peers ask for connections. Made by `listen`.
 
     ``async for`` gives a `Connection` for each that got through its handshake; they are the caller's to close, and stay
-    when the listener is closed, which ends the loop. Those that nobody took by then are aborted.
+    when the listener is closed, which ends the loop. Those that nobody took by then are aborted. It belongs to the loop
+    that opens it.
     """
 
     def __init__(
@@ -83,6 +112,7 @@ class ConnectionListener(_Accepting):
     async def open(self) -> Self:
         """Listen.
 
+        :raises ClosedResourceError: it was opened before, or closed; if it listens, it goes on.
         :raises OSError: the address is in use, or not this machine's.
         """
         await super().open()
@@ -111,8 +141,10 @@ class ConnectionListener(_Accepting):
     async def accept(self) -> Connection:
         """The next connection.
 
+        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         :raises ClosedResourceError: the listener is closed.
         """
+        self._check_caller("accept")
         while not self._ready:
             if not self._open:
                 raise ClosedResourceError("the listener is not open")
@@ -139,7 +171,13 @@ class ConnectionListener(_Accepting):
             yield connection
 
     async def aclose(self) -> None:
-        """Listen no more."""
+        """Listen no more. Closing twice is fine. In the child of a fork nothing is done: it is the parent's.
+
+        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
+        """
+        if self._inherited:
+            return
+        self._check_caller("aclose")
         self._open = False
         await to_the_end(self._close())
 
@@ -150,6 +188,7 @@ class ConnectionListener(_Accepting):
             self._wake()
         while self._ready:
             await self._ready.popleft().abort()
+        self._over = True
 
 
 def listen(
@@ -208,6 +247,8 @@ class Server(_Accepting):
     Where the connections are those of a pool, each is a call that the pool has, from the handshake to its end: it is
     counted and placed as others are. A worker that dies takes its connections with it, and their peers find them
     broken. When the pool is closed, or fails, the server is stopped.
+
+    It belongs to the loop that opens it.
     """
 
     def __init__(
@@ -244,7 +285,8 @@ class Server(_Accepting):
     async def open(self) -> Self:
         """Begin to listen.
 
-        :raises ClosedResourceError: the pool is not open.
+        :raises ClosedResourceError: the pool is not open; or this was opened before, or closed: if it listens, it goes
+            on.
         :raises OSError: the address is in use, or not this machine's.
         """
         if self._pool is not None:
@@ -301,7 +343,9 @@ class Server(_Accepting):
         kills processes when it is closed, and tells of threads.
 
         :param drain_timeout_s: how long the handlers have, in seconds; None: as `serve` was told.
+        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
+        self._check_caller("stop")
         wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self._stop(wait_s))
@@ -315,6 +359,7 @@ class Server(_Accepting):
         finally:
             if self._following is not None:
                 self._following.cancel()
+            self._over = True
             self._closed.set()
 
     async def _cancel(self) -> None:
@@ -326,14 +371,23 @@ class Server(_Accepting):
     async def wait_closed(self) -> None:
         """Until it is stopped and all handlers have ended.
 
+        :raises AffinityError: another event loop than that of its opening is running.
         :raises BrokenResourceError: the pool had failed.
         """
+        self._check_caller("wait_closed")
         await self._closed.wait()
         if self._pool is not None:
             self._pool._check_unbroken()
 
     async def aclose(self) -> None:
-        """`stop`; where this is cancelled, the handlers are cancelled at once."""
+        """`stop`; where this is cancelled, the handlers are cancelled at once. Closing twice is fine.
+
+        In the child of a fork nothing is done: it is the parent's.
+
+        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
+        """
+        if self._inherited:
+            return
         try:
             await self.stop()
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Connections belong to a loop: another one is refused, before anything has changed."""
+"""Connections, listeners and servers belong to a loop: another one is refused, before anything has changed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,9 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 
-from aioverbs import AccessFlags, AffinityError, Connection, Device, ThreadModel, connect, listen
+from aioverbs import AccessFlags, AffinityError, Connection, Device, ForkedProcessError, ThreadModel, connect, listen
 from aioverbs.domain import Domain
 from tests.connections.ends import HOST, SMALL, pair
+from tests.connections.serving import asked, served
+from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until
 
@@ -130,3 +132,67 @@ async def test_grants(device: Device) -> None:
             await second.revoke()
         assert granted.revoked
         await works(ends.near, ends.far)
+
+
+# ---- Listeners and servers
+
+
+async def test_a_listener(device: Device) -> None:
+    """With a connection that is ready, while the owner waits for one, and after its end."""
+    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near:
+            await until(lambda: listener.statistics().connections)
+            await refused(listener.accept, lambda: anext(aiter(listener)), listener.aclose)
+            async with await listener.accept() as far:
+                await works(near, far)
+        accepting = asyncio.create_task(listener.accept())
+        await asyncio.sleep(0)
+        await refused(listener.accept, listener.aclose)
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near, await accepting as far:
+            await works(near, far)
+        await listener.aclose()
+        await asyncio.to_thread(asyncio.run, listener.aclose())  # which is fine, as it is twice here
+
+
+async def test_a_server(device: Device) -> None:
+    async with device.resource_domain() as domain, served(domain) as server:
+        await refused(server.wait_closed)
+        waiting = asyncio.create_task(server.wait_closed())
+        async with asyncio.timeout(patience(20)), asked(server, domain) as connection:
+            await refused(server.stop, lambda: server.stop(0), server.wait_closed, server.aclose)
+            assert not waiting.done()
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"
+            async with asked(server, domain) as another:
+                await another.send(b"still served")
+                assert await another.receive() == b"still served"
+            await connection.send_eof()
+            with pytest.raises(anyio.EndOfStream):
+                await connection.receive()
+        async with asyncio.timeout(patience(10)):
+            await server.stop()
+            await waiting
+        await asyncio.to_thread(asyncio.run, server.aclose())
+
+
+async def test_the_child_of_a_fork(device: Device) -> None:
+    """Closing there does nothing: both are the parent's."""
+    async with (
+        device.resource_domain() as domain,
+        served(domain) as server,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+    ):
+
+        async def close() -> None:
+            async with asyncio.timeout(patience(5)):
+                await listener.aclose()
+                await server.aclose()
+                with pytest.raises(ForkedProcessError):
+                    await server.stop()
+
+        in_child(lambda: asyncio.run(close()))
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near, await listener.accept() as far:
+            await works(near, far)
+        async with asked(server, domain) as connection:
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"

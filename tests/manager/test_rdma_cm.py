@@ -1,15 +1,18 @@
 """rdma_cm where there is no connection manager: what it says, and what is seen before one is asked."""
 
+import asyncio
 import errno
 import subprocess
 import sys
 from pathlib import Path
-from typing import assert_type
+from types import SimpleNamespace
+from typing import Any, assert_type
 
 import pytest
 
-from aioverbs import ClosedResourceError, LibraryNotFoundError, VerbsError
+from aioverbs import AffinityError, ClosedResourceError, LibraryNotFoundError, VerbsError
 from aioverbs._core import rdma_cm as core
+from aioverbs.affinity import Affinity
 from aioverbs.identifier import look_up
 from aioverbs.rdma_cm import Channel, Identifier, Listener
 
@@ -87,3 +90,29 @@ def test_it_is_typed() -> None:
 def test_limits_of_a_listener() -> None:
     with pytest.raises(ValueError, match="a backlog is 1 or more, not 0"):
         Channel().listener(backlog=0)
+
+
+@pytest.mark.once
+async def test_another_loop_takes_nothing_from_a_listener() -> None:
+    """Neither while it listens, where peers may be waiting, nor what belongs to its owner afterwards: it just ends."""
+    listener: Any = Channel().listener(None, 0)
+
+    async def next_one() -> str:
+        if listener._requests.closed:
+            raise StopAsyncIteration
+        return "a peer"
+
+    async def use() -> None:
+        with pytest.raises(AffinityError, match="__anext__ on <Listener"):
+            await anext(listener)
+
+    async def end() -> None:
+        with pytest.raises(StopAsyncIteration):
+            await anext(listener)
+
+    listener._requests = SimpleNamespace(closed=False, next=next_one)  # what there is without a connection manager
+    listener._life.owner = Affinity.of_running_loop()
+    await asyncio.to_thread(asyncio.run, use())
+    assert await anext(listener) == "a peer"
+    listener._requests.closed = True
+    await asyncio.to_thread(asyncio.run, end())

@@ -1,0 +1,113 @@
+"""What is opened a second time says so, and goes on as it was."""
+
+import asyncio
+
+import pytest
+
+from aioverbs import ClosedResourceError, Device, connect, listen
+from tests.connections.ends import HOST, SMALL
+from tests.connections.serving import asked, served
+from tests.pace import patience
+
+pytestmark = pytest.mark.once
+
+AGAIN = "cannot be opened again: make a new one"
+
+
+async def test_a_listener(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        async with listen(HOST, domain=domain, settings=SMALL) as listener:
+            addresses = listener.addresses
+            with pytest.raises(ClosedResourceError, match=AGAIN):
+                await listener.open()
+            with pytest.raises(ClosedResourceError, match=AGAIN):
+                await listener.__aenter__()
+            assert listener.addresses == addresses
+            async with (
+                asyncio.timeout(patience(10)),
+                connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
+                await listener.accept() as far,
+            ):
+                await near.send(b"hello")
+                assert await far.receive() == b"hello"
+        with pytest.raises(ClosedResourceError, match=AGAIN):
+            await listener.open()
+        with pytest.raises(ClosedResourceError, match="has no port"):
+            assert listener.port
+
+
+async def test_while_it_is_being_opened(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        listener = listen(HOST, domain=domain, settings=SMALL)
+        opening = asyncio.create_task(listener.open())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedResourceError, match=AGAIN):
+            await listener.open()
+        await opening
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL), await listener.accept():
+            pass
+        await listener.aclose()
+
+
+async def test_what_could_not_be_opened_can_be_tried_again(device: Device) -> None:
+    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as first:
+        second = listen(HOST, first.port, domain=domain, settings=SMALL)
+        for _ in range(2):
+            with pytest.raises(OSError, match="in use"):
+                await second.open()
+        await first.aclose()
+        async with second, connect(HOST, second.port, domain=domain, settings=SMALL), await second.accept():
+            pass
+
+
+async def test_a_server(device: Device) -> None:
+    async with device.resource_domain() as domain, served(domain) as server:
+        addresses = server.addresses
+        with pytest.raises(ClosedResourceError, match=AGAIN):
+            await server.open()
+        with pytest.raises(ClosedResourceError, match=AGAIN):
+            await server.__aenter__()
+        assert server.addresses == addresses
+        async with asyncio.timeout(patience(10)), asked(server, domain) as connection:
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"
+        await server.stop()
+        with pytest.raises(ClosedResourceError, match=AGAIN):
+            await server.open()
+
+
+async def test_a_server_that_was_stopped_before(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        server = served(domain)
+        await server.stop()
+        with pytest.raises(ClosedResourceError, match=AGAIN):
+            await server.open()
+
+
+async def test_what_connect_returns_in_two_blocks(device: Device) -> None:
+    """One after the other they have a connection each; at once the second has none, and the first keeps its own."""
+    async with device.resource_domain() as domain, served(domain) as server:
+        connecting = asked(server, domain)
+        for _ in range(2):
+            async with connecting as connection:
+                with pytest.raises(RuntimeError, match="for each block"):
+                    await connecting.__aenter__()
+                await connection.send(b"hello")
+                assert await connection.receive() == b"hello"
+            assert connection.closed
+        at_once = await asyncio.gather(*(connecting.__aenter__() for _ in range(2)), return_exceptions=True)
+        assert [type(each) for each in at_once[1:]] == [RuntimeError]
+        await connecting.__aexit__(None, None, None)
+        assert server.statistics().accepted == 3
+
+
+async def test_what_lease_returns_in_two_blocks(device: Device) -> None:
+    async with device.protection_domain() as pd, pd.buffer_pool(64, 4) as pool:
+        leasing = pool.lease()
+        for _ in range(2):
+            async with leasing as buffer:
+                with pytest.raises(RuntimeError, match="for each block"):
+                    await leasing.__aenter__()
+                assert pool.statistics().leased == 1
+                buffer.buffer[:1] = b"x"
+            assert pool.statistics().leased == 0

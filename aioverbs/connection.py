@@ -421,6 +421,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def send_eof(self) -> None:
         """Tell the peer that no more comes; receiving goes on.
 
+        It waits as `send` does. Where it is cancelled the peer is told nothing, and more can be sent.
+
         :raises BrokenResourceError: the connection is broken.
         """
         traffic = self._now()

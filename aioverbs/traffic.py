@@ -452,17 +452,17 @@ class Traffic:
             self.sent += 1
 
     async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
-        """Tell the peer something, in the order of the messages.
+        """Tell the peer something, in the order of the messages. Where this is cancelled the peer is not told.
 
         :param last: no credits are to be given back any more: the one for that is taken, which the peer gives back
             without anybody's reading.
         """
         async with self._lock:
-            if kind is FrameKind.END:
-                if self.end_sent:
-                    return
-                self.end_sent = True
+            if kind is FrameKind.END and self.end_sent:
+                return
             await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else KEPT)
+            if kind is FrameKind.END:
+                self.end_sent = True  # not before: who is cancelled has sent none. The lock keeps others off until then
 
     async def _send_frame(self, immediate: int, prefix: bytes, data: memoryview, kept: int = KEPT) -> None:
         # Whoever calls has the lock.

@@ -1,13 +1,18 @@
 """Two ends of a connection in one process, and what tests do with them."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aioverbs import Connection, ConnectionListener, ConnectionSettings, Device, ResourceDomain, connect, listen
+import anyio
+import pytest
 
-__all__ = ["SMALL", "Pair", "pair"]
+from aioverbs import Connection, ConnectionListener, ConnectionSettings, Device, ResourceDomain, connect, listen
+from tests.waiting import until
+
+__all__ = ["SMALL", "Pair", "cancel_by_its_scope", "cancel_by_its_task", "every_way_to_cancel", "pair", "use_up"]
 
 SMALL = ConnectionSettings(buffer_size=1024, receive_depth=4, send_buffers=2, send_depth=16, max_message=1 << 20)
 """Of few and small buffers, so that everything has to wait."""
@@ -51,3 +56,46 @@ async def pair(
 def deeper(settings: ConnectionSettings, **changes: Any) -> ConnectionSettings:
     """The same but for that."""
     return replace(settings, **changes)
+
+
+async def use_up(connection: Connection) -> int:
+    """Send messages until there is no credit for another one; how many."""
+    count = 0
+    while connection.traffic().credits > 1:
+        await connection.send(b"one of them")
+        count += 1
+    return count
+
+
+Cancel = Callable[[Coroutine[Any, Any, object], Callable[[], object]], Coroutine[Any, Any, None]]
+
+
+async def cancel_by_its_task(awaited: Coroutine[Any, Any, object], when: Callable[[], object]) -> None:
+    """Await something, and cancel it when that is so, as asyncio does; and again in the next turn of the loop."""
+    task = asyncio.ensure_future(awaited)
+    await until(when)
+    assert not task.done()
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def cancel_by_its_scope(awaited: Coroutine[Any, Any, object], when: Callable[[], object]) -> None:
+    """Await something, and cancel it when that is so, as anyio does: at each of its awaits from there on."""
+    scope = anyio.CancelScope()
+
+    async def wait() -> None:
+        with scope:
+            await awaited
+
+    task = asyncio.create_task(wait())
+    await until(when)
+    assert not task.done()
+    scope.cancel()
+    await task
+    assert scope.cancelled_caught
+
+
+every_way_to_cancel = pytest.mark.parametrize("cancel", [cancel_by_its_task, cancel_by_its_scope])

@@ -24,7 +24,7 @@ from aioverbs import (
     open_device,
 )
 from tests.conftest import LOOP_FACTORIES
-from tests.connections.ends import HOST, SMALL, deeper, pair
+from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
 from tests.pace import fewer, patience
 from tests.waiting import until
 
@@ -93,6 +93,24 @@ async def test_closing_does_not_wait_for_ever(device: Device) -> None:
             assert len(await ends.far.receive()) == 5000
         with pytest.raises(BrokenResourceError, match="gone"):
             await ends.far.receive()
+
+
+@every_way_to_cancel
+async def test_a_cancelled_end_of_sending_is_none(device: Device, cancel: Cancel) -> None:
+    """The peer was not told: more can be sent, and the end after that."""
+    async with pair(device) as ends:
+        count = await use_up(ends.near)
+        waits = ends.near.traffic().waits
+        await cancel(ends.near.send_eof(), lambda: ends.near.traffic().waits > waits)
+        for _ in range(count):
+            assert await ends.far.receive() == b"one of them"
+        await ends.near.send(b"more")
+        await ends.near.send_eof()
+        assert await ends.far.receive() == b"more"
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive()
+        with pytest.raises(ClosedResourceError, match="send_eof"):
+            await ends.near.send(b"too late")
 
 
 async def test_both_close_at_once(device: Device) -> None:

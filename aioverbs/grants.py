@@ -9,7 +9,7 @@ import anyio
 
 from aioverbs._core import engine
 from aioverbs._core.work import RegionSlice, RemoteRegion
-from aioverbs.affinity import running_loop, wake
+from aioverbs.affinity import running_loop, to_the_end, wake
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, GrantRevokedError, WorkCompletionError
 from aioverbs.frames import FrameKind, GrantNotice
 from aioverbs.memory import MemoryRegion, MemoryWindow
@@ -56,6 +56,8 @@ class Grant:
         self._number = number
         self._key = key
         self._grants = grants
+        self._heard: asyncio.Future[None] | None = None  # the peer's word, since it was told of the revocation
+        self._taking: asyncio.Task[None] | None = None  # the key from it
 
     def __repr__(self) -> str:
         state = "revoked" if self.revoked else "granted"
@@ -70,13 +72,13 @@ class Grant:
         """Take it back. When this returns no access of the peer's is under way or can come.
 
         The peer is told first, and what it asked for until then is done: nothing else of the connection is disturbed.
-        Where it does not answer in time the key is taken from it all the same; should it use it then, the device
-        refuses that and breaks the connection.
+        Where it does not answer in time, or this is cancelled, the key is taken from it all the same; should it use it
+        then, the device refuses that and breaks the connection.
 
         :raises AffinityError: another event loop than the connection's is running; nothing was done.
         :raises BrokenResourceError: the connection is broken; the peer has the key no more.
         """
-        await self._grants.revoke(self._number, self._key, timeout_s)
+        await self._grants.revoke(self, timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -120,7 +122,9 @@ class Grants:
         self._traffic = traffic
         self._base = base
         self._most = most
-        self._given: dict[int, asyncio.Future[None] | None] = {}  # by number; who waits for the peer's word
+        # By number: what becomes of the peer's word, from a revocation on. A number is free again when the peer let go
+        # of what it stood for, or never heard of it: before that it would take another grant for this one.
+        self._given: dict[int, asyncio.Future[None] | None] = {}
         self._last = 0
         self._taken: dict[int, Granted] = {}  # by number
         self.revoked: dict[int, Granted] = {}  # by rkey: the latest of those that the peer took back
@@ -138,15 +142,17 @@ class Grants:
         if not len(piece):
             raise ValueError("no bytes cannot be granted")
         number = self._number()
-        key, remote = await self._make_key(owner, piece, access)
+        self._given[number] = None  # from here on it is nobody else's
+        key: MemoryWindow | MemoryRegion | None = None
         try:
-            self._given[number] = None
+            key, remote = await self._make_key(owner, piece, access)
             notice = GrantNotice(remote.address, remote.length, remote.rkey, access)
             await self._traffic.send_frame(FrameKind.GRANT, number, notice.pack())
         except BaseException:
             # Whether the peer heard of it is known: where it did not, nobody has the key.
             del self._given[number]
-            await self._take_key(key)
+            if key is not None:
+                await to_the_end(self._take_key(key))
             raise
         return Grant(number, remote, access, key, self)
 
@@ -166,10 +172,10 @@ class Grants:
             window = MemoryWindow(owner, self._base, MwType.TYPE_2)
             window._life.quiet = True
             await window.open()
-            try:
-                return window, await self._traffic.qp.bind_window(window, piece, access)
+            try:  # a window is not destroyed while it is being bound
+                return window, await to_the_end(self._traffic.qp.bind_window(window, piece, access))
             except BaseException:
-                await window.aclose()
+                await to_the_end(window.aclose())
                 raise
         writes = access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC)
         region = MemoryRegion(
@@ -179,29 +185,28 @@ class Grants:
         await region.open()
         return region, region.remote()
 
-    async def revoke(self, number: int, key: MemoryWindow | MemoryRegion, timeout_s: float) -> None:
+    async def revoke(self, grant: Grant, timeout_s: float) -> None:
         """Have the peer let go of it; then take the key."""
-        if key.closed or number not in self._given:
-            return
         self._traffic.check_caller("revoke")  # before anything: the key is taken whatever happens after this
-        at_it = self._given[number]
-        if at_it is not None:  # somebody else
-            with anyio.move_on_after(timeout_s):
-                await asyncio.wait([at_it])
-            await key.aclose()
+        key = grant._key
+        if key.closed:
             return
-        heard: asyncio.Future[None] = running_loop().create_future()
-        self._given[number] = heard
         try:
+            heard = grant._heard
+            if heard is None:
+                self._traffic.check()
+                # It goes to the peer as soon as it can, whatever becomes of who waits here: by the answer the number is
+                # free again.
+                heard = grant._heard = self._given[grant._number] = running_loop().create_future()
+                self._traffic.control(FrameKind.REVOKE, grant._number)
             with anyio.move_on_after(timeout_s):
-                await self._traffic.send_frame(FrameKind.REVOKE, number)
                 await asyncio.wait([heard])
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._take_key(key)
+            if grant._taking is None or (grant._taking.done() and not key.closed):
+                grant._taking = running_loop().create_task(self._take_key(key))  # one for all who revoke it
+            await to_the_end(grant._taking)
         if heard.done():
             heard.result()
-            del self._given[number]  # else the number stays taken: the peer may still answer
 
     async def _take_key(self, key: MemoryWindow | MemoryRegion) -> None:
         if isinstance(key, MemoryWindow) and not key.closed:
@@ -254,9 +259,11 @@ class Grants:
             self._traffic.control(FrameKind.REVOKED, number, fence=True)
         else:
             heard = self._given.get(number)
-            if heard is None or heard.done():
+            if heard is None:
                 raise ValueError(f"it lets go of grant {number}, which was not revoked")
-            heard.set_result(None)
+            del self._given[number]
+            if not heard.done():  # nobody has cancelled it
+                heard.set_result(None)
 
     def _granted(self, number: int, notice: GrantNotice) -> None:
         if number in self._taken or len(self._taken) >= self._most:

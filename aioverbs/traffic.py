@@ -378,14 +378,15 @@ class Traffic:
     async def _wait_for_credit(self, kept: int) -> None:
         # Whoever calls has the lock.
         assert self._credits is not None
-        self._check()
+        self.check()
         while self._credits.free <= kept:
             self.waits += 1
             self._waiter = self._loop.create_future()
             await self._waiter
-            self._check()
+            self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """See that it can still be used."""
         if self.broken is not None or self.closed:
             raise self.error()
 

@@ -19,7 +19,9 @@ from aioverbs import (
     WorkCompletionError,
 )
 from aioverbs.frames import FrameKind
-from tests.connections.ends import SMALL, deeper, pair
+from tests.capabilities import Capability, needs
+from tests.connections.ends import SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
+from tests.holding import hold, unhold
 from tests.pace import fewer
 from tests.waiting import until
 
@@ -182,6 +184,84 @@ async def test_who_does_not_let_go_is_cut_off(device: Device, monkeypatch: pytes
         with pytest.raises(WorkCompletionError) as caught:
             await ends.far.qp.read(local, granted.remote)
         assert caught.value.status is WcStatus.REM_ACCESS_ERR
+
+
+@REGIONS
+@every_way_to_cancel
+async def test_a_cancelled_revocation(
+    device: Device, monkeypatch: pytest.MonkeyPatch, region: AccessFlags, cancel: Cancel
+) -> None:
+    """It takes the key all the same, and the number of the grant is free again when the peer has answered."""
+    monkeypatch.setattr("aioverbs.grants._NUMBERS", 4)
+    async with pair(device) as ends, ends.domain.register(64, region) as memory:
+        assert ends.far._traffic is not None
+        answer = ends.far._traffic.control
+        for _ in range(5):
+            grant = await ends.near.grant(memory, READ)
+            granted = await ends.far.receive_grant()
+            answers: list[tuple[Any, Any]] = []
+            monkeypatch.setattr(ends.far._traffic, "control", lambda *args, to=answers, **kw: to.append((args, kw)))
+            await cancel(grant.revoke(timeout_s=30), lambda granted=granted: granted.revoked)  # type: ignore[misc]
+            assert grant.revoked
+            await grant.revoke()
+            ((args, kw),) = answers
+            monkeypatch.setattr(ends.far._traffic, "control", answer)
+            answer(*args, **kw)
+            await until(lambda: ends.near._grants is not None and not ends.near._grants._given)
+        await ends.near.send(b"it works")
+        assert await ends.far.receive() == b"it works"
+
+
+async def test_a_revocation_that_there_is_no_credit_for(device: Device) -> None:
+    """Who does not read is told of it later, when the key is gone already."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        grant = await ends.near.grant(memory, READ)
+        granted = await ends.far.receive_grant()
+        count = await use_up(ends.near)
+        await grant.revoke(timeout_s=0.01)
+        assert grant.revoked
+        assert not granted.revoked
+        for _ in range(count):
+            await ends.far.receive()
+        await until(lambda: granted.revoked)
+        await until(lambda: ends.near._grants is not None and not ends.near._grants._given)
+
+
+async def test_two_who_revoke_it_take_its_key_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is the first to have waited long enough; a key that is taken twice would break the queue pair."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory:
+        grant = await ends.near.grant(memory, READ)
+        await ends.far.receive_grant()
+        assert ends.far._traffic is not None
+        with monkeypatch.context() as silent:
+            silent.setattr(ends.far._traffic, "control", lambda *_, **__: None)
+            await asyncio.gather(grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0))
+        assert grant.revoked
+        await ends.near.send(b"it works")
+        assert await ends.far.receive() == b"it works"
+
+
+@REGIONS
+@every_way_to_cancel
+@needs(Capability.OBJECT_COUNTS)
+async def test_a_cancelled_grant_leaves_no_key(device: Device, region: AccessFlags, cancel: Cancel) -> None:
+    async with pair(device) as ends, ends.domain.register(64, region) as memory:
+        await use_up(ends.near)
+        before, waits = device.statistics().objects, ends.near.traffic().waits
+
+        def waits_for_a_credit() -> bool:
+            if ends.near.traffic().waits == waits:
+                return False
+            hold(device, ends.near.qp)  # to take a key back is a request, which is not done at once
+            asyncio.get_running_loop().call_later(0.01, unhold, device, ends.near.qp)
+            return True
+
+        await cancel(ends.near.grant(memory, READ), waits_for_a_credit)
+        assert device.statistics().objects == before
+        await ends.far.receive()
+        await ends.far.receive()
+        async with await ends.near.grant(memory, READ):
+            assert len(await ends.far.receive_grant()) == 64
 
 
 async def test_grants_end_with_the_connection(device: Device) -> None:

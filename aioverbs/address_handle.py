@@ -15,7 +15,7 @@ __all__ = ["AddressHandle", "Way"]
 class AddressHandle(Handled[engine.AddressHandle]):
     """The way to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
 
-    Closing waits for datagrams that are on their way by it.
+    Closing waits for datagrams that are on their way by it; where it is cancelled, it is closed after them.
 
     :param to: a queue pair's endpoint, whose number and key then need not be said, or just a path.
     """
@@ -43,6 +43,7 @@ class AddressHandle(Handled[engine.AddressHandle]):
         self._handle = engine.AddressHandle(self._pd_handle, path)
         self._life.hold(self._handle)
         self._life.drain = self.pins.end
+        self._life.lasting = True
         self._life.resume = self.pins.reopen
 
     def to(self, qp_num: int | None = None, qkey: int | None = None) -> Way:

@@ -338,6 +338,7 @@ class BufferPool(Resource):
     def _open(self) -> None:
         self._life.hold(self._shelf)
         self._life.stop = self._shelf.stop
+        self._life.lasting = True  # as its slabs are
         self._add_slab()
 
     async def open(self) -> Self:

@@ -11,10 +11,10 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
@@ -128,8 +128,8 @@ class Life:
     """
 
     __slots__ = (
-        "_bell", "_forks", "_handles", "_site", "children", "drain", "kind", "label", "late", "opener",
-        "owner", "parents", "quiet", "resume", "serial", "state", "stop", "user",
+        "_bell", "_forks", "_handles", "_site", "children", "drain", "kind", "label", "lasting", "late", "left",
+        "opener", "owner", "parents", "quiet", "resume", "serial", "state", "stop", "user",
     )  # fmt: skip
 
     def __init__(self, kind: str, site: Site | None, user: "weakref.ref[User]") -> None:
@@ -140,9 +140,11 @@ class Life:
         self.parents: tuple[Life, ...] = ()
         self.children: dict[int, Life] = {}
         self.stop: Callable[[], None] | None = None  # called first when it is closed
-        self.drain: Callable[[], Awaitable[None]] | None = None
+        self.drain: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.resume: Callable[[], None] | None = None  # its closing failed: `drain` is taken back
         self.late = False  # its siblings' work needs it: it is closed after them
+        self.lasting = False  # it is not destroyed before `drain` is done, whoever is cancelled: it may be under DMA
+        self.left: asyncio.Task[None] | None = None  # who closed it was cancelled: what does that now
         self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
         self.user = user
@@ -286,9 +288,10 @@ class Life:
     async def close(self) -> None:
         """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
 
-        Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. Where a verb fails
-        it stays open, and can be closed again. What somebody else is opening or closing is waited for. What was opened
-        before a fork is not ended in the child.
+        Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. But where that is
+        work with memory the rest is left to a task, which ends it after the work. Where a verb fails it stays open, and
+        can be closed again. What somebody else is opening or closing is waited for. What was opened before a fork is
+        not ended in the child.
 
         :raises BusyResourceError: another owner's object is made from it; nothing was touched.
         :raises VerbsError: a verb failed.
@@ -307,8 +310,11 @@ class Life:
         if interruptions:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
 
-    async def _close(self, interruptions: list[BaseException]) -> bool:
-        """Whether it is closed or never was open; if not, somebody else is opening or closing it."""
+    async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
+        """Whether it is closed or never was open; if not, somebody else is opening or closing it.
+
+        :param in_task: who awaits it is what others left it to: it stays open where that is cancelled.
+        """
         before = self._begin_closing()
         if before is None:
             return self.inherited or self.state in (NEW, CLOSED)
@@ -318,28 +324,67 @@ class Life:
                     self.stop()
                 except ResourceWarning as raised:  # warnings are errors
                     interruptions.append(raised)
-            if self.children:
-                await self._close_children(interruptions)
-            if self.drain is not None:
-                try:
-                    await self.drain()
-                except anyio.get_cancelled_exc_class() as raised:
-                    interruptions.append(raised)
-            self._destroy_handles()
-        except BaseException:
-            if self.resume is not None:
-                self.resume()
-            self._settle(before)
+            await self._finish(interruptions, in_task)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and not in_task:
+                self._leave(before)
+            else:
+                self._stay(before)
             raise
+        self._closed()
+        return True
+
+    async def _finish(self, interruptions: list[BaseException], in_task: bool) -> None:
+        # A cancellation that is raised here came while memory was in use, its own or a child's.
+        if self.children:
+            await self._close_children(interruptions, in_task)
+        if self.drain is not None:
+            try:
+                await self.drain()
+            except anyio.get_cancelled_exc_class() as raised:
+                if self.lasting:
+                    raise
+                interruptions.append(raised)
+        self._destroy_handles()
+
+    def _stay(self, before: State) -> None:
+        """Its closing failed, or was given up."""
+        self.left = None
+        if self.resume is not None:
+            self.resume()
+        self._settle(before)
+
+    def _closed(self) -> None:
+        self.left = None
         self._settle(CLOSED)
         user = self.user()
         if user is not None:
             user._drop_parents()
-        return True
+
+    def _leave(self, before: State) -> None:
+        """Leave its closing to a task, which is cancelled only at the end of the loop; it stays open then."""
+        self.left = task = asyncio.get_running_loop().create_task(self._finish_in_task(before))
+        _closing.add(task)
+        task.add_done_callback(functools.partial(_finished, self, before))
+
+    async def _finish_in_task(self, before: State) -> None:
+        task = asyncio.current_task()
+        try:
+            await self._finish([], True)
+        except BaseException:
+            if self.left is task:  # else its loop is gone, and somebody came after it
+                self._stay(before)
+            raise
+        self._closed()
 
     def _begin_closing(self) -> State | None:
         """Its state before, where there is something to close and nobody else is at it."""
         with _tree:
+            left = self.left
+            if left is not None and left.get_loop().is_closed():  # what was to close it does not go on
+                _closing.discard(left)
+                self._stay(OPEN)
+                left.get_coro().close()
             before = self.state
             if (before is not OPEN and before is not FAILED) or self.inherited:
                 return None
@@ -347,23 +392,31 @@ class Life:
             self.state = CLOSING
             return before
 
-    async def _close_children(self, interruptions: list[BaseException]) -> None:
+    async def _close_children(self, interruptions: list[BaseException], in_task: bool) -> None:
         children = list(self.children.values())
         children.reverse()
         children.sort(key=_is_late)
         for child in children:
             left_open = not child.quiet and child.state is not CLOSING
-            while not await child._close(interruptions):
-                try:
-                    await child._settled()
-                except anyio.get_cancelled_exc_class() as raised:
-                    interruptions.append(raised)
-                    await child._settled_at_last(interruptions)
-            if left_open and child.state is CLOSED:
-                try:
-                    _warn_open(child, f"{self!r} was closed before it")
-                except ResourceWarning as raised:  # warnings are errors
-                    interruptions.append(raised)
+            try:
+                while not await child._close(interruptions, in_task):
+                    await self._wait_for(child, interruptions)
+            finally:
+                if left_open and child.state in (CLOSING, CLOSED):
+                    try:
+                        _warn_open(child, f"{self!r} was closed before it")
+                    except ResourceWarning as raised:  # warnings are errors
+                        interruptions.append(raised)
+
+    async def _wait_for(self, child: "Life", interruptions: list[BaseException]) -> None:
+        """Until who closes a child has done so."""
+        try:
+            await child._settled()
+        except anyio.get_cancelled_exc_class() as raised:
+            if child.lasting or child.left is not None:  # it may take for ever
+                raise
+            interruptions.append(raised)
+            await child._settled_at_last(interruptions)
 
     async def _settled_at_last(self, interruptions: list[BaseException]) -> None:
         try:
@@ -413,7 +466,7 @@ def _warn_open(life: Life, why: str) -> None:
 
 
 _forgotten: deque[Life] = deque()  # devices that nobody closes yet
-_closing: set[asyncio.Task[None]] = set()  # loops keep weak references only
+_closing: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
 
 
 def reap() -> None:
@@ -437,3 +490,11 @@ def _closed_forgotten(life: Life, task: asyncio.Task[None]) -> None:
         _forgotten.append(life)
     with contextlib.suppress(asyncio.CancelledError, BusyResourceError):  # another loop closes what is its own there
         task.result()
+
+
+def _finished(life: Life, before: State, task: asyncio.Task[None]) -> None:
+    _closing.discard(task)
+    if life.left is task:  # it was cancelled before it began
+        life._stay(before)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error  # nobody awaits it: the loop logs it

@@ -142,7 +142,8 @@ class MemoryRegion(Handled[engine.MemoryRegion], Registered):
     """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
     What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
-    for work requests that use it, and is refused while receives do: close their queue pair before.
+    for work requests that use it, and is refused while receives do: close their queue pair before. Where that is
+    cancelled, or takes too long, no work request can begin with it any more, and it is closed when the last has ended.
 
     :param memory: an object with the buffer protocol, contiguous; or how many bytes to allocate, zeroed, in pages that
         a fork does not copy.
@@ -182,6 +183,7 @@ class MemoryRegion(Handled[engine.MemoryRegion], Registered):
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
         self._life.drain = self.pins.end
+        self._life.lasting = True
         self._life.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":

@@ -116,7 +116,7 @@ class _Forget:
         self._entry = entry
 
     def destroy(self) -> None:
-        self._cache._remove(self._entry)
+        self._cache._gone(self._entry)
         self._entry.region._memory = None
 
 
@@ -154,10 +154,11 @@ class RegistrationCache:
         self._pd = weakref.ref(pd)  # which has this
         self.max_bytes = 256 << 20
         self.max_entries = 1024
-        # Guards the entries, their order (the longest unused first) and the counts. The collector may end a block
-        # inside of it, which takes the lock again, and only ever takes a user away.
+        # Guards the entries, their order (the longest unused first), those that go, and the counts. The collector may
+        # end a block inside of it, which takes the lock again, and only ever takes a user away.
         self._lock = threading.RLock()
         self._entries: dict[_Key, _Entry] = {}
+        self._going: set[_Entry] = set()  # those that were given up and are still registered
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def statistics(self) -> RegistrationCacheStatistics:
@@ -206,7 +207,10 @@ class RegistrationCache:
     async def drop(self, buffer: "Buffer") -> None:
         """Evict a buffer's object, so that it can be resized or closed. Work with it is waited for.
 
-        :raises BusyResourceError: somebody is in a block with it; nothing was done.
+        Where that is cancelled the memory stays registered until its work has ended; to drop it once more waits for
+        that, too.
+
+        :raises BusyResourceError: somebody is in a block with it, or receives are posted in it; nothing was done.
         """
         of = id(_owner(memoryview(buffer)))
         with self._lock:
@@ -214,7 +218,13 @@ class RegistrationCache:
             for entry in entries:
                 if entry.users:
                     raise BusyResourceError(f"{entry.region!r} is in use: leave the block first")
+                if entry.region.pins.receives:
+                    raise BusyResourceError(
+                        f"{entry.region!r} has {entry.region.pins.receives} receives posted in it: close or reset "
+                        "their queue pair, or close their shared receive queue, first"
+                    )
             self._give_up(entries)
+            entries = [entry for entry in self._going if entry.key[0] == of]  # with those of who was cancelled
         await _close(entries)
 
     # ---- Coming
@@ -270,9 +280,15 @@ class RegistrationCache:
                 del self._entries[entry.key]
                 self._bytes -= len(entry.region)
 
+    def _gone(self, entry: _Entry) -> None:
+        with self._lock:
+            self._remove(entry)
+            self._going.discard(entry)
+
     def _give_up(self, entries: list[_Entry]) -> None:
         for entry in entries:
             self._remove(entry)
+        self._going.update(entries)
         self._evictions += len(entries)
 
     def _surplus(self, looked_at: Iterable[_Entry] | None = None) -> list[_Entry]:

@@ -118,8 +118,9 @@ class Resource(anyio.abc.AsyncResource):
     async def aclose(self) -> None:
         """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
 
-        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless;
-        where a verb fails then, too, the cancellation is raised, with the error as its context and in a note.
+        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless,
+        memory as soon as no work request has the use of it; where a verb fails then, too, the cancellation is raised,
+        with the error as its context and in a note.
         In the child of a fork nothing is done: it is the parent's.
 
         :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.

@@ -1,16 +1,27 @@
 """A cancelled await at each point where one can be: what was posted goes on with its memory, and nothing is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
 import pytest
 
-from aioverbs import BrokenResourceError, Device, MessageModel, QueuePair, WcStatus, WorkCompletionError
+from aioverbs import (
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    LeasedBuffer,
+    MessageModel,
+    QueuePair,
+    State,
+    WcStatus,
+    WorkCompletionError,
+)
 from aioverbs._core.work import Inbox, Operation
 from tests.capabilities import Capability, needs
-from tests.data_path_endings.pair import PATIENCE_S, Pair, pair_on, until
+from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, pair_on, until
 from tests.pace import patience
 from tests.waiting import wait_until
 
@@ -387,17 +398,49 @@ async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(devi
         assert len(pair.source.pins) == 0
 
 
+@needs(Capability.OBJECT_COUNTS)
 @every_way
-async def test_closing_a_region_ends_before_its_work(device: Device, leave: Leave) -> None:
+@pytest.mark.parametrize("what", ["region", "cache", "pool"])
+async def test_memory_is_registered_until_its_work_has_ended(device: Device, what: str, leave: Leave) -> None:
+    """Whoever does not wait for that any more, be it twice."""
+    memory = bytearray(4096)
+    buffer: LeasedBuffer | None = None
+    close: Callable[[], Coroutine[Any, Any, None]]
+
+    def registered() -> int:
+        return dict(device.statistics().objects)["mrs"]
+
     async with pair_on(device) as pair:
+        if what == "pool":
+            pool = await pair.domain.buffer_pool(64, 1, access=ACCESS).open()
+            buffer = await pool.lease()
+            region, close = buffer.region, pool.aclose
+        elif what == "cache":
+            async with pair.domain.cache.region(memory, ACCESS) as region:
+                close = functools.partial(pair.domain.cache.drop, memory)
+        else:
+            region = await pair.domain.register(memory, ACCESS).open()
+            close = region.aclose
+        before = registered()
+        region.buffer[:8] = b"12345678"
         pair.hold()
-        write = pair.write()
-        await leave(pair.source.aclose())
+        write = pair.near.write((buffer if buffer is not None else region)[:8], pair.target.remote()[:8])
+        if buffer is not None:
+            buffer.release()
+        for _ in range(2):
+            await leave(close())
         assert not write.done()
-        assert len(pair.source.pins) == 1
+        assert (region.state, len(region.pins), registered()) == (State.CLOSING, 1, before)
+        with pytest.raises(ClosedResourceError):
+            _ = pair.near.write(region[:8], pair.target.remote()[:8])
         pair.unhold()
         await asyncio.wait_for(write, PATIENCE_S)
-        assert len(pair.source.pins) == 0
+        assert pair.written() == b"12345678"
+        await asyncio.wait_for(close(), PATIENCE_S)
+        assert region.closed
+        assert registered() == before - 1
+        memory.append(0)  # nothing holds it
+        await pair.check_idle()
 
 
 @needs(Capability.FAULT_PLAN)

@@ -179,8 +179,83 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
         await asyncio.wait([task])
     assert task.cancelled()
     assert cq.closed
-    assert domain.closed
+    assert region.state is domain.state is State.CLOSING
     region.pins.discard()
+    await until(lambda: domain.closed)
+    assert region.closed
+
+
+@pytest.mark.parametrize("way", ["native", "native, again", "anyio"])
+async def test_a_parent_of_memory_that_is_in_use_is_closed_after_it(device: Device, way: str) -> None:
+    """Who closes it may leave; who comes later waits for the end."""
+    pd = await device.protection_domain().open()
+    pool = await pd.buffer_pool(64, 1).open()
+    region = await pd.register(64).open()
+    (await pool.lease()).release()
+    for each in (region, pool._shelf.slabs[0]):
+        each.pins.add()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            if way == "anyio":
+                with anyio.move_on_after(0.01) as scope:
+                    await pd.aclose()
+                assert scope.cancelled_caught
+            else:
+                task = asyncio.create_task(pd.aclose())
+                await asyncio.sleep(0.01)
+                task.cancel()
+                if way == "native, again":
+                    await asyncio.sleep(0)
+                    task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled()
+        assert pd.state is State.CLOSING
+    region.pins.discard()
+    await until(lambda: pool.state is State.CLOSING)
+    assert region.closed
+    second = asyncio.create_task(pd.aclose())
+    await asyncio.sleep(0)
+    pool._shelf.slabs[0].pins.discard()
+    async with asyncio.timeout(patience(5)):
+        await second
+    assert pool.closed
+    assert pd.closed
+
+
+async def cancel_all() -> None:
+    """As `asyncio.run` does at its end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_closing_that_ends_with_its_loop_can_be_done_again(cancels: bool) -> None:
+    async def leave() -> tuple[Device, Resource, MemoryRegion]:
+        device = await open_device("soft0").open()
+        pd = await device.protection_domain().open()
+        region = await pd.register(64).open()
+        region.pins.add()
+        with anyio.move_on_after(0) as scope:
+            await region.aclose()
+        assert scope.cancelled_caught
+        assert region.state is State.CLOSING
+        return device, pd, region
+
+    async def close() -> None:
+        for each in (region, pd, device):
+            await each.aclose()
+            assert each.closed
+
+    loop = asyncio.new_event_loop()
+    device, pd, region = loop.run_until_complete(leave())
+    if cancels:
+        loop.run_until_complete(cancel_all())
+        assert region.state is State.OPEN
+    loop.close()
+    region.pins.discard()
+    asyncio.run(asyncio.wait_for(close(), patience(5)))
 
 
 @needs(Capability.FAULT_PLAN)
@@ -188,9 +263,14 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str, whole: bool) -> None:
     domain = await device.resource_domain().open()
-    region = await domain.register(64).open()
-    region.pins.add()  # closing waits
-    closed = domain if whole else region
+    window = await domain.memory_window().open()
+    event = asyncio.Event()
+
+    async def wait() -> None:
+        await event.wait()
+
+    window._life.drain = wait
+    closed = domain if whole else window
     raised: list[BaseException] = []
 
     async def close() -> None:
@@ -200,7 +280,7 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
             raised.append(error)
             raise
 
-    device.handle.faults.fail("dereg_mr", errno.EIO)
+    device.handle.faults.fail("dealloc_mw", errno.EIO)
     if kind == "native":
         task = asyncio.create_task(close())
         await asyncio.sleep(0.01)
@@ -215,9 +295,9 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
     assert isinstance(error, asyncio.CancelledError)
     assert isinstance(error.__context__, VerbsError)
     assert error.__notes__ == [f"and closing {closed._life!r} failed: VerbsError: {error.__context__}"]
-    assert region.state is domain.state is State.OPEN
-    region.pins.discard()
-    await region.aclose()
+    assert window.state is domain.state is State.OPEN
+    event.set()
+    await window.aclose()
     await domain.aclose()
 
 

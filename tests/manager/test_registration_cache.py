@@ -191,6 +191,23 @@ async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain
         await use(pd, mapping)
 
 
+@pytest.mark.once
+async def test_memory_that_receives_are_posted_in_is_not_dropped(pd: ProtectionDomain) -> None:
+    memory = bytearray(SIZE)
+    await use(pd, memory)
+    async with pd.cache.region(memory) as region:
+        pass
+    async with pd.completion_queue(64) as cq, pd.queue_pair(cq) as qp:
+        qp.to_init()
+        _ = qp.receive(region[:8])
+        with pytest.raises(BusyResourceError, match="has 1 receives posted in it: close or reset their queue pair"):
+            await pd.cache.drop(memory)
+        assert counts(pd) == (1, 1, 0, 1), "nothing was done"
+    await pd.cache.drop(memory)
+    assert counts(pd) == (1, 1, 1, 0)
+    memory.append(1)
+
+
 async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
     pages = mmap.mmap(-1, SIZE)
     address, _ = engine.span(pages)

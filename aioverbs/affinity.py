@@ -14,6 +14,7 @@ import anyio
 from aioverbs._core.engine import Affinity
 from aioverbs.errands import Awaited, Call
 from aioverbs.errors import AffinityError, ForkedProcessError
+from aioverbs.turns import LIGHT, go_round, spend
 
 __all__ = ["Affinity", "Bell", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end", "wake"]
 
@@ -145,6 +146,8 @@ async def run_on_owner(
         that loop, by a SystemExit.
     """
     if owner is None or owner.owns():
+        if turn := spend(LIGHT):
+            await go_round(turn)
         result = function(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
     if owner.inherited:

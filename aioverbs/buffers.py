@@ -22,6 +22,7 @@ from aioverbs.errors import ClosedResourceError
 from aioverbs.life import Life, Site, line_of
 from aioverbs.memory import MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
 from aioverbs.resource import Handled, Resource, ResourceStatistics, creation_site
+from aioverbs.turns import LIGHT, go_round, spend
 from aioverbs.types import AccessFlags
 
 __all__ = ["BufferPool", "BufferPoolStatistics", "LeasedBuffer", "Leasing"]
@@ -418,6 +419,12 @@ class BufferPool(Resource):
         self._check_open()
         buffer = self._shelf.take(self, site)
         if buffer is not None:
+            if turn := spend(LIGHT):
+                try:
+                    await go_round(turn)
+                except BaseException:
+                    buffer.release()
+                    raise
             return buffer
         waiter = _Waiter(self, site)
         self._shelf.waiting.append(waiter)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from anyio.abc import ByteStream, ObjectStream
 
 from aioverbs.errors import BusyResourceError
+from aioverbs.turns import LIGHT, go_round, spend
 
 __all__ = ["MessageByteStream"]
 
@@ -36,6 +37,8 @@ class MessageByteStream(ByteStream):
             raise BusyResourceError("another task is receiving from this stream already")
         self._receiving = True
         try:
+            if self._left and (turn := spend(LIGHT)):
+                await go_round(turn)
             while not self._left:
                 message = await self._messages.receive()
                 if 0 < len(message) <= max_bytes:

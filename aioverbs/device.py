@@ -334,8 +334,9 @@ class Device(Handled[engine.Context]):
                 self._loop_domains.pop(other, None)
         entry = self._loop_domains.get(loop)
         if entry is None or entry[0].state is not State.OPEN:  # somebody closed it
-            entry = await self.resource_domain().open(), []
-            self._loop_domains[loop] = entry
+            domain = self.resource_domain()
+            domain._open_now()  # without an await, which another one could come in
+            entry = self._loop_domains[loop] = domain, []
         domain, users = entry
         users.append(None)
         async with contextlib.AsyncExitStack() as last:

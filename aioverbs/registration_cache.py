@@ -14,6 +14,7 @@ from aioverbs.errors import BusyResourceError, ClosedResourceError
 from aioverbs.life import State
 from aioverbs.memory import MemoryRegion
 from aioverbs.resource import Handled
+from aioverbs.turns import LIGHT, go_round, spend
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
@@ -199,6 +200,8 @@ class RegistrationCache:
         entry = await self._enter(pd, view, access, user)
         del view, pd
         try:
+            if turn := spend(LIGHT):
+                await go_round(turn)
             yield entry.region
         finally:
             entry.users.discard(user)

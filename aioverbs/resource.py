@@ -11,6 +11,7 @@ import anyio.abc
 from aioverbs._core.engine import Affinity
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 from aioverbs.life import CLOSED, FAILED, OPEN, Destroyable, Life, Site, State
+from aioverbs.turns import OPENING, go_round, spend
 
 __all__ = ["Handled", "Resource", "ResourceStatistics"]
 
@@ -98,6 +99,8 @@ class Resource(anyio.abc.AsyncResource):
         :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
         :raises ForkedProcessError: so it was in the process that this one was forked from.
         """
+        if turn := spend(OPENING):
+            await go_round(turn)
         self._open_now()
         return self
 

@@ -72,5 +72,6 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     most = max(needed, domain.handle.context.attributes.max_cqe)
     made = domain.completion_queue(min(needed * _SHARERS, most), spin_ns=settings.spin_ns)
     made._life.quiet = True
-    queues.add(await made.open())
+    made._open_now()  # without an await, in which others would make one each
+    queues.add(made)
     return made

@@ -5,7 +5,9 @@
  * about a quarter of a microsecond: an operation is one, and one more for every so many bytes.
  *
  * Whoever lets the loop go round notes the number of the turn, and the first of them who is called again in a later one
- * begins that: a turn begins once, however many wait for it. */
+ * begins that: a turn begins once, however many wait for it.
+ *
+ * What else is done at once, by Python code above the queues, has one share of the turn, as if it were a queue. */
 #ifndef AIOVERBS_TURN_H
 #define AIOVERBS_TURN_H
 
@@ -66,6 +68,17 @@ static inline void turn_take_part(struct turn_share *share)
     share->number = turn_now.number;
     share->units = 0;
     turn_now.queues++;
+}
+
+/* Something else was done at once that took so many units. The turn's number where others are to run before the next is
+ * done, else 0. */
+static inline uint64_t turn_spend(uint32_t units)
+{
+    static __attribute__((tls_model("initial-exec"))) _Thread_local struct turn_share others;
+
+    turn_take_part(&others);
+    others.units += units;
+    return others.units > turn_now.share ? turn_now.number : 0;
 }
 
 /* An await sleeps. */

@@ -88,6 +88,7 @@ cdef extern from "turn.h" nogil:
     struct turn_share:
         pass
     void turn_take_part(turn_share *)
+    uint64_t turn_spend(uint32_t units)
     void turn_sleep()
     bint turn_is_over(turn_share *, uint64_t bytes)
 
@@ -170,3 +171,4 @@ include "work_completer.pxi"
 include "work_requests.pxi"
 include "work_batch.pxi"
 include "work_inbox.pxi"
+include "work_turn.pxi"

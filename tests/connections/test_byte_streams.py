@@ -47,6 +47,27 @@ async def test_bytes(device: Device) -> None:
             await near.receive(0)
 
 
+@pytest.mark.once
+async def test_small_pieces_of_a_message_leave_others_their_turns(device: Device) -> None:
+    async with pair(device) as ends:
+        near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
+        await near.send(bytes(512))
+        assert await far.receive(1) == b"\0"
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        turning = asyncio.create_task(turn())
+        for _ in range(511):
+            assert await far.receive(1) == b"\0"
+        turning.cancel()
+        assert turns >= 8
+
+
 async def test_buffered(device: Device) -> None:
     async with pair(device) as ends:
         reader = BufferedByteReceiveStream(ends.far.as_byte_stream())

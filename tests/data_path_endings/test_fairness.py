@@ -1,6 +1,7 @@
 """What is done at once leaves others their turns. Counted, not timed."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
@@ -30,6 +31,45 @@ async def test_callbacks_run_beside_endless_writes(device: Device, model: Messag
         handle[0].cancel()
         assert turns >= 20
         await pair.check_idle()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("what", ["lease", "cache", "register", "run", "queue pair"])
+async def test_callbacks_run_beside_what_is_endlessly_done_at_once(device: Device, what: str) -> None:
+    """Above the queues, by the same budget: in registered memory, in opening, in calls that the owner makes itself."""
+    async with (
+        device.resource_domain() as domain,
+        domain.buffer_pool(64, 4) as pool,
+        domain.completion_queue(64) as cq,
+    ):
+        memory = bytearray(64)
+        kept: AbstractAsyncContextManager[object]
+        loop = asyncio.get_running_loop()
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            handle.append(loop.call_soon(turn))
+            del handle[:-1]
+
+        handle = [loop.call_soon(turn)]
+        for _ in range(AWAITS):
+            if what == "run":
+                assert await domain.run(int) == 0
+                continue
+            if what == "lease":
+                kept = pool.lease()
+            elif what == "cache":
+                kept = domain.cache.region(memory)
+            elif what == "register":
+                kept = domain.register(64)
+            else:
+                kept = domain.queue_pair(cq)
+            async with kept:
+                pass
+        handle[0].cancel()
+        assert turns >= 8
 
 
 @every_model

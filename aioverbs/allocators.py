@@ -59,7 +59,8 @@ class Allocator(Protocol):
     ) -> int | UseDefault | None:
         """Return the address of a piece; `USE_DEFAULT` to let the provider use its own memory; None for none.
 
-        What it raises becomes the cause of the verb's error. Anything else that it returns makes the verb fail.
+        What it raises becomes the cause of the verb's error; what is no `Exception`, as `KeyboardInterrupt`, is raised
+        itself. Anything else that it returns makes the verb fail.
 
         :param size: bytes. They must be zero, and no fork may copy them: shared anonymous memory, or MADV_DONTFORK.
         :param alignment: bytes; the address must be a multiple of it.

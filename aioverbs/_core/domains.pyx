@@ -13,7 +13,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memset
 
 from aioverbs._core.allocators cimport NativeAllocator, alloc_free_function, alloc_function
-from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain
+from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain, failed_by
 cimport aioverbs._core.verbs as v
 
 cdef extern from "domain_memory.h" nogil:
@@ -88,8 +88,8 @@ cdef class ParentDomain(ProtectionDomain):
         ``free(address, resource_type, pd, pd_context)`` takes it back, once, with the same type. `pd` is this domain,
         `resource_type` is the provider's number in the upper 32 bits and its own code for a
         queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
-        of the verb's error. They are called in the thread that calls the verb, and may call verbs themselves.
-        A `NativeAllocator` is asked in C, without the GIL.
+        of the verb's error; what is no `Exception`, as `KeyboardInterrupt`, is raised itself. They are called in the
+        thread that calls the verb, and may call verbs themselves. A `NativeAllocator` is asked in C, without the GIL.
     :param pd_context: anything, for the allocator.
     :raises ValueError: `td` is of another context, or belongs to another owner.
     :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
@@ -154,7 +154,7 @@ cdef class ParentDomain(ProtectionDomain):
                     self.pointer = v.verbs_alloc_parent_domain(pd.context.pointer, &attr)
                     error = errno
                 if not self.pointer:
-                    raise VerbsError("ibv_alloc_parent_domain", error) from self._take_cause()
+                    raise failed_by("ibv_alloc_parent_domain", error, self._take_cause())
                 self._slot, self._lent = pd._slot, pd._lent  # where its base is lent, it ends with that
                 self._opened(f"{self.pointer.handle}")
             except BaseException:

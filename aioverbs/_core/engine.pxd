@@ -75,6 +75,7 @@ cdef class Handle:
     cdef str _destroy_name(self)
     cdef str _users(self)
     cdef str _dependants(self)
+    cdef bint _has_driver_half(self) noexcept
     cdef void _leave_parents(self) noexcept
     cdef int _check(self, str verb, int error) except -1
 
@@ -108,6 +109,9 @@ cdef class ProtectionDomain(Handle):
     cdef public object lease            # None, or what import_pd says; to be set before anyone else has the domain
 
     cdef object _take_cause(self)
+
+
+cdef object failed_by(str verb, int error, object cause)
 
 
 cdef class MemoryRegion(Handle):

@@ -267,7 +267,7 @@ cdef class Handle:
             return 0
         if error < 0:
             error = -error                      # some providers have it so
-        if error == EBUSY and self.context is not None and self.context.software:
+        if error == EBUSY and self._has_driver_half() and self.context is not None and self.context.software:
             # The software device answers so only to calls that overlap: children were counted before the verb.
             raise ConcurrentAccessError(
                 f"{verb} on <{self._name()}>: another call is inside of it or its thread domain; this one was refused"
@@ -290,6 +290,11 @@ cdef class Handle:
     cdef str _dependants(self):
         # What keeps the object, where the destroying verb answers EBUSY and no overlapping call can be meant.
         return None
+
+    cdef bint _has_driver_half(self) noexcept:
+        # Whether calls on it may meet inside of it or its thread domain, which the software device refuses with EBUSY:
+        # so it is with queues. Of all else EBUSY says that something refers to it.
+        return False
 
     cdef int _destroy_verb(self) except? -1:
         raise NotImplementedError

@@ -168,7 +168,7 @@ cdef class CompletionQueue(Handle):
                 error = self._create_basic(context, cqe, channel, comp_vector)
             if not self.pointer:
                 cause = parent_domain._take_cause() if parent_domain is not None else None
-                raise VerbsError(verb, error) from cause
+                raise failed_by(verb, error, cause)
             if not extended:
                 self.extended_pointer = NULL
             self._opened("")
@@ -216,6 +216,9 @@ cdef class CompletionQueue(Handle):
 
     cdef str _destroy_name(self):
         return "ibv_destroy_cq"
+
+    cdef bint _has_driver_half(self) noexcept:
+        return True
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error
@@ -265,7 +268,7 @@ cdef class CompletionQueue(Handle):
         if error and self.parent_domain is not None:
             cause = self.parent_domain._take_cause()
             if cause is not None:
-                raise VerbsError("ibv_resize_cq", abs(error)) from cause
+                raise failed_by("ibv_resize_cq", abs(error), cause)
         self._check("ibv_resize_cq", error)
 
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):

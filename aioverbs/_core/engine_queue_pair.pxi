@@ -70,7 +70,7 @@ cdef class QueuePair(Handle):
             else:
                 error = self._create(attr)
             if not self.pointer:
-                raise VerbsError(verb, error) from (self.pd._take_cause() if self.pd is not None else None)
+                raise failed_by(verb, error, self.pd._take_cause() if self.pd is not None else None)
             self.capabilities = QpCapabilities(
                 max_send_wr=attr.cap.max_send_wr,
                 max_recv_wr=attr.cap.max_recv_wr,
@@ -115,6 +115,9 @@ cdef class QueuePair(Handle):
 
     cdef str _destroy_name(self):
         return "ibv_destroy_qp"
+
+    cdef bint _has_driver_half(self) noexcept:
+        return True
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error

@@ -53,7 +53,7 @@ cdef class SharedReceiveQueue(Handle):
             else:
                 error = self._create_basic(pd, max_wr, max_sge)
             if not self.pointer:
-                raise VerbsError(verb, error) from pd._take_cause()
+                raise failed_by(verb, error, pd._take_cause())
             if limit:                   # to create a queue with one is not for every provider
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
             self._opened("")
@@ -99,6 +99,9 @@ cdef class SharedReceiveQueue(Handle):
 
     cdef str _destroy_name(self):
         return "ibv_destroy_srq"
+
+    cdef bint _has_driver_half(self) noexcept:
+        return True
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error
@@ -159,7 +162,7 @@ cdef class SharedReceiveQueue(Handle):
         if error:
             cause = self.pd._take_cause()
             if cause is not None:
-                raise VerbsError("ibv_modify_srq", abs(error)) from cause
+                raise failed_by("ibv_modify_srq", abs(error), cause)
         self._check("ibv_modify_srq", error)
 
     def query(self):

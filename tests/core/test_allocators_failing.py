@@ -1,5 +1,6 @@
 """Allocators that fail, answer nonsense or raise: the verb says so, and nothing is left behind."""
 
+import asyncio
 import errno
 import sys
 import threading
@@ -54,7 +55,6 @@ class Oops(Exception):
 BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
     "None": (lambda *_: None, errno.ENOMEM, None, ""),
     "raises": (raising(Oops("no more")), errno.ENOMEM, Oops, "no more"),
-    "is interrupted": (raising(KeyboardInterrupt()), errno.ENOMEM, KeyboardInterrupt, ""),
     "text": (lambda *_: "0x1000", errno.EINVAL, TypeError, "must return an address, USE_DEFAULT or None, not '0x1000'"),
     "True": (lambda *_: True, errno.EINVAL, TypeError, "not True"),
     "a float": (lambda *_: 4096.0, errno.EINVAL, TypeError, "not 4096.0"),
@@ -162,6 +162,33 @@ def test_bad_for_another_size(
     asked = [piece.freed for piece in allocator.pieces]
     domain.destroy()
     assert [piece.freed for piece in allocator.pieces] == asked == [1] * len(asked)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize("which", ["cq", "qp", "srq", "resize_cq", "modify_srq"])
+def test_what_interrupts_it_goes_on_as_itself(context: engine.Context, which: str, interruption: BaseException) -> None:
+    """It is no answer of the allocator's; the verb has failed all the same, and left nothing behind."""
+    allocator = Recording()
+    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    cq = engine.CompletionQueue(context, 64, parent_domain=domain)
+    srq = engine.SharedReceiveQueue(domain, 64)
+    calls: dict[str, Callable[[], object]] = {
+        "cq": lambda: engine.CompletionQueue(context, 64, parent_domain=domain),
+        "qp": lambda: engine.QueuePair(domain, cq, cq),
+        "srq": lambda: engine.SharedReceiveQueue(domain, 64),
+        "resize_cq": lambda: cq.resize(1000),
+        "modify_srq": lambda: srq.modify(max_wr=1000),
+    }
+    before, made = allocator.live, len(children(context))
+    allocator.answer = raising(interruption)
+    with pytest.raises(type(interruption)) as caught:
+        calls[which]()
+    assert caught.value is interruption
+    assert allocator.live == before
+    assert len(children(context)) == made
+    allocator.answer = None
+    calls[which]()
 
 
 @pytest.mark.once

@@ -80,7 +80,7 @@ async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
 
 @pytest.mark.once
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.EBUSY], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:
     """ "NULL if the request fails (and sets errno …)"; "ibv_dealloc_td() returns 0 …, or the value of errno"."""
     device.handle.faults.fail("alloc_td", number)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, running_loop
-from aioverbs.errors import VerbsError
+from aioverbs.errors import ForkedProcessError, VerbsError
 from aioverbs.kernel_devices import check_node
 from aioverbs.resource import Handled
 
@@ -77,6 +77,8 @@ class Dispatcher:
         for _ in range(_PER_TURN):
             try:
                 event = self._channel.take_event()
+            except ForkedProcessError:  # the parent's loop runs on in a child: these are the parent's events
+                return
             except VerbsError as error:
                 self.loop.remove_reader(self._fd)
                 for each in tuple(self.listening.values()):

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 from aioverbs._core import engine
 from aioverbs.affinity import Bell, running_loop
-from aioverbs.errors import ClosedResourceError, VerbsError
+from aioverbs.errors import ClosedResourceError, ForkedProcessError, VerbsError
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import EventType
 
@@ -95,6 +95,7 @@ class _Waker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, readable: Callable[[], None]) -> None:
         self._loop = loop
+        self._process = os.getpid()
         self._fd = os.dup(fd)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # a daemon thread's loop may poll it until the process ends
@@ -111,6 +112,8 @@ class _Waker:
             self._close()
 
     def _stop(self) -> None:
+        if os.getpid() != self._process:  # what the kernel watches for a loop is one set for it and its copy in a child
+            return
         self._loop.remove_reader(self._fd)
         self._close()
 
@@ -231,6 +234,8 @@ class EventPump:
         except VerbsError:  # as of a device that was unplugged: nobody will hear of anything any more
             self._tell_watchers(None)
             self.stop()
+        except ForkedProcessError:  # the parent's loop runs on in a child: these are the parent's events
+            return
         except ClosedResourceError:  # by another loop, meanwhile
             self.stop()
 

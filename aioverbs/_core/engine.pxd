@@ -57,6 +57,7 @@ cdef class Handle:
     cdef object __weakref__
 
     cdef str _name(self)
+    cdef bint _is_inherited(self) noexcept
     cdef int _begin(self) except -1
     cdef int _enter(self) except -1
     cdef int _enter_memory(self) except -1

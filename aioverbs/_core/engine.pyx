@@ -167,7 +167,11 @@ cdef class Handle:
     @property
     def closed(self):
         """Whether it was destroyed, or belongs to the process that this one was forked from."""
-        return v.gate_holders(&self._gate) == v.GATE_CLOSED or self._forks != v.soft_fork_count()
+        return v.gate_holders(&self._gate) == v.GATE_CLOSED or self._is_inherited()
+
+    cdef bint _is_inherited(self) noexcept:
+        # Whether it belongs to the process that this one was forked from.
+        return self._forks != v.soft_fork_count()
 
     cdef int _begin(self) except -1:
         # Each constructor begins here: one that ran twice would lose the object that it made first.

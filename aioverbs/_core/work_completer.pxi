@@ -26,6 +26,10 @@ cdef class Completer:
 
     Whoever awaits looks for completions first, and spins, as the message model has it.
 
+    In the child of a fork a loop of the parent's may run on, as `asyncio.run` lets it after a SystemExit: it calls what
+    the parent asked it to call. Nothing is done there, since all of this is the parent's. Nor is the descriptor taken
+    from that loop: what the kernel watches for it is one set for both processes.
+
     :param handle: the completion queue, with a channel.
     :param loop: the home loop, which the channel wakes.
     :param home: its affinity.
@@ -104,7 +108,7 @@ cdef class Completer:
     def _turn(self):
         """At home, once in a turn of the loop."""
         self.turn_comes = False
-        if self.loop is None:
+        if self.loop is None or self.handle._is_inherited():
             return
         turn_went_round(self.turn_number)
         try:
@@ -119,7 +123,7 @@ cdef class Completer:
 
     def readable(self):
         """At home: the channel has an event."""
-        if self.loop is None:
+        if self.loop is None or self.handle._is_inherited():
             return
         self.wakeups += 1
         try:
@@ -418,7 +422,10 @@ cdef class Completer:
     @property
     def watched(self):
         """Whether a loop still takes what completes."""
-        return self.error is None and self.loop is not None and self.home.loop is self.loop and not self.home.orphaned
+        return (
+            self.error is None and self.loop is not None and self.home.loop is self.loop and not self.home.orphaned
+            and not self.handle._is_inherited()
+        )
 
     def let_go(self):
         """At home, or where home is gone: wake up no more."""

@@ -176,3 +176,76 @@ def test_what_is_collected_while_a_loop_forks(before: bool) -> None:
     code = COLLECTED_IN_BETWEEN.format(before=before)
     done = run([sys.executable, "-P", "-c", code], patience(50))
     assert (done.returncode, done.stdout) == (0, "0 0\n")
+
+
+# A child that a task forks and that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.
+# Meanwhile what is to wake the parent's loop wakes that of the child.
+ENDS_INSIDE_OF_A_LOOP = """
+import asyncio, os, sys
+import aioverbs
+
+ACCESS = aioverbs.AccessFlags.LOCAL_WRITE | aioverbs.AccessFlags.REMOTE_WRITE
+
+async def clean_up_slowly():
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.1)
+
+def wake(device):
+    device.faults.set_port(False)
+    device.faults.set_port(True)
+
+async def main():
+    async with (
+        aioverbs.open_device("soft0") as device,
+        device.resource_domain(message_model=aioverbs.MessageModel[sys.argv[1]]) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ACCESS) as region,
+        domain.queue_pair(cq) as qp,
+    ):
+        qp.connect(qp.local_endpoint(), ACCESS)
+        cleaning = asyncio.create_task(clean_up_slowly())
+        events = device.events()
+        hearing = asyncio.create_task(anext(events))
+        receiving = asyncio.create_task(asyncio.wait_for(qp.receive(region[:8]), 30))
+        for _ in range(10):
+            await asyncio.sleep(0)      # until the completion queue is armed
+        write = qp.write(region[:8], region.remote()[8:16])
+        wake(device)
+        child = os.fork()
+        if not child:
+            sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        if sys.argv[2:]:
+            os._exit(0)
+        await write
+        print((await hearing).event_type.name, (await anext(events)).event_type.name)
+        hearing = asyncio.create_task(anext(events))
+        await asyncio.sleep(0)
+        wake(device)
+        print((await asyncio.wait_for(hearing, 30)).event_type.name)
+        await qp.send(region[:8])
+        print((await receiving).byte_len)
+        await events.aclose()
+        cleaning.cancel()
+
+with asyncio.Runner(loop_factory={factory}) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("model", ["DEFAULT", "FORCE_LOW_LATENCY"])
+def test_a_child_that_ends_inside_of_the_parents_loop_is_silent(model: str) -> None:
+    """And the parent's loop is woken as before."""
+    code = ENDS_INSIDE_OF_A_LOOP.format(factory="None")
+    done = run([sys.executable, "-P", "-W", "ignore", "-c", code, model], patience(50))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["3", "PORT_ERR PORT_ACTIVE", "PORT_ERR", "8"]
+
+
+def test_a_child_that_ends_inside_of_a_uvloop_is_silent() -> None:
+    """Its parent is ended at once: when libuv closes a loop in a child, it takes all descriptors from the parent's."""
+    code = ENDS_INSIDE_OF_A_LOOP.format(factory="__import__('uvloop').new_event_loop")
+    done = run([sys.executable, "-P", "-W", "ignore", "-c", code, "DEFAULT", "and end"], patience(50))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")

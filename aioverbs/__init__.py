@@ -6,7 +6,14 @@ The compiled core (`aioverbs._core`, private) is loaded when the first of the na
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
+from .attributes import (
+    AddressVector,
+    DeviceAttributes,
+    PortAttributes,
+    QpAttributes,
+    QpCapabilities,
+    SrqAttributes,
+)
 from .errors import (
     AffinityError,
     BatchError,
@@ -113,6 +120,7 @@ __all__ = [
     "AcceptorStatistics",
     "AccessFlags",
     "AddressHandle",
+    "AddressVector",
     "Affinity",
     "AffinityError",
     "Allocator",
@@ -208,6 +216,7 @@ __all__ = [
     "SharedProtectionDomain",
     "SharedReceiveQueue",
     "SharedReceiveQueueStatistics",
+    "SrqAttributes",
     "StartedCall",
     "State",
     "StateError",

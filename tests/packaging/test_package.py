@@ -1,9 +1,11 @@
 """The package as its users import it."""
 
 import importlib.metadata
+import inspect
 import subprocess
 import sys
 import types as modules
+import typing
 
 import pytest
 
@@ -38,6 +40,32 @@ def test_the_names_that_load_the_core_are_their_modules_own() -> None:
 
 def test_errors_and_types_are_exported() -> None:
     assert set(aioverbs.__all__) >= {*errors.__all__, *types.__all__}
+
+
+def _mentioned(annotation: object) -> set[type]:
+    """The classes in an annotation."""
+    parts = typing.get_args(annotation)
+    if parts:
+        return set().union(*map(_mentioned, parts))
+    return {annotation} if isinstance(annotation, type) else set()
+
+
+def test_attributes_that_are_taken_or_returned_are_exported() -> None:
+    """By a public class's own methods and properties."""
+    seen: set[type] = set()
+    for name in aioverbs.__all__:
+        public = getattr(aioverbs, name)
+        if not isinstance(public, type):
+            continue
+        for member_name, member in vars(public).items():
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, modules.FunctionType) and (
+                not member_name.startswith("_") or member_name == "__init__"
+            ):
+                seen = seen.union(*map(_mentioned, inspect.get_annotations(function).values()))
+    attributes = {each.__name__ for each in seen if each.__module__ == "aioverbs.attributes"}
+    assert attributes - set(aioverbs.__all__) == set()
+    assert {"AddressVector", "SrqAttributes"} <= attributes
 
 
 def test_version() -> None:

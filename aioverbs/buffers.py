@@ -18,8 +18,8 @@ import anyio
 from aioverbs._core import engine
 from aioverbs.affinity import running_loop
 from aioverbs.allocators import Allocator
-from aioverbs.errors import ClosedResourceError
-from aioverbs.life import Life, Site, line_of
+from aioverbs.errors import BusyResourceError, ClosedResourceError
+from aioverbs.life import Life, Site, State, line_of
 from aioverbs.memory import MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
 from aioverbs.resource import Handled, Resource, ResourceStatistics, creation_site
 from aioverbs.turns import LIGHT, go_round, spend
@@ -145,6 +145,11 @@ class _Shelf:
         with contextlib.suppress(IndexError):  # some are withdrawn meanwhile
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
+
+    def receives(self) -> tuple[int, int]:
+        """How many receives are posted in its slabs, and how many of these in buffers that were released."""
+        in_released = sum(loan.pins.receives for loan in self.away.copy().values() if loan.pins.closed)
+        return sum(slab.pins.receives for slab in self.slabs), in_released
 
     def destroy(self) -> None:
         """The pool is closed, and so are its slabs: keep no memory."""
@@ -293,7 +298,9 @@ class BufferPool(Resource):
 
     Made by `Domain.buffer_pool`. It is registered a slab at a time, the first one when the pool is opened, and
     the others when somebody finds nothing free. Closing it waits for what is under way, and warns of what was not
-    released, which refuses from then on; who waits for a buffer gets a `ClosedResourceError`.
+    released, which refuses from then on; who waits for a buffer gets a `ClosedResourceError`. Where closing is
+    cancelled it ends by itself, when nothing is under way any more. So it does where all that is under way are receives
+    in released buffers, as those of `SharedReceiveQueue.messages`: they end with their queue, which nobody waits for.
 
     :param pd: the domain that its memory is registered with.
     :param size: of a buffer, in bytes.
@@ -354,6 +361,26 @@ class BufferPool(Resource):
             return await super().open()
         await open_beside_the_loop(self)
         return self
+
+    async def aclose(self) -> None:
+        """Close it.
+
+        Where nothing is under way but receives in buffers that were released, this returns at once, and it is closed
+        when their queues are.
+
+        :raises BusyResourceError: receives are posted in buffers that were not released; nothing was done.
+        :raises VerbsError: a slab cannot be deregistered; it is still open, and can be closed again.
+        """
+        posted, in_released = self._shelf.receives()
+        if posted > in_released and self.state is State.OPEN and not self.closed:
+            raise BusyResourceError(
+                f"{posted - in_released} receives are posted in buffers of {self!r} that were not released: release "
+                "those, or close or reset their queue pair first"
+            )
+        if posted:
+            self._life.close_later()
+        else:
+            await super().aclose()
 
     @property
     def size(self) -> int:
@@ -479,8 +506,15 @@ class BufferPool(Resource):
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
         slab._life.quiet = True
         slab._open_now()
+        slab._life.drain = functools.partial(_quiet, slab.pins)
         slab._drop_parents()  # its life has them: who forgets a pool is to be warned
         self._buffers += buffers
         self._shelf.slabs.append(slab)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last in is the first out
         self._shelf.free.extend([slab[start : start + self._size] for start in starts])
+
+
+async def _quiet(pins: Pins) -> None:
+    """Let nothing more begin in a slab, and wait for what is under way: for receives, too, whose queues end first."""
+    pins.close()
+    await pins.wait()

@@ -310,6 +310,20 @@ class Life:
         if interruptions:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
 
+    def close_later(self) -> None:
+        """Begin to end it, and leave the rest to a task of the running loop.
+
+        :raises BusyResourceError: another owner's object is made from it; nothing was touched.
+        """
+        before = self._begin_closing()
+        if before is None:
+            return
+        try:
+            if self.stop is not None:
+                self.stop()
+        finally:  # a warning that is an error does not keep it open
+            self._leave(before)
+
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
         """Whether it is closed or never was open; if not, somebody else is opening or closing it.
 

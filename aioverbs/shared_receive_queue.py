@@ -138,7 +138,8 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
 
         Inside of it the queue is kept filled with buffers of a pool: all of it at first, and again whenever the device
         says that fewer than `low` are left (``EventType.SRQ_LIMIT_REACHED``). A message that is released gives its
-        buffer back to the pool. Those that are posted when the block ends stay posted, until the queue is closed.
+        buffer back to the pool. Those that are posted when the block ends stay posted, until the queue is closed, and
+        what arrives in them is lost, as is what nobody has asked for; the pool may be closed before the queue.
 
         :param pool: where the memory of the receives comes from; where it has none, senders wait until it has.
         :param low: how many receives are few; None: half of them.
@@ -147,37 +148,45 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"low is from 1 to {self.depth - 1}, of {self.depth} receives, not {low}")
-        inbox = Inbox(self.work, _message, LeasedBuffer.release)
+        posted = _Posted()
+        inbox = Inbox(self.work, posted.message, posted.unused)
         events = self.events()
         async with contextlib.aclosing(events):
-            await self._fill(pool, inbox, low)
-            filler = asyncio.create_task(self._keep_filled(events, pool, inbox, low))
             try:
-                yield inbox
+                await self._fill(pool, inbox, posted, low)
+                filler = asyncio.create_task(self._keep_filled(events, pool, inbox, posted, low))
+                try:
+                    yield inbox
+                finally:
+                    filler.cancel()
+                    await asyncio.wait([filler])
             finally:
-                filler.cancel()
-                await asyncio.wait([filler])
+                posted.release()
+                inbox.close()
+                while len(inbox):
+                    (await anext(inbox)).release()
 
     async def _keep_filled(
-        self, events: AsyncGenerator[DeviceEvent, None], pool: BufferPool, inbox: Inbox, low: int
+        self, events: AsyncGenerator[DeviceEvent, None], pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int
     ) -> None:
         try:
             async for event in events:
                 if event.event_type is EventType.SRQ_LIMIT_REACHED:
-                    await self._fill(pool, inbox, low)
+                    await self._fill(pool, inbox, posted, low)
         except Exception as error:  # as of a pool that was closed: whoever reads messages is told
             inbox.close(error)
 
-    async def _fill(self, pool: BufferPool, inbox: Inbox, low: int) -> None:
+    async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
         while self.work.under_way + self.work.queued < self.depth:
             buffer = await pool.lease()
+            posted.add(buffer)  # before anything can arrive in it
             try:
                 _ = self._receive_into(inbox, buffer)  # which goes to the inbox
             except anyio.WouldBlock:  # somebody else posts, too
-                buffer.release()
+                posted.unused(buffer)
                 break
             except BaseException:
-                buffer.release()
+                posted.unused(buffer)
                 raise
         self.handle.modify(limit=low)
 
@@ -202,8 +211,35 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         return SharedReceiveQueueStatistics(len(self._life.children), self.depth, *seen)
 
 
-def _message(received: Received) -> Message:
-    return Message(received, LeasedBuffer.release, None)
+class _Posted:
+    """The buffers that a queue is kept filled with, until something arrives in them.
+
+    Any thread may be here: what is shared is changed by single operations.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, LeasedBuffer] = {}  # by `id`
+        self._over = False  # nobody asks for messages any more
+
+    def add(self, buffer: LeasedBuffer) -> None:
+        """It is about to be posted."""
+        self._buffers[id(buffer)] = buffer
+
+    def message(self, received: Received) -> Message | None:
+        """What arrived, for who asks; None where nobody does: then its buffer was released."""
+        self._buffers.pop(id(received.local), None)
+        return None if self._over else Message(received, LeasedBuffer.release, None)
+
+    def unused(self, buffer: LeasedBuffer) -> None:
+        """Nothing arrives in it any more."""
+        self._buffers.pop(id(buffer), None)
+        buffer.release()
+
+    def release(self) -> None:
+        """Nobody asks any more: each goes back to the pool when its receive ends, whatever arrives."""
+        self._over = True
+        for buffer in tuple(self._buffers.values()):
+            buffer.release()
 
 
 class _End:

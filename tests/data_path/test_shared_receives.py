@@ -6,18 +6,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from aioverbs import (
+    BusyResourceError,
     ClosedResourceError,
     CompletionQueue,
     Device,
     MessageModel,
     QueuePair,
     SharedReceiveQueue,
+    State,
     WcOpcode,
     WcStatus,
     WorkCompletionError,
 )
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.statuses import as_said
+from tests.waiting import until
 
 both = pytest.mark.parametrize("queues", [1, 3])
 
@@ -104,3 +107,62 @@ async def test_queue_pairs_of_it_have_no_receives_of_their_own(device: Device) -
             pair.domain.queue_pair(cqs[0], srq=srq, receive_depth=4, receive_size=8)
         with pytest.raises(WorkCompletionError, match="RNR_RETRY_EXC_ERR"):
             await qps[0].send(pair.source[:8])
+
+
+async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Device) -> None:
+    """It is closed before that, in one `async with`, and without a word: it ends with the queue's receives."""
+    async with ends(device) as pair:
+        async with (
+            pair.domain.shared_receive_queue(8) as srq,
+            pair.domain.completion_queue(128) as cq,
+            pair.domain.buffer_pool(64, 12) as pool,
+            pair.domain.queue_pair(cq, srq=srq) as qp,
+            srq.messages(pool) as messages,
+        ):
+            qp.connect(qp.local_endpoint(), PEERS)
+            pair.source.buffer[:2] = b"ok"
+            await qp.send(pair.source[:2])
+            with await anext(messages) as message:
+                assert bytes(message.data) == b"ok"
+            await qp.send(pair.source[:8])  # nobody asks for this one
+            await until(lambda: srq.statistics().completed == 2)
+            region = pool._shelf.slabs[0]
+        await until(lambda: pool.closed)
+        assert region.closed
+        assert len(region.pins) == 0
+
+
+async def test_what_arrives_after_the_end_of_its_messages_goes_to_nobody(device: Device) -> None:
+    async with (
+        ends(device) as pair,
+        pair.domain.buffer_pool(64, 8) as pool,
+        pair.domain.shared_receive_queue(8) as srq,
+        pair.domain.completion_queue(128) as cq,
+        pair.domain.queue_pair(cq, srq=srq) as qp,
+    ):
+        qp.connect(qp.local_endpoint(), PEERS)
+        async with srq.messages(pool) as messages:
+            pass
+        assert (pool.statistics().under_dma, pool.statistics().free) == (8, 0)
+        await qp.send(pair.source[:8])
+        await until(lambda: pool.statistics().free == 1)
+        with pytest.raises(StopAsyncIteration):
+            await anext(messages)
+
+
+async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(device: Device) -> None:
+    async with ends(device) as pair:
+        pool = await pair.domain.buffer_pool(64, 2).open()
+        buffer = await pool.lease()
+        async with pair.domain.shared_receive_queue(8) as srq:
+            receive = srq.receive(buffer)
+            with pytest.raises(BusyResourceError, match=r"1 receives are posted in buffers of .* were not released"):
+                await pool.aclose()
+            (await pool.lease()).release()  # nothing was done
+            buffer.release()
+            await pool.aclose()
+            assert pool.state is State.CLOSING
+            with pytest.raises(ClosedResourceError):
+                await pool.lease()
+            assert not receive.done()
+        await until(lambda: pool.closed)

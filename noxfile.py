@@ -339,9 +339,9 @@ def fuzz(session: nox.Session) -> None:
     for sanitizers in ("address,undefined", "thread"):
         prefix = fixed_addresses() if sanitizers == "thread" else []
         program = folder(session, "programs") / f"peers-{sanitizers.replace(',', '-')}"
-        checks = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-Itests/native")
+        watched = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-Itests/native")
         sources = ["tests/fuzz/fuzz_peers.c", *core, *support]
-        session.run(compiler, *flags, *checks, *sources, "-ldl", "-o", str(program), external=True)
+        session.run(compiler, *flags, *watched, *sources, "-ldl", "-o", str(program), external=True)
         for execution in ("inline", "thread"):
             session.run(*prefix, str(program), execution, str(seconds // 4), external=True)
     session.install(*group("fuzz"))

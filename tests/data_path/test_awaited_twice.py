@@ -283,7 +283,7 @@ async def test_what_others_ask_of_messages(device: Device, where: Callable[..., 
 
         def use() -> None:
             with pytest.raises(AffinityError):
-                anext(inbox)
+                _ = anext(inbox)
             for name in ("send", "throw", "close"):
                 with pytest.raises(AffinityError):
                     TRIES[name](asked)
@@ -300,7 +300,7 @@ async def test_what_others_ask_of_messages(device: Device, where: Callable[..., 
 
         def late() -> None:
             with pytest.raises(AffinityError):
-                anext(inbox)
+                _ = anext(inbox)
 
         await where(late)
         for number in (1, 2):

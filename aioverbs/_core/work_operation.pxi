@@ -241,9 +241,9 @@ cdef class Operation:
         return self.phase != BEGINNING
 
     cdef bint _is_deserted(self) except -1:
-        # Whether who awaits it will never go on: its loop is closed, or is of the process that this one was forked from.
-        # The task is dropped then, and its coroutine closes this, in whatever task or thread that is. Before, the future
-        # that the task waits for keeps the task.
+        # Whether who awaits it will never go on: its loop is closed, or is of the process that this one was forked
+        # from. The task is dropped then, and its coroutine closes this, in whatever task or thread that is. Before, the
+        # future that the task waits for keeps the task.
         return self.phase == SUSPENDED and (self.waiter.get_loop().is_closed() or self.queue.handle.closed)
 
     cdef int _refuse(self) except -1:

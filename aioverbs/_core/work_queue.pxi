@@ -622,8 +622,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _end_if_deaf(self) except -1:
-        # Of a shared receive queue: whoever waits is told where nothing completes any more. Until the last queue pair that
-        # took from it is reset, the device has the use of its memory.
+        # Of a shared receive queue: whoever waits is told where nothing completes any more. Until the last queue pair
+        # that took from it is reset, the device has the use of its memory.
         if not self._is_deaf():
             return 0
         for completer in self.completers:

@@ -13,7 +13,7 @@
 /* As a program that registers and deregisters for ever, beside regions that stay. */
 static void a_key_comes_again_late(unsigned int live)
 {
-    bool(*seen)[USES] = calloc(NUMBERS, sizeof(*seen));
+    bool (*seen)[USES] = calloc(NUMBERS, sizeof(*seen));
     uint32_t number, kept, step;
     struct soft_table table;
     unsigned int i;

@@ -69,6 +69,8 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
     }
     if (stall) /* those who are not answered any more */
         soft_licence_recall_all(device);
+    else
+        soft_fabric_wake(fabric); /* they may have had more at hand than fitted into a turn */
     pthread_mutex_unlock(&fabric->progress);
     return count;
 }

@@ -54,6 +54,18 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
         soft_stream_receive(stream);
 }
 
+/* Who had more at hand than fits into a turn has the next one. */
+static void go_on(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream, *next;
+
+    for (stream = fabric->streams; stream; stream = next) {
+        next = stream->next;
+        if (stream->unfinished)
+            soft_stream_receive(stream);
+    }
+}
+
 void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count)
 {
     const struct soft_watch *listeners[2];
@@ -88,8 +100,10 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
     /* After the others, of which these may close some. */
     for (i = 0; i < listener_count; i++)
         soft_fabric_accept(fabric, listeners[i]);
-    if (wanted)
+    if (wanted) {
+        go_on(fabric);
         soft_links_connect(fabric);
+    }
     if (late)
         soft_disturb_release(fabric, soft_now_ns());
 }

@@ -186,8 +186,11 @@ static bool is_frame_at_hand(const struct soft_stream *stream)
            (soft_frame_parse(stream->in + stream->in_begin, &frame) || size - SOFT_FRAME_SIZE >= frame.size);
 }
 
+/* It has another turn when those have had theirs that epoll tells of before `wake`. */
 static void set_unfinished(struct soft_stream *stream, bool unfinished)
 {
+    if (unfinished)
+        soft_fabric_wake(stream->fabric);
     if (stream->unfinished == unfinished)
         return;
     pthread_mutex_lock(&stream->tx);

@@ -196,13 +196,9 @@ void soft_stream_refuse(struct soft_stream *stream, const char *reason)
 
 void soft_stream_watch(struct soft_stream *stream)
 {
-    uint32_t events = stream->paused || stream->stalled ? 0 : EPOLLIN;
+    uint32_t events = stream->paused || stream->stalled || stream->unfinished ? 0 : EPOLLIN;
     struct epoll_event event = {.data.ptr = &stream->watch};
 
-    /* So it has another turn when the others that epoll tells of have had theirs. The socket takes bytes, as EPOLLOUT
-     * says for who has some to send; or else the peer is to read first, or has sent more, which EPOLLIN tells. */
-    if (stream->unfinished && !stream->stalled)
-        events |= EPOLLWRNORM;
     if (stream->stage == SOFT_CONNECTING || stream->blocked ||
         (stream->is_link && stream->stage == SOFT_OPEN &&
          soft_link_waited_for(container_of(stream, struct soft_link, stream))))

@@ -47,6 +47,7 @@ __all__ = ["Storage", "connect"]
 
 _SMALL_BUFFERS = 64
 _LARGE_BUFFERS = 4  # to begin with, and four times as many at most
+_ANSWER_S = 5.0  # for what must be known though who asked is cancelled
 
 
 class Storage:
@@ -113,19 +114,39 @@ class Storage:
         try:
             yield volume
         finally:
-            if self._questions.over is None:
-                with anyio.CancelScope(shield=True), contextlib.suppress(BrokenResourceError, StorageError):
-                    await self._questions.done(Close(opened.volume))
+            await self._close(opened)
+
+    async def _close(self, opened: Opened) -> None:
+        """Close a volume, whoever is cancelled; a server that does not answer is given up."""
+        if self._questions.over is not None:
+            return
+        with anyio.move_on_after(_ANSWER_S, shield=True) as scope:
+            with contextlib.suppress(BrokenResourceError, StorageError):
+                await self._questions.done(Close(opened.volume))
+        if scope.cancelled_caught:
+            await self._questions.connection.abort()
 
     async def _opened(self, request: Open | Reopen) -> tuple[Opened, Granted]:
-        # Who is cancelled in the middle would not know what it has open.
         async with self._opening:
-            with anyio.CancelScope(shield=True):
-                opened = await self._questions.expect(request, Opened)
-            while True:  # grants of what was given up before came before
-                granted = await self._questions.connection.receive_grant()
-                if granted.remote.rkey == opened.rkey:
-                    return opened, granted
+            opening = asyncio.create_task(self._grant(request))
+            try:
+                return await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                # Who is cancelled in the middle would not know what it has open.
+                with anyio.CancelScope(shield=True):
+                    if not (await asyncio.wait([opening], timeout=_ANSWER_S))[0]:
+                        await self._questions.connection.abort()
+                        await asyncio.wait([opening])
+                if opening.exception() is None and isinstance(request, Open):
+                    await self._close(opening.result()[0])
+                raise
+
+    async def _grant(self, request: Open | Reopen) -> tuple[Opened, Granted]:
+        opened = await self._questions.expect(request, Opened)
+        while True:  # grants of what was given up before came before
+            granted = await self._questions.connection.receive_grant()
+            if granted.remote.rkey == opened.rkey:
+                return opened, granted
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from aioverbs import AccessFlags, BrokenResourceError, ClosedResourceError, Connection, Grant
-from storage_server.errors import ChangedError, InvalidError, RefusedError
+from storage_server.errors import BusyError, ChangedError, InvalidError, RefusedError
 from storage_server.messages import Mode
 from storage_server.metrics import Metrics
 from storage_server.volumes import Volume, Volumes
@@ -13,6 +13,7 @@ from storage_server.volumes import Volume, Volumes
 __all__ = ["Handle"]
 
 _REVOKE_S = 5.0
+_GRANT_S = 10.0  # for a client to have room for what it is told
 
 
 class Handle:
@@ -29,6 +30,7 @@ class Handle:
         self.number = number
         self.opened: Volume | None = None  # from the moment on from which it is to be closed
         self.grant: Grant | None = None
+        self._granting: asyncio.Task[None] | None = None  # until it is paused
         self.why = ""  # it is open no more
         self._connection = connection
         self._gauge = metrics.grants.labels(mode.name.lower())
@@ -41,19 +43,26 @@ class Handle:
     # ---- What the server's loop calls, on this one, one at a time
 
     async def begin(self, volume: Volume) -> None:
-        """Grant the client the volume's memory."""
+        """Begin to grant the client the volume's memory. Only who uses it waits for that: a client may read nothing."""
         async with self._changing:
             if self.why:
                 raise ChangedError(self.why)
             self._paused = False
-            if self.grant is not None:
-                return
-            self.opened = volume
-            backing = volume.backing
-            assert backing is not None
-            writes = AccessFlags.REMOTE_WRITE if self.mode is Mode.WRITE else AccessFlags(0)
-            self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
-            self._gauge.inc()
+            if self._granting is None:
+                self.opened = volume
+                self._granting = asyncio.create_task(self._grant(volume))
+
+    async def _grant(self, volume: Volume) -> None:
+        backing = volume.backing
+        assert backing is not None
+        writes = AccessFlags.REMOTE_WRITE if self.mode is Mode.WRITE else AccessFlags(0)
+        try:
+            async with asyncio.timeout(_GRANT_S):
+                self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
+        except TimeoutError as error:
+            await self._connection.abort()
+            raise BusyError(f"client {self.client!r} does not read what it is told") from error
+        self._gauge.inc()
 
     async def pause(self) -> None:
         """Nothing of this client's reads or writes the memory when this returns.
@@ -62,6 +71,11 @@ class Handle:
         """
         self._paused = True
         async with self._changing:
+            if self._granting is not None:
+                self._granting.cancel()
+                await asyncio.wait([self._granting])
+                _ = self._granting.cancelled() or self._granting.exception()  # who uses it was told
+                self._granting = None
             await self._unused.wait()
             if self.grant is not None:
                 try:
@@ -112,7 +126,13 @@ class Handle:
     async def use(self, volumes: Volumes) -> AsyncIterator[None]:
         """Have the memory for the time of a block that awaits; where it is paused, wait for that to be over."""
         while not self.usable:
-            await volumes.ask(volumes.resume, self.volume, self)
+            granting = self._granting
+            if granting is None or self._paused:
+                await volumes.ask(volumes.resume, self.volume, self)
+                continue
+            await asyncio.wait([granting])
+            if not granting.cancelled():
+                granting.result()
         self._uses += 1
         self._unused.clear()
         try:

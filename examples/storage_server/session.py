@@ -11,12 +11,14 @@ import logging
 import os
 import zlib
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
 from aioverbs import BrokenResourceError, ClosedResourceError, Connection, current_worker
-from storage_server.errors import ChangedError, InvalidError, RefusedError, StorageError
+from storage_server.errors import InvalidError, RefusedError, StorageError
 from storage_server.handle import Handle
 from storage_server.messages import (
     Answer,
@@ -99,8 +101,7 @@ class Session:
                 task.add_done_callback(self._over)
                 await asyncio.sleep(0)  # it begins now, and not when a connection that polls has looked long enough
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._end()
+            await _to_its_end(self._end())
             self.shared.metrics.sessions.dec()
             self.shared.here[self._worker] -= 1
 
@@ -168,7 +169,7 @@ class Session:
         known = told(error)
         if not isinstance(error, StorageError):
             logger.error("a request of client %r failed", self.client, exc_info=error)
-        return Failed(known.code, str(known).encode()[:TEXT_MOST].decode(errors="ignore"))
+        return _failure(known)
 
     async def _do(self, request: Message) -> Answer:
         volumes = self._volumes
@@ -216,7 +217,7 @@ class Session:
 
     def _handle(self, number: int) -> Handle:
         handle = self._handles.get(number)
-        if handle is None:
+        if handle is None or handle.opened is None:  # it is being opened, perhaps: its client was not told the number
             raise InvalidError(f"no volume is open by the number {number}")
         return handle
 
@@ -235,8 +236,8 @@ class Session:
         try:
             async with handle.use(self._volumes):  # by now somebody may have paused it
                 return self._opened(handle)
-        except ChangedError:  # or ended it
-            del self._handles[number]
+        except StorageError:  # or ended it, or closed it already; or the client reads nothing
+            self._handles.pop(number, None)
             await self._volumes.ask(self._volumes.close, handle.volume, handle)
             raise
 
@@ -275,6 +276,25 @@ class Session:
             handle.piece(start, end - start)
         assert handle.volume.backing is not None
         handle.volume.backing.written(written)
+
+
+async def _to_its_end(what: Coroutine[Any, Any, None]) -> None:
+    """Await something, whoever is cancelled meanwhile: by a scope, or by a server that stops."""
+    doing = asyncio.create_task(what)
+    cancelled = None
+    with anyio.CancelScope(shield=True):
+        while not doing.done():
+            try:
+                await asyncio.wait([doing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    doing.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+def _failure(error: StorageError) -> Failed:
+    return Failed(error.code, str(error).encode()[:TEXT_MOST].decode(errors="ignore"))
 
 
 async def _known(connection: Connection, shared: Shared) -> str:
@@ -319,7 +339,7 @@ async def _greeted(connection: Connection, shared: Shared) -> str | None:
     except StorageError as error:
         shared.metrics.refused.inc()
         logger.warning("a client at %s was refused: %s", connection.remote_address, error)
-        await connection.send(pack(0, Failed(error.code, str(error))))
+        await connection.send(pack(0, _failure(error)))
         return None
     await connection.send(pack(0, Done()))
     return client

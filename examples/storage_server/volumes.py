@@ -66,7 +66,7 @@ class User(Protocol):
     loop: asyncio.AbstractEventLoop
 
     async def begin(self, volume: "Volume") -> None:
-        """Grant the client the volume's memory; what it has granted stays as it is.
+        """Begin to grant the client the volume's memory; what it has granted stays as it is.
 
         :raises ChangedError: the user wants no more.
         """

@@ -11,6 +11,7 @@ from typing import Any, cast
 import anyio
 import pytest
 from storage_server.catalog import VolumeRow, key_of
+from storage_server.client import connect
 from storage_server.errors import BusyError, ChangedError, Code, DiskError
 from storage_server.handle import Handle
 from storage_server.messages import (
@@ -32,7 +33,7 @@ from storage_server.protocol import DATA_MOST, VERSION, pack, parse, proof_of
 from storage_server.volumes import Volume
 
 import aioverbs
-from aioverbs import BrokenResourceError, Connection, Device
+from aioverbs import BrokenResourceError, Connection, ConnectionSettings, Device
 from tests.pace import patience
 from tests.storage.parts import BLOCK, HOST, Server, serve_here
 from tests.storage.power import Power
@@ -63,10 +64,12 @@ class Raw:
 
 
 @contextlib.asynccontextmanager
-async def raw_client(server: Server, *, greets: bool = True) -> AsyncIterator[Raw]:
+async def raw_client(
+    server: Server, *, greets: bool = True, settings: ConnectionSettings | None = None
+) -> AsyncIterator[Raw]:
     async with (
         server.device.resource_domain() as domain,
-        aioverbs.connect(HOST, server.serving.port, domain=domain) as connection,
+        aioverbs.connect(HOST, server.serving.port, domain=domain, settings=settings) as connection,
     ):
         _, challenge = parse(await connection.receive())
         assert isinstance(challenge, Challenge)
@@ -131,6 +134,67 @@ async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backi
         assert isinstance(await raw.ask(Open(Mode.READ, "disk")), Failed), "it has enough of them"
 
 
+async def test_a_volume_is_closed_while_it_is_opened(device: Device, tmp_path: Path, backing: str) -> None:
+    """Its client cannot know the number yet: nothing stays open for ever."""
+    async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
+        await storage.create("disk", SIZE)
+        async with raw_client(server) as raw:
+            for number in (1, 2, 3):
+                await raw.connection.send(pack(2 * number, Open(Mode.READ, "disk")))
+                await raw.connection.send(pack(2 * number + 1, Close(number)))
+            answers = dict([parse(await raw.connection.receive()) for _ in range(6)])
+            assert all(isinstance(answers[2 * number], Opened | Failed) for number in (1, 2, 3))
+        (volume,) = server.serving.volumes._volumes.values()
+        await until(lambda: not volume.users)
+        assert volume.backing is None
+        assert server.metric("grants", mode="read") == 0
+
+
+async def test_a_client_that_reads_nothing_keeps_no_volume(
+    device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage_server.handle._REVOKE_S", 0.1)  # nor does it let go by itself
+    async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
+        await storage.create("disk", SIZE)
+        async with raw_client(server, settings=ConnectionSettings(receive_depth=4)) as raw:
+            for number in range(1, 17):
+                await raw.connection.send(pack(number, Open(Mode.WRITE, "disk")))
+            (volume,) = server.serving.volumes._volumes.values()
+            await until(lambda: len(volume.users) == 16)
+            async with asyncio.timeout(patience(5)), storage.open("disk", write=True) as disk:
+                await disk.write(0, b"in time")
+            async with asyncio.timeout(patience(5)):
+                await storage.delete("disk")
+
+
+@pytest.mark.once
+async def test_a_server_that_does_not_answer(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is cancelled while it opens a volume waits for the answer, and not for ever."""
+    monkeypatch.setattr("storage_server.client._ANSWER_S", 0.1)
+
+    async def silent(connection: Connection) -> None:
+        await connection.send(pack(0, Challenge(VERSION, bytes(16))))
+        await connection.receive()
+        await connection.send(pack(0, Done()))
+        async for _ in connection:
+            pass
+
+    async with serve_here(device, tmp_path, "mapped" if device.software else "cached") as server:
+        token = server.serving.token_file.read_text()
+    async with (
+        device.resource_domain() as domain,
+        aioverbs.serve(silent, HOST, domain=domain) as served,
+        connect(HOST, served.port, token, domain=domain) as storage,
+    ):
+        async with asyncio.timeout(patience(5)):
+            with anyio.move_on_after(0.1) as scope:
+                async with storage.open("disk"):
+                    pass
+            assert scope.cancelled_caught
+            with pytest.raises(BrokenResourceError):
+                await storage.create("disk", SIZE)
+
+
 async def test_who_does_not_say_who_it_is(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +210,8 @@ async def test_who_does_not_say_who_it_is(
             answer = await other.ask(Hello(VERSION + 1, bytes(32), "owner"))
             assert isinstance(answer, Failed)
             assert "speaks version 1" in answer.text
+        async with raw_client(server, greets=False) as nobody:
+            assert isinstance(await nobody.ask(Hello(VERSION, bytes(32), "n" * 512)), Failed), "and it is told"
 
 
 async def test_who_goes_without_a_word_leaves_nothing(device: Device, tmp_path: Path, backing: str) -> None:

@@ -386,6 +386,7 @@ static void who_polls_reads(void)
 {
     struct sender sender;
     uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    bool stood_back;
     unsigned int i;
 
     open_both();
@@ -396,7 +397,9 @@ static void who_polls_reads(void)
             soft_fabric_progress(&a->device, false);
         CHECK_EQ(a->responses, i);
     }
-    EVENTUALLY((soft_fabric_progress(&a->device, false), atomic_load(&a->device.fabric->stood_back)) || now_ns() > end);
+    while (!(stood_back = atomic_load(&a->device.fabric->stood_back)) && now_ns() < end)
+        soft_fabric_progress(&a->device, false); /* without a pause: the thread would not see that somebody polls */
+    CHECK(stood_back);
     /* Without a word he polls no more: soon the thread is back. */
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     EVENTUALLY(a->responses == i);

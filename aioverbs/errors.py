@@ -71,6 +71,11 @@ _LOCKING_VERBS = (
 _VERB_ADVICE = {
     **{(verb, _errno.EPERM): "the process may lock no memory: raise `ulimit -l`" for verb in _LOCKING_VERBS},
     ("ibv_open_device", _errno.ENOENT): "its file is not in /dev/infiniband: a container has to be given it",
+    ("ibv_open_xrcd", _errno.EAGAIN): "no process has an XRC domain of this inode: os.O_CREAT makes one",
+    ("ibv_open_xrcd", _errno.EINVAL): "an XRC domain of this inode is there already, which os.O_EXCL refuses; or no "
+    "descriptor was given, which needs os.O_CREAT; or other flags",
+    ("ibv_open_xrcd", _errno.ETIMEDOUT): "another process has not given back the locks of AIOVERBS_SOFT_DIRECTORY: see "
+    "whether one is stopped, and whether strangers may read the directory",
     ("ibv_modify_qp", _errno.ENODEV): "the network interface of its GID is down, or the device is gone",
 }
 

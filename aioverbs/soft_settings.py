@@ -26,6 +26,7 @@ class SoftSettings:
 
     :param directory: AIOVERBS_SOFT_DIRECTORY, where devices of this host find each other; without it a private one of
         this user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, it needs the sticky bit where several can write.
+        Processes that have it in common have the XRC domains of inodes in common.
     :param address: AIOVERBS_SOFT_ADDRESS, of the device that is named by ``"soft0"`` alone; None: it has none.
     :param users: AIOVERBS_SOFT_USERS, the numbers of the users whose processes may be peers, beside this one's.
     :param secret: AIOVERBS_SOFT_SECRET, what a peer has to know; empty: nothing. It is not shown. A random one of 32

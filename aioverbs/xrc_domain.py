@@ -16,9 +16,17 @@ class XrcDomain(Handled[engine.XrcDomain]):
 
     Made by `Device.xrc_domain`.
 
+    An inode has one domain, whichever process opens it, by whatever name or inherited descriptor. It ends when the last
+    process closes it; one that ends, or is killed, has closed it. A shared receive queue is served by the process that
+    made it. On the software device that holds among the processes that have AIOVERBS_SOFT_DIRECTORY in common, and the
+    child of a fork counts by what it opens itself, not by what its parent has. Where that directory cannot be made, or
+    is not to be trusted, as where other users can write to it and AIOVERBS_SOFT_USERS names none, a process knows of
+    its own domains only.
+
     :param fd: "the file descriptor to associate with the XRCD": who opens one with the same inode opens the same; -1:
         no inode is associated, and nobody else opens it.
     :param oflag: ``os.O_CREAT``: it is created where it does not exist; with ``os.O_EXCL`` opening fails where it does.
+        Without ``os.O_CREAT`` opening fails where it does not exist.
     """
 
     def __init__(self, device: Resource, context: engine.Context, fd: int = -1, oflag: int = os.O_CREAT) -> None:

@@ -4,11 +4,13 @@
 cdef class XrcDomain(Handle):
     """An XRC domain: ``ibv_open_xrcd``.
 
-    :param fd: a file whose inode it is associated with, or -1 for none. All that name one inode open one domain.
+    :param fd: a file whose inode it is associated with, or -1 for none. All that name one inode open one domain, in
+        whichever process.
     :param oflag: ``os.O_CREAT`` makes the domain where there is none yet, with ``os.O_EXCL`` only there.
     :raises VerbsError: with EINVAL where the domain is there and ``os.O_EXCL`` was given, or for other flags, or for no
         file without ``os.O_CREAT``; with EAGAIN where the domain is not there and ``os.O_CREAT`` was not given; with
-        EBADF where `fd` is no open file; with EOPNOTSUPP where the provider has none.
+        EBADF where `fd` is no open file; with EOPNOTSUPP where the provider has none; with ETIMEDOUT where another
+        process of the software device stands still, or a stranger locks what only they should, for ten seconds.
 
     `destroy` is ``ibv_close_xrcd``: busy while a queue pair or a shared receive queue was made with this handle. The
     domain goes with its last handle.

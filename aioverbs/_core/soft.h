@@ -100,7 +100,8 @@ struct soft_device {
     struct soft_context *first;    /* all contexts */
     struct soft_domain *shared;    /* protection domains that have a share key */
     struct soft_shared *files;     /* those of them that other processes have, too; under `lock` */
-    struct soft_xrc_inode *xrcds;  /* XRC domains that have an inode */
+    pthread_mutex_t xrcd_lock;     /* other processes may be waited for under it; before soft_descriptors_hold */
+    struct soft_xrc_inode *xrcds;  /* XRC domains that have an inode; under xrcd_lock */
     uint32_t next_share;           /* the next identifier of a shared protection domain */
     struct soft_fabric *fabric;    /* const: the way to the devices of others */
     struct soft_gathered gathered; /* under the fabric's progress */

@@ -49,7 +49,8 @@ static struct soft_device *device_new(const struct soft_address *address)
     }
     if (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
         soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
-        soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) || pthread_mutex_init(&device->lock, NULL))
+        soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) || pthread_mutex_init(&device->lock, NULL) ||
+        pthread_mutex_init(&device->xrcd_lock, NULL))
         error = ENOMEM;
     if (!error) /* the last that can fail: it is never freed */
         error = soft_fabric_new(device, &soft_remote_user);

@@ -22,36 +22,40 @@ static void path_of(const struct soft_settings *settings, const char *name, char
 }
 
 /* Whether nobody but us could have put something there; or, where it is shared with others, replaced what is ours. */
-static int check(const struct soft_settings *settings, char *why, size_t size)
+static int check(const struct soft_settings *settings, const struct stat *found, char *why, size_t size)
 {
-    struct stat found;
-
-    if (lstat(settings->directory, &found)) {
-        snprintf(why, size, "%s: %s", settings->directory, strerror(errno));
-        return errno;
-    }
-    if (!S_ISDIR(found.st_mode)) {
+    if (!S_ISDIR(found->st_mode)) {
         snprintf(why, size, "%s is no directory: remove it, or name another by AIOVERBS_SOFT_DIRECTORY",
                  settings->directory);
         return ENOTDIR;
     }
     if (settings->user_count) { /* its owner is the users' affair, and whether all of them may write there */
-        if (!(found.st_mode & 022) || found.st_mode & S_ISVTX)
+        if (!(found->st_mode & 022) || found->st_mode & S_ISVTX)
             return 0;
         snprintf(why, size, "%s has no sticky bit, so that its users could replace each other's sockets: chmod +t it",
                  settings->directory);
         return EACCES;
     }
-    if (found.st_uid != geteuid()) {
+    if (found->st_uid != geteuid()) {
         snprintf(why, size, "%s is another user's: name one of your own by AIOVERBS_SOFT_DIRECTORY",
                  settings->directory);
         return EACCES;
     }
-    if (found.st_mode & 022) {
+    if (found->st_mode & 022) {
         snprintf(why, size, "%s can be written by others: chmod 0700 it", settings->directory);
         return EACCES;
     }
     return 0;
+}
+
+static int look(const struct soft_settings *settings, char *why, size_t size)
+{
+    struct stat found;
+
+    if (!lstat(settings->directory, &found))
+        return check(settings, &found, why, size);
+    snprintf(why, size, "%s: %s", settings->directory, strerror(errno));
+    return errno;
 }
 
 static int make(const struct soft_settings *settings, char *why, size_t size)
@@ -60,7 +64,7 @@ static int make(const struct soft_settings *settings, char *why, size_t size)
         snprintf(why, size, "%s cannot be made: %s", settings->directory, strerror(errno));
         return errno;
     }
-    return check(settings, why, size);
+    return look(settings, why, size);
 }
 
 /* Whether somebody listens there. Where it cannot be told, somebody does. */
@@ -232,7 +236,48 @@ int soft_directory_find(const struct soft_settings *settings, const union ibv_gi
     address->sun_family = AF_UNIX;
     soft_gid_name(gid, name);
     path_of(settings, name, address->sun_path);
-    if (check(settings, why, sizeof(why)) || access(address->sun_path, F_OK))
+    if (look(settings, why, sizeof(why)) || access(address->sun_path, F_OK))
         return ENOENT;
     return 0;
+}
+
+/* An owned descriptor, or -1 and errno. */
+static int open_at(int directory, const char *name, int flags)
+{
+    int fd, error;
+
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(openat(directory, name, flags | O_NOFOLLOW | O_CLOEXEC, 0600));
+    error = errno;
+    soft_descriptors_release();
+    errno = error;
+    return fd;
+}
+
+int soft_directory_locks(const struct soft_settings *settings)
+{
+    int directory, fd = -1, error = 0;
+    struct stat found;
+    char why[256];
+
+    if (mkdir(settings->directory, 0700) && errno != EEXIST)
+        return -1;
+    directory = open_at(AT_FDCWD, settings->directory, O_RDONLY | O_DIRECTORY);
+    if (directory < 0 || fstat(directory, &found)) /* what was opened is looked at: the name may be another's by now */
+        error = errno;
+    if (!error)
+        error = check(settings, &found, why, sizeof(why));
+    if (!error && found.st_mode & 022)
+        return directory;
+    if (!error) {
+        fd = open_at(directory, "locks", O_RDWR | O_CREAT);
+        error = fd < 0 || fchmod(fd, 0600) ? errno : 0; /* the umask may have taken something away */
+    }
+    if (error) {
+        soft_descriptor_close(fd);
+        fd = -1;
+    }
+    soft_descriptor_close(directory);
+    errno = error;
+    return fd;
 }

@@ -29,4 +29,9 @@ bool soft_directory_permits(const struct soft_settings *settings, const union ib
 /* Where a device with this GID would listen. 0, or ENOENT: it does not, or the directory is not to be trusted. */
 int soft_directory_find(const struct soft_settings *settings, const union ibv_gid *gid, struct sockaddr_un *address);
 
+/* What those who use the directory can lock: a file in it that is only for the one user who can write there; or, with
+ * several users, the directory itself, since a file could be put there by anybody. Whoever can open that one for reading
+ * can lock it. An owned descriptor, or -1 and errno: also where the directory cannot be made, or is not to be trusted. */
+int soft_directory_locks(const struct soft_settings *settings);
+
 #endif

@@ -65,6 +65,11 @@ void soft_fabric_configure(struct soft_device *device, const struct soft_setting
     pthread_mutex_unlock(&fabric->setup);
 }
 
+const struct soft_settings *soft_fabric_settings(const struct soft_device *device)
+{
+    return &device->fabric->settings;
+}
+
 bool soft_fabric_has_begun(const struct soft_device *device)
 {
     return atomic_load_explicit(&device->fabric->active, memory_order_relaxed);

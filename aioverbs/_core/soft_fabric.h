@@ -66,6 +66,9 @@ void soft_fabric_halt(struct soft_device *device);
 
 /* The settings from here on, unless it has begun. */
 void soft_fabric_configure(struct soft_device *device, const struct soft_settings *settings);
+
+/* Those that it has. They are const while a context is open, which the caller's is. */
+const struct soft_settings *soft_fabric_settings(const struct soft_device *device);
 bool soft_fabric_has_begun(const struct soft_device *device);
 
 /* Peers find the device from here on: 0 or an errno, which soft_fabric_error() explains. Outside of grace sections,

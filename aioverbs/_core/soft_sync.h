@@ -12,6 +12,7 @@
  *                 >  qp->sq_lock  >  peer qp->rq_lock  >  mw->lock  >  srq->lock
  *                 >  the fault plan's lock  >  cq->lock  >  channel->lock | engine->lock | events.lock
  *   anything but fabric->setup's holder  >  stream->tx  >  fabric->links
+ *   device->xrcd_lock  >  the descriptors' lock
  *
  * Of channel->lock, engine->lock and events.lock a thread holds one at a time, and none of them with stream->tx. Nobody
  * waits for fabric->progress while he holds a sq_lock or is in a grace section. fabric->setup is also taken, for as

@@ -543,7 +543,7 @@ struct inherited {
     int file;
 };
 
-/* A child has a device of its own. */
+/* A child has a device of its own, and the inode the domain that it has in the parent. */
 static void open_in_child(void *argument)
 {
     struct inherited *inherited = argument;
@@ -553,8 +553,8 @@ static void open_in_child(void *argument)
     CHECK_EQ(verbs_close_xrcd(inherited->xrcd), ENODEV);
     CHECK_REFUSED(try_open(inherited->xrcd->context, inherited->file, O_CREAT), ENODEV);
     home_open(&home);
-    CHECK_REFUSED(try_open(home.context, inherited->file, 0), EAGAIN);
-    own = must_open(home.context, inherited->file, O_CREAT | O_EXCL);
+    CHECK_REFUSED(try_open(home.context, inherited->file, O_CREAT | O_EXCL), EINVAL);
+    own = must_open(home.context, inherited->file, 0);
     CHECK_EQ(verbs_close_xrcd(own), 0);
     home_close(&home);
 }

@@ -1,7 +1,12 @@
 """ibv_open_xrcd(3), sentence by sentence."""
 
+import asyncio
+import contextlib
 import errno
 import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,60 @@ import pytest
 from aioverbs import AccessFlags, BusyResourceError, QpType, VerbsError, WorkCompletionError
 from aioverbs.device import Device, open_device
 from tests.capabilities import Capability, needs
+from tests.pace import patience
+
+# The program of another process: it opens and closes domains of an inherited descriptor, as it is told line by line.
+OTHER = """
+import asyncio, errno, sys
+from aioverbs import VerbsError, open_device
+
+async def main(name, fd):
+    held = []
+    async with open_device(name) as device:
+        for line in sys.stdin:
+            match line.split():
+                case ["open", oflag]:
+                    try:
+                        held.append(await device.xrc_domain(fd, int(oflag)).open())
+                        answer = "opened"
+                    except VerbsError as error:
+                        answer = errno.errorcode[error.errno]
+                case ["close"]:
+                    await held.pop().aclose()
+                    answer = "closed"
+            print(answer, flush=True)
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@dataclass
+class Other:
+    process: asyncio.subprocess.Process
+
+    async def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        return (await asyncio.wait_for(self.process.stdout.readline(), patience(20))).decode().strip()
+
+    async def open(self, oflag: int) -> str:
+        """What came of it."""
+        return await self.ask(f"open {oflag}")
+
+
+@contextlib.asynccontextmanager
+async def another_process(device: Device, fd: int) -> AsyncIterator[Other]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", OTHER, device.name, str(fd)), stdin=pipe, stdout=pipe, pass_fds=[fd]
+    )
+    try:
+        yield Other(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await asyncio.wait_for(process.wait(), patience(20))
 
 
 @pytest.fixture
@@ -30,7 +89,7 @@ async def test_opens_an_xrc_domain_for_the_context(device: Device) -> None:
 async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device, fd: int) -> None:
     """ "Indicates that an XRCD should be created and associated with the inode referenced by the given fd. If the XRCD
     exists, this flag has no effect" """
-    with pytest.raises(VerbsError, match="EAGAIN"):
+    with pytest.raises(VerbsError, match=r"EAGAIN .*: no process has an XRC domain of this inode"):
         await device.xrc_domain(fd, 0).open()
     async with device.xrc_domain(fd, os.O_CREAT), device.xrc_domain(fd, os.O_CREAT), device.xrc_domain(fd, 0):
         pass
@@ -42,7 +101,7 @@ async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device,
 async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
     """ "If O_EXCL and O_CREAT are set, open will fail if an XRCD associated with the inode exists." """
     async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
-        with pytest.raises(VerbsError, match="EINVAL"):
+        with pytest.raises(VerbsError, match=r"EINVAL .*: an XRC domain of this inode is there already"):
             await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
     async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
         pass
@@ -72,6 +131,44 @@ async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
                 pass
         with pytest.raises(VerbsError, match="EAGAIN"):
             await other.xrc_domain(fd, 0).open()
+    os.close(fd)
+
+
+@pytest.mark.once
+@needs(Capability.XRC_DOMAINS)
+async def test_the_inode_is_the_same_for_all_processes(device: Device, fd: int) -> None:
+    """ "associated with the inode referenced by the given fd"; "If this is the last reference, the XRCD will be
+    destroyed.": whichever process has it"""
+    async with another_process(device, fd) as other:
+        assert await other.open(0) == "EAGAIN"
+        first = await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
+        assert await other.open(os.O_CREAT | os.O_EXCL) == "EINVAL"
+        assert await other.open(0) == "opened"
+        await first.aclose()
+        with pytest.raises(VerbsError, match="EINVAL"):
+            await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
+        async with device.xrc_domain(fd, 0):
+            pass
+        assert await other.ask("close") == "closed"
+        with pytest.raises(VerbsError, match="EAGAIN"):
+            await device.xrc_domain(fd, 0).open()
+    os.close(fd)
+
+
+@pytest.mark.once
+@needs(Capability.XRC_DOMAINS)
+async def test_a_process_that_was_killed_has_no_reference(device: Device, fd: int) -> None:
+    """ "If this is the last reference, the XRCD will be destroyed.": the system closes what a process leaves"""
+    async with another_process(device, fd) as other:
+        assert await other.open(os.O_CREAT) == "opened"
+        async with device.xrc_domain(fd, 0):
+            pass
+        other.process.kill()
+        await asyncio.wait_for(other.process.wait(), patience(20))
+        with pytest.raises(VerbsError, match="EAGAIN"):
+            await device.xrc_domain(fd, 0).open()
+        async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
+            pass
     os.close(fd)
 
 

@@ -65,7 +65,7 @@ class Allocator(Protocol):
         :param size: bytes. They must be zero, and no fork may copy them: shared anonymous memory, or MADV_DONTFORK.
         :param alignment: bytes; the address must be a multiple of it.
         :param resource_type: what it is for; `ResourceKind.decode` tells.
-        :param pd: the parent domain that it is for, as its `handle`; None for a buffer.
+        :param pd: the core's parent domain that it is for (`ParentDomain.handle`); None for a buffer.
         :param context: that parent domain's, the "user-specified context"; None for a buffer.
         """
 

@@ -48,8 +48,8 @@ cdef class Operation:
     one that waits for a place withdraws it. One that was posted goes on whatever becomes of who awaits it: cancelled,
     timed out or forgotten, its memory stays pinned and its place taken until it completes.
 
-    It is a `collections.abc.Coroutine`: tasks and cancel scopes take it, and so does ``yield from`` its `__await__`. A
-    second await raises RuntimeError, whatever task, thread or loop it is of, and does not disturb the first; so do
+    It is a `collections.abc.Coroutine`: tasks and cancel scopes take it, and so does ``yield from`` its ``__await__``.
+    A second await raises RuntimeError, whatever task, thread or loop it is of, and does not disturb the first; so do
     `send`, `throw` and `close` of anybody but the task that awaits it. Made by the methods of a queue pair.
     """
 

@@ -36,6 +36,7 @@ THEMES = (
             "Device",
             "ResourceDomain",
             "aioverbs.domain.Domain",
+            "aioverbs.protection_domain.InterchangeableDomain",
             "ProtectionDomain",
             "ParentDomain",
             "ThreadDomain",

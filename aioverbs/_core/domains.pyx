@@ -13,7 +13,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcmp, memset
 
 from aioverbs._core.allocators cimport NativeAllocator, alloc_free_function, alloc_function
-from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain, failed_by
+from aioverbs._core.engine cimport Affinity, Context, Handle, ProtectionDomain
 cimport aioverbs._core.verbs as v
 
 cdef extern from "domain_memory.h" nogil:
@@ -154,7 +154,7 @@ cdef class ParentDomain(ProtectionDomain):
                     self.pointer = v.verbs_alloc_parent_domain(pd.context.pointer, &attr)
                     error = errno
                 if not self.pointer:
-                    raise failed_by("ibv_alloc_parent_domain", error, self._take_cause())
+                    raise self._failed_by("ibv_alloc_parent_domain", error, self._take_cause())
                 self._slot, self._lent = pd._slot, pd._lent  # where its base is lent, it ends with that
                 self._opened(f"{self.pointer.handle}")
             except BaseException:

@@ -79,6 +79,7 @@ cdef class Handle:
     cdef bint _has_driver_half(self) noexcept
     cdef void _leave_parents(self) noexcept
     cdef int _check(self, str verb, int error) except -1
+    cdef object _failed_by(self, str verb, int error, object cause)
 
 
 cdef class Context(Handle):
@@ -110,9 +111,6 @@ cdef class ProtectionDomain(Handle):
     cdef public object lease            # None, or what import_pd says; to be set before anyone else has the domain
 
     cdef object _take_cause(self)
-
-
-cdef object failed_by(str verb, int error, object cause)
 
 
 cdef class MemoryRegion(Handle):

@@ -278,6 +278,15 @@ cdef class Handle:
             )
         raise VerbsError(verb, error)
 
+    cdef object _failed_by(self, str verb, int error, object cause):
+        # What is raised for a verb that may have asked an allocator, and failed: its error, by what the allocator
+        # raised, if anything. What is no Exception, as a KeyboardInterrupt, only came by there, and goes on as itself.
+        if cause is not None and not isinstance(cause, Exception):
+            return cause
+        failure = VerbsError(verb, error)
+        failure.__cause__ = cause
+        return failure
+
     # ---- What is lent
 
     cdef int _borrow(self, capsule, const char *name, owner) except -1:

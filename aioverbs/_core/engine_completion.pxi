@@ -168,7 +168,7 @@ cdef class CompletionQueue(Handle):
                 error = self._create_basic(context, cqe, channel, comp_vector)
             if not self.pointer:
                 cause = parent_domain._take_cause() if parent_domain is not None else None
-                raise failed_by(verb, error, cause)
+                raise self._failed_by(verb, error, cause)
             if not extended:
                 self.extended_pointer = NULL
             self._opened("")
@@ -268,7 +268,7 @@ cdef class CompletionQueue(Handle):
         if error and self.parent_domain is not None:
             cause = self.parent_domain._take_cause()
             if cause is not None:
-                raise failed_by("ibv_resize_cq", abs(error), cause)
+                raise self._failed_by("ibv_resize_cq", abs(error), cause)
         self._check("ibv_resize_cq", error)
 
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):

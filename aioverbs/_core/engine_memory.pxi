@@ -242,16 +242,6 @@ cdef class ProtectionDomain(Handle):
         return None
 
 
-cdef object failed_by(str verb, int error, object cause):
-    # What is raised for a verb that may have asked an allocator, and failed: its error, by what the allocator raised,
-    # if anything. What is no Exception, as a KeyboardInterrupt, only came by there, and goes on as itself.
-    if cause is not None and not isinstance(cause, Exception):
-        return cause
-    failure = VerbsError(verb, error)
-    failure.__cause__ = cause
-    return failure
-
-
 cdef void _drop_area(object capsule) noexcept:
     cdef v.alloc_area *area = <v.alloc_area *>PyCapsule_GetPointer(capsule, "aioverbs.alloc_area")
     area.drop(area.handle)

@@ -70,7 +70,7 @@ cdef class QueuePair(Handle):
             else:
                 error = self._create(attr)
             if not self.pointer:
-                raise failed_by(verb, error, self.pd._take_cause() if self.pd is not None else None)
+                raise self._failed_by(verb, error, self.pd._take_cause() if self.pd is not None else None)
             self.capabilities = QpCapabilities(
                 max_send_wr=attr.cap.max_send_wr,
                 max_recv_wr=attr.cap.max_recv_wr,

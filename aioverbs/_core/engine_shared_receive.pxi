@@ -53,7 +53,7 @@ cdef class SharedReceiveQueue(Handle):
             else:
                 error = self._create_basic(pd, max_wr, max_sge)
             if not self.pointer:
-                raise failed_by(verb, error, pd._take_cause())
+                raise self._failed_by(verb, error, pd._take_cause())
             if limit:                   # to create a queue with one is not for every provider
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
             self._opened("")
@@ -162,7 +162,7 @@ cdef class SharedReceiveQueue(Handle):
         if error:
             cause = self.pd._take_cause()
             if cause is not None:
-                raise failed_by("ibv_modify_srq", abs(error), cause)
+                raise self._failed_by("ibv_modify_srq", abs(error), cause)
         self._check("ibv_modify_srq", error)
 
     def query(self):

@@ -137,10 +137,11 @@ def test_every_order_of_destruction(context: engine.Context, shim: Shim, order: 
     assert remaining == []
 
 
-def test_nesting_is_refused(context: engine.Context, shim: Shim) -> None:
-    parent = domains.ParentDomain(engine.ProtectionDomain(context))
-    with pytest.raises(ValueError, match="parent domain"):
-        domains.ParentDomain(parent)
+def test_a_parent_of_a_parent_is_made_over_the_base(context: engine.Context, shim: Shim) -> None:
+    pd = engine.ProtectionDomain(context)
+    parent = domains.ParentDomain(pd)
+    assert domains.ParentDomain(parent).base is pd
+    parent.destroy()
 
 
 def test_an_allocator_is_called_as_documented(context: engine.Context, shim: Shim) -> None:

@@ -151,11 +151,14 @@ struct soft_timer {
 };
 
 struct soft_engine {
-    pthread_mutex_t lock; /* guards all of this but `context` */
-    pthread_cond_t wake;
+    pthread_mutex_t lock; /* guards all of this but the next two */
+    /* Queue pairs with something to do, the last one first: anybody adds one, without a lock, and whoever holds the
+     * lock takes all at once. So none that was taken can be the head again under who adds. */
+    _Atomic(struct soft_qp *) submitted;
+    struct soft_sleeper sleeper; /* the thread */
     pthread_t thread;
-    bool started, stop, asleep;
-    struct soft_qp *first, *last;               /* queue pairs with something to do, in order of arrival */
+    bool started, stop;
+    struct soft_qp *first, *last;               /* those that were taken, in order of arrival */
     struct soft_timer **timers;                 /* a binary heap by `due` */
     uint32_t timer_count, timer_room, reserved; /* room for each timer that may be set */
 };
@@ -765,9 +768,11 @@ struct soft_qp {
     struct soft_kept kept[SOFT_MAX_RD_ATOMIC]; /* rq: what atomics of a remote peer were answered, for repetitions */
     uint32_t kept_next;                        /* rq */
 
-    bool queued; /* under engine.lock, like the next two */
-    struct soft_qp *next_queued;
-    struct soft_timer timer;
+    /* It stands on one of the engine's lists, or is being added. Set by who adds it, cleared under engine.lock when it
+     * is taken off, before it is executed: who finds it set has left his work to that execution. */
+    atomic_bool queued;
+    struct soft_qp *next_queued; /* of who set `queued`, until it is added; from then on under engine.lock */
+    struct soft_timer timer;     /* under engine.lock */
     struct soft_event_source events;
     struct soft_waiter waiter;             /* for room on a link to a remote peer */
     struct soft_fault_counts fault_counts; /* under the fault plan's lock */
@@ -824,7 +829,7 @@ int soft_engine_init(struct soft_context *context);
 void soft_engine_destroy(struct soft_context *context);
 int soft_engine_reserve(struct soft_context *context); /* room for one more timer; may start the thread */
 void soft_engine_unreserve(struct soft_context *context);
-void soft_engine_ring(struct soft_qp *qp);           /* the engine executes it soon */
+void soft_engine_ring(struct soft_qp *qp); /* the engine executes it soon. In a grace section; takes no lock */
 int soft_engine_start(struct soft_context *context); /* makes sure that the thread runs: 0 or an errno */
 void soft_engine_forget(struct soft_qp *qp);         /* neither executed nor timed from here on */
 

@@ -7,7 +7,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
-#include <time.h>
 
 /* ---- Timers: a binary heap, earliest first. All under engine->lock ---------------------------------------- */
 
@@ -76,17 +75,37 @@ static bool set_timer(struct soft_engine *engine, struct soft_timer *timer, uint
 
 /* ---- The list of queue pairs to execute, under engine->lock ----------------------------------------------- */
 
+static void append(struct soft_engine *engine, struct soft_qp *first, struct soft_qp *last)
+{
+    last->next_queued = NULL;
+    if (engine->last)
+        engine->last->next_queued = first;
+    else
+        engine->first = first;
+    engine->last = last;
+}
+
+/* Its timer was due. Who submits it just now adds it himself. */
 static void enqueue(struct soft_engine *engine, struct soft_qp *qp)
 {
-    if (qp->timer.forgotten || qp->queued)
+    if (!atomic_exchange(&qp->queued, true))
+        append(engine, qp, qp);
+}
+
+/* Those that were submitted since, in the order in which they were. */
+static void take_submitted(struct soft_engine *engine)
+{
+    struct soft_qp *qp, *next, *first = NULL, *last;
+
+    if (!atomic_load_explicit(&engine->submitted, memory_order_relaxed))
         return;
-    qp->queued = true;
-    qp->next_queued = NULL;
-    if (engine->last)
-        engine->last->next_queued = qp;
-    else
-        engine->first = qp;
-    engine->last = qp;
+    last = atomic_exchange_explicit(&engine->submitted, NULL, memory_order_acquire); /* nobody else takes them */
+    for (qp = last; qp; qp = next) {
+        next = qp->next_queued;
+        qp->next_queued = first;
+        first = qp;
+    }
+    append(engine, first, last);
 }
 
 static struct soft_qp *dequeue(struct soft_engine *engine)
@@ -97,27 +116,27 @@ static struct soft_qp *dequeue(struct soft_engine *engine)
         engine->first = qp->next_queued;
         if (!engine->first)
             engine->last = NULL;
-        qp->queued = false;
+        /* It may be submitted again from here on. Who found it set before did so with release: what he posted is seen
+         * by the execution that comes now. */
+        atomic_exchange_explicit(&qp->queued, false, memory_order_acq_rel);
     }
     return qp;
 }
 
 /* ---- The thread ------------------------------------------------------------------------------------------ */
 
-/* Under the lock: sleeps until there is something to do. */
+/* Under the lock, which is given back meanwhile: sleeps until there may be something to do. What is changed under the
+ * lock from here on comes after soft_sleeper_begin, so who changes it wakes us; who submits needs no lock for that. */
 static void sleep_until_work(struct soft_engine *engine)
 {
-    struct timespec due;
+    uint64_t due = engine->timer_count ? engine->timers[0]->due : UINT64_MAX;
 
-    engine->asleep = true;
-    if (engine->timer_count) {
-        due.tv_sec = (time_t)(engine->timers[0]->due / 1000000000u);
-        due.tv_nsec = (long)(engine->timers[0]->due % 1000000000u);
-        pthread_cond_timedwait(&engine->wake, &engine->lock, &due);
-    } else {
-        pthread_cond_wait(&engine->wake, &engine->lock);
-    }
-    engine->asleep = false;
+    soft_sleeper_begin(&engine->sleeper);
+    pthread_mutex_unlock(&engine->lock);
+    if (!atomic_load(&engine->submitted))
+        soft_sleeper_wait(&engine->sleeper, due);
+    soft_sleeper_end(&engine->sleeper);
+    pthread_mutex_lock(&engine->lock);
 }
 
 /* Under the lock: queue pairs whose timers are due join the list, up to a completion queue whose timer is. */
@@ -163,6 +182,7 @@ static void *engine_main(void *argument)
         struct grace_reader *grace;
         struct soft_qp *qp;
 
+        take_submitted(engine);
         if (!cq && !engine->first) {
             sleep_until_work(engine);
             continue;
@@ -215,22 +235,7 @@ int soft_engine_start(struct soft_context *context)
 
 int soft_engine_init(struct soft_context *context)
 {
-    struct soft_engine *engine = &context->engine;
-    pthread_condattr_t attr;
-    int error;
-
-    error = pthread_mutex_init(&engine->lock, NULL);
-    if (error)
-        return error;
-    error = pthread_condattr_init(&attr);
-    if (!error) {
-        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-        error = pthread_cond_init(&engine->wake, &attr);
-        pthread_condattr_destroy(&attr);
-    }
-    if (error)
-        pthread_mutex_destroy(&engine->lock);
-    return error;
+    return pthread_mutex_init(&context->engine.lock, NULL);
 }
 
 static void halt(struct soft_engine *engine)
@@ -241,8 +246,8 @@ static void halt(struct soft_engine *engine)
     join = engine->started;
     engine->started = false;
     engine->stop = true;
-    pthread_cond_signal(&engine->wake);
     pthread_mutex_unlock(&engine->lock);
+    soft_sleeper_wake(&engine->sleeper);
     if (join)
         pthread_join(engine->thread, NULL);
 }
@@ -260,7 +265,6 @@ void soft_engine_destroy(struct soft_context *context)
     struct soft_engine *engine = &context->engine;
 
     halt(engine);
-    pthread_cond_destroy(&engine->wake);
     pthread_mutex_destroy(&engine->lock);
     free(engine->timers);
 }
@@ -300,14 +304,15 @@ void soft_engine_unreserve(struct soft_context *context)
 void soft_engine_ring(struct soft_qp *qp)
 {
     struct soft_engine *engine = &qp->context->engine;
-    bool wake;
+    struct soft_qp *first;
 
-    pthread_mutex_lock(&engine->lock);
-    enqueue(engine, qp);
-    wake = engine->asleep;
-    pthread_mutex_unlock(&engine->lock);
-    if (wake)
-        pthread_cond_signal(&engine->wake);
+    if (atomic_exchange_explicit(&qp->queued, true, memory_order_acq_rel))
+        return;
+    first = atomic_load_explicit(&engine->submitted, memory_order_relaxed);
+    do
+        qp->next_queued = first;
+    while (!atomic_compare_exchange_weak(&engine->submitted, &first, qp));
+    soft_sleeper_wake(&engine->sleeper);
 }
 
 void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, uint64_t due)
@@ -316,10 +321,10 @@ void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, u
     bool wake;
 
     pthread_mutex_lock(&engine->lock);
-    wake = set_timer(engine, timer, due) && engine->asleep;
+    wake = set_timer(engine, timer, due);
     pthread_mutex_unlock(&engine->lock);
     if (wake)
-        pthread_cond_signal(&engine->wake);
+        soft_sleeper_wake(&engine->sleeper);
 }
 
 void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, bool for_good)
@@ -342,13 +347,16 @@ void soft_engine_forget(struct soft_qp *qp)
     /* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
     qp->timer.forgotten = true;
     cancel_timer(engine, &qp->timer);
-    if (qp->queued) {
+    /* Nobody submits it any more: who may do so is in its driver half, where the caller is, or found it in a grace
+     * section, and those are over. So where it is marked it stands on the list by now. */
+    take_submitted(engine);
+    if (atomic_load_explicit(&qp->queued, memory_order_relaxed)) {
         for (link = &engine->first; *link != qp; link = &(*link)->next_queued)
             last = *link;
         *link = qp->next_queued;
         if (engine->last == qp)
             engine->last = last;
-        qp->queued = false;
+        atomic_store_explicit(&qp->queued, false, memory_order_relaxed);
     }
     pthread_mutex_unlock(&engine->lock);
 }

@@ -2,9 +2,11 @@
 #include "soft_sync.h"
 
 #include <errno.h>
+#include <linux/futex.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -39,6 +41,24 @@ uint32_t soft_thread_ask(void)
 {
     soft_thread_cached = (uint32_t)gettid();
     return soft_thread_cached;
+}
+
+/* ---- A thread that waits for work ------------------------------------------------------------------------- */
+
+_Static_assert(sizeof(time_t) == sizeof(long), "the system call takes a struct timespec of longs");
+
+void soft_sleeper_wait(struct soft_sleeper *sleeper, uint64_t due)
+{
+    struct timespec until = {(time_t)(due / 1000000000u), (long)(due % 1000000000u)};
+
+    syscall(SYS_futex, &sleeper->asleep, FUTEX_WAIT_BITSET_PRIVATE, 1, due == UINT64_MAX ? NULL : &until, NULL,
+            FUTEX_BITSET_MATCH_ANY);
+}
+
+void soft_sleeper_rouse(struct soft_sleeper *sleeper)
+{
+    if (atomic_exchange(&sleeper->asleep, 0))
+        syscall(SYS_futex, &sleeper->asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 
 /* ---- Grace periods --------------------------------------------------------------------------------------- */

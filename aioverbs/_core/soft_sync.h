@@ -1,10 +1,11 @@
 /* How the software device keeps its threads apart.
  *
- * Three tools, each with one job:
+ * Four tools, each with one job:
  *
- *   soft_lock   a short mutual exclusion between device halves ("the hardware").
- *   soft_half   the door of a driver half: a mutex, or, on a thread domain, no lock but a watch.
- *   grace       deferred destruction: who looks an object up by its number may use it until grace_leave().
+ *   soft_lock     a short mutual exclusion between device halves ("the hardware").
+ *   soft_sleeper  a thread that waits for work, and is woken without a lock.
+ *   soft_half     the door of a driver half: a mutex, or, on a thread domain, no lock but a watch.
+ *   grace         deferred destruction: who looks an object up by its number may use it until grace_leave().
  *
  * Lock order, outermost first; a thread takes a later one while holding an earlier one, never the reverse:
  *
@@ -85,6 +86,37 @@ static inline void soft_lock_take(struct soft_lock *lock)
 static inline void soft_lock_give(struct soft_lock *lock)
 {
     atomic_store_explicit(&lock->held, 0, memory_order_release);
+}
+
+/* ---- A thread that waits for work ------------------------------------------------------------------------- */
+
+/* Who makes work says so where the sleeper looks for it, and then wakes; the sleeper says that it will sleep, looks for
+ * work once more, and then sleeps. All four are sequentially consistent, so no wake-up is lost: either the sleeper finds
+ * the work, or the waker sees that it sleeps. And it does not go to sleep after the waker saw that, since the kernel
+ * looks at the word again. Of many wakers one makes the system call, and none waits. */
+struct soft_sleeper {
+    atomic_uint asleep; /* 1 from soft_sleeper_begin to soft_sleeper_end, unless it was woken: a futex */
+};
+
+static inline void soft_sleeper_begin(struct soft_sleeper *sleeper)
+{
+    atomic_store(&sleeper->asleep, 1);
+}
+
+/* Between the two: until it is woken, or until then (CLOCK_MONOTONIC; UINT64_MAX: never); perhaps for nothing. */
+void soft_sleeper_wait(struct soft_sleeper *sleeper, uint64_t due);
+
+static inline void soft_sleeper_end(struct soft_sleeper *sleeper)
+{
+    atomic_store_explicit(&sleeper->asleep, 0, memory_order_relaxed);
+}
+
+void soft_sleeper_rouse(struct soft_sleeper *sleeper);
+
+static inline void soft_sleeper_wake(struct soft_sleeper *sleeper)
+{
+    if (atomic_load(&sleeper->asleep))
+        soft_sleeper_rouse(sleeper);
 }
 
 /* ---- Grace periods --------------------------------------------------------------------------------------- */

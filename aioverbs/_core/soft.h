@@ -96,11 +96,11 @@ struct soft_device {
     struct soft_table srqs;        /* struct soft_srq by number */
     atomic_bool port_down;         /* written under `lock` */
     atomic_ullong serial;          /* the next queue pair's */
-    pthread_mutex_t lock;          /* guards the lists; before any lock of an object */
+    struct soft_mutex lock;        /* guards the lists */
     struct soft_context *first;    /* all contexts */
     struct soft_domain *shared;    /* protection domains that have a share key */
     struct soft_shared *files;     /* those of them that other processes have, too; under `lock` */
-    pthread_mutex_t xrcd_lock;     /* other processes may be waited for under it; before soft_descriptors_hold */
+    struct soft_mutex xrcd_lock;   /* other processes may be waited for under it */
     struct soft_xrc_inode *xrcds;  /* XRC domains that have an inode; under xrcd_lock */
     uint32_t next_share;           /* the next identifier of a shared protection domain */
     struct soft_fabric *fabric;    /* const: the way to the devices of others */
@@ -124,7 +124,7 @@ struct soft_event_source {
 };
 
 struct soft_events {
-    pthread_mutex_t lock; /* innermost, like a channel's */
+    struct soft_mutex lock;
     struct soft_event_source *first, *last;
     struct soft_event_source own; /* of the port and the device */
 };
@@ -151,7 +151,7 @@ struct soft_timer {
 };
 
 struct soft_engine {
-    pthread_mutex_t lock; /* guards all of this but the next two */
+    struct soft_mutex lock; /* guards all of this but the next two */
     /* Queue pairs with something to do, the last one first: anybody adds one, without a lock, and whoever holds the
      * lock takes all at once. So none that was taken can be the head again under who adds. */
     _Atomic(struct soft_qp *) submitted;
@@ -265,7 +265,7 @@ struct soft_pd {
     void (*free)(struct ibv_pd *, void *, void *, uint64_t);
     void *pd_context;
     atomic_uint references; /* queue pairs, queues, regions, windows, address handles, parent domains */
-    pthread_mutex_t lock;   /* guards what follows; after device->lock */
+    struct soft_mutex lock; /* guards what follows */
     struct soft_key *keys;  /* the regions and windows made on it */
     uint32_t key_count;     /* how many, of `references` */
     bool gone;              /* it was given back, some of its dead keys were not: the last of them frees it */
@@ -343,7 +343,7 @@ struct soft_mw {
     struct soft_key key;
     struct ibv_mw mw;
     struct soft_pd *pd;    /* const */
-    struct soft_lock lock; /* guards what follows; held while bytes move through the window. After rq_lock */
+    struct soft_lock lock; /* guards what follows; held while bytes move through the window */
     bool bound;
     uint32_t rkey;
     uint64_t qp_serial; /* type 2: the queue pair that it was bound on, and that alone may be used */
@@ -463,7 +463,7 @@ struct soft_cq;
 struct soft_channel {
     struct ibv_comp_channel channel; /* its fd is of an epoll, with event_fd in it, and the fabric's where it leads */
     int event_fd;                    /* an eventfd, readable while the list is not empty */
-    pthread_mutex_t lock;            /* guards the list */
+    struct soft_mutex lock;          /* guards the list */
     struct soft_cq *first, *last;    /* queues with events that nobody took yet */
     atomic_uint references;
 };
@@ -575,7 +575,7 @@ struct soft_srq {
     /* Posted and not polled: what the depth limits. Raised by who posts, lowered by who polls. */
     atomic_uint outstanding;
 
-    struct soft_lock lock; /* after rq_lock; guards what follows */
+    struct soft_lock lock; /* guards what follows */
     uint8_t *entries;      /* this and the next two: changed under the lock by who holds the driver half (resize) */
     uint32_t mask, depth;
     uint32_t taken, limit;    /* free-running; 0: no limit is armed */

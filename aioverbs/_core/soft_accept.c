@@ -94,6 +94,7 @@ bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
     uint64_t latest = soft_now_ns() + SOFT_HANDSHAKE_NS - SOFT_PATIENCE_NS;
     struct soft_stream *stream, *first = NULL;
 
+    assert_held(&fabric->progress);
     if (fabric->handshakes_of[kind] < SOFT_MAX_HANDSHAKES)
         return true;
     for (stream = fabric->streams; stream; stream = stream->next)
@@ -161,6 +162,7 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
     enum soft_kind kind = listener->what == SOFT_WATCH_UNIX ? SOFT_SERVED_UNIX : SOFT_SERVED_TCP;
     int count, fd;
 
+    assert_held(&fabric->progress);
     for (count = 0; count < AT_ONCE; count++) {
         if (fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES && !is_waited_at(listener))
             return;

@@ -97,6 +97,7 @@ static void refuse(struct soft_qp *qp, enum ibv_wc_status status)
 
 void soft_ask_no_more(struct soft_qp *qp)
 {
+    assert_held(&qp->sq_lock);
     if (!qp->link)
         return;
     go_back(qp);
@@ -532,6 +533,7 @@ uint64_t soft_ask(struct soft_qp *qp)
     uint64_t again = UINT64_MAX;
     unsigned int state;
 
+    assert_held(&qp->sq_lock);
     for (;;) {
         state = atomic_load(&qp->state);
         if (state == IBV_QPS_ERR || state == IBV_QPS_SQE)
@@ -780,6 +782,7 @@ uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const
     struct part part;
     int error;
 
+    assert_held(&qp->sq_lock);
     if (!way(qp, &wqe->dgid))
         return 0;
     describe(&part, qp, wqe, request, 0);

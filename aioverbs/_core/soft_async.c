@@ -14,7 +14,7 @@ int soft_events_init(struct soft_context *context)
 
     if (fd < 0)
         return errno;
-    error = pthread_mutex_init(&context->events.lock, NULL);
+    error = soft_mutex_init(&context->events.lock, SOFT_RANK_EVENTS);
     if (error) {
         close(fd);
         return error;
@@ -25,7 +25,7 @@ int soft_events_init(struct soft_context *context)
 
 void soft_events_destroy(struct soft_context *context)
 {
-    pthread_mutex_destroy(&context->events.lock);
+    soft_mutex_destroy(&context->events.lock);
     close(context->verbs.context.async_fd);
 }
 
@@ -96,7 +96,7 @@ void soft_raise(struct soft_context *context, struct soft_event_source *source, 
     struct soft_events *events = &context->events;
     unsigned int i;
 
-    pthread_mutex_lock(&events->lock);
+    soft_mutex_take(&events->lock);
     for (i = 0; i < source->waiting; i++)
         if (source->types[i] == type)
             break;
@@ -108,7 +108,7 @@ void soft_raise(struct soft_context *context, struct soft_event_source *source, 
         append(events, source);
     }
     source->types[source->waiting++] = (uint8_t)type;
-    pthread_mutex_unlock(&events->lock);
+    soft_mutex_give(&events->lock);
 }
 
 /* ---- Taking and acknowledging ------------------------------------------------------------------------------- */
@@ -169,11 +169,11 @@ int soft_get_async_event(struct ibv_context *ibv_context, struct ibv_async_event
             errno = ENODEV;
             return -1;
         }
-        pthread_mutex_lock(&context->events.lock);
+        soft_mutex_take(&context->events.lock);
         source = take(context, &type);
         if (source) /* from here on its destruction waits for the acknowledgement */
             fill(event, source, type);
-        pthread_mutex_unlock(&context->events.lock);
+        soft_mutex_give(&context->events.lock);
         if (source)
             return 0;
         if (fcntl(ibv_context->async_fd, F_GETFL) & O_NONBLOCK) {
@@ -223,7 +223,7 @@ void soft_events_finish(struct soft_context *context, struct soft_event_source *
 {
     uint32_t taken;
 
-    pthread_mutex_lock(&context->events.lock);
+    soft_mutex_take(&context->events.lock);
     if (source->waiting) {
         unlink_source(&context->events, source);
         source->waiting = 0;
@@ -231,7 +231,7 @@ void soft_events_finish(struct soft_context *context, struct soft_event_source *
             set_readable(context, false);
     }
     taken = source->taken;
-    pthread_mutex_unlock(&context->events.lock);
+    soft_mutex_give(&context->events.lock);
     pthread_mutex_lock(mutex);
     while (*completed != taken)
         pthread_cond_wait(cond, mutex);

@@ -54,7 +54,7 @@ struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *ibv_contex
     channel->channel.context = ibv_context;
     error = make_descriptors(channel);
     if (!error) {
-        error = pthread_mutex_init(&channel->lock, NULL);
+        error = soft_mutex_init(&channel->lock, SOFT_RANK_CHANNEL);
         if (error)
             close_descriptors(channel);
     }
@@ -78,7 +78,7 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
         return EBUSY;
     soft_fabric_resign(context->device, channel);
     close_descriptors(channel);
-    pthread_mutex_destroy(&channel->lock);
+    soft_mutex_destroy(&channel->lock);
     atomic_fetch_sub(&context->channels, 1);
     free(channel);
     return 0;
@@ -90,6 +90,7 @@ static void set_readable(struct soft_channel *channel, bool readable)
 {
     eventfd_t value;
 
+    assert_held(&channel->lock);
     if (readable)
         (void)eventfd_write(channel->event_fd, 1);
     else
@@ -98,6 +99,7 @@ static void set_readable(struct soft_channel *channel, bool readable)
 
 static void append(struct soft_channel *channel, struct soft_cq *cq)
 {
+    assert_held(&channel->lock);
     cq->next_event = NULL;
     if (channel->last)
         channel->last->next_event = cq;
@@ -110,6 +112,7 @@ static struct soft_cq *pop(struct soft_channel *channel)
 {
     struct soft_cq *cq = channel->first;
 
+    assert_held(&channel->lock);
     if (cq) {
         channel->first = cq->next_event;
         if (!channel->first)
@@ -120,7 +123,7 @@ static struct soft_cq *pop(struct soft_channel *channel)
 
 void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
 {
-    pthread_mutex_lock(&channel->lock);
+    soft_mutex_take(&channel->lock);
     if (cq->events_waiting++ == 0) {
         bool was_empty = !channel->first;
 
@@ -128,7 +131,7 @@ void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
         if (was_empty)
             set_readable(channel, true);
     }
-    pthread_mutex_unlock(&channel->lock);
+    soft_mutex_give(&channel->lock);
 }
 
 /* Drops the events of a queue that goes away; returns how many of its events were ever taken. */
@@ -137,7 +140,7 @@ uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
     struct soft_cq **link, *last = NULL;
     uint32_t taken;
 
-    pthread_mutex_lock(&channel->lock);
+    soft_mutex_take(&channel->lock);
     if (cq->events_waiting) {
         for (link = &channel->first; *link != cq; link = &(*link)->next_event)
             last = *link;
@@ -149,7 +152,7 @@ uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
             set_readable(channel, false);
     }
     taken = cq->events_taken;
-    pthread_mutex_unlock(&channel->lock);
+    soft_mutex_give(&channel->lock);
     return taken;
 }
 
@@ -158,7 +161,7 @@ static struct soft_cq *take(struct soft_channel *channel)
 {
     struct soft_cq *cq;
 
-    pthread_mutex_lock(&channel->lock);
+    soft_mutex_take(&channel->lock);
     cq = pop(channel);
     if (cq) {
         cq->events_taken++;
@@ -167,7 +170,7 @@ static struct soft_cq *take(struct soft_channel *channel)
         if (!channel->first)
             set_readable(channel, false);
     }
-    pthread_mutex_unlock(&channel->lock);
+    soft_mutex_give(&channel->lock);
     return cq;
 }
 

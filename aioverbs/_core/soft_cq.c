@@ -60,7 +60,7 @@ static int init_cq(struct soft_cq *cq, struct soft_context *context, struct soft
         goto destroy_mutex;
     ex->context = &context->verbs.context;
     ex->handle = atomic_fetch_add(&context->next_handle, 1);
-    error = soft_half_init(&cq->half, context, "completion queue", ex->handle, exclusive);
+    error = soft_half_init(&cq->half, context, SOFT_RANK_CQ_HALF, "completion queue", ex->handle, exclusive);
     if (error)
         goto destroy_cond;
     return 0;
@@ -101,7 +101,7 @@ static struct soft_cq *create(struct soft_context *context, const struct ibv_cq_
         attr->wc_flags & (IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK);
     cq->timer.of = SOFT_TIMER_CQ;
     cq->events.element = &cq->ex;
-    soft_lock_init(&cq->lock);
+    soft_lock_init(&cq->lock, SOFT_RANK_CQ);
     if (attr->channel) {
         cq->channel = container_of(attr->channel, struct soft_channel, channel);
         atomic_fetch_add(&cq->channel->references, 1);

@@ -28,6 +28,7 @@ static bool disarm(struct soft_cq *cq)
 {
     bool armed = cq->armed != SOFT_UNARMED;
 
+    assert_held(&cq->lock);
     cq->armed = SOFT_UNARMED;
     cq->moderated = 0;
     return armed;
@@ -39,6 +40,7 @@ static struct news fail(struct soft_cq *cq)
 {
     bool broke = !atomic_exchange_explicit(&cq->overrun, true, memory_order_relaxed);
 
+    assert_held(&cq->lock);
     return (struct news){.broke = broke, .notify = disarm(cq)};
 }
 
@@ -52,6 +54,7 @@ static struct news consider(struct soft_cq *cq)
 {
     uint64_t due = cq->moderated_since + 1000ull * cq->moderate_period_us;
 
+    assert_held(&cq->lock);
     if (!cq->moderated)
         return (struct news){0};
     if (!moderates(cq) || cq->moderated >= cq->moderate_count || due <= soft_now_ns())
@@ -62,6 +65,7 @@ static struct news consider(struct soft_cq *cq)
 /* One more completion came that the queue is armed for. */
 static struct news count_one(struct soft_cq *cq)
 {
+    assert_held(&cq->lock);
     if (!moderates(cq) || ++cq->moderated >= cq->moderate_count)
         return (struct news){.notify = disarm(cq)};
     if (cq->moderated > 1)
@@ -72,6 +76,7 @@ static struct news count_one(struct soft_cq *cq)
 
 static bool is_armed_for(const struct soft_cq *cq, const struct soft_cqe *cqe)
 {
+    assert_held(&cq->lock);
     return cq->armed == SOFT_ARMED_ANY ||
            (cq->armed == SOFT_ARMED_SOLICITED && (cqe->solicited || cqe->status != IBV_WC_SUCCESS));
 }

@@ -6,11 +6,13 @@
 #include <stdbool.h>
 #include <unistd.h>
 
+#include "soft_lock.h"
+
 enum { LIMIT = 1 << 20, WORD = sizeof(unsigned long) * CHAR_BIT };
 
 static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
 static int highest = -1;                  /* of all that were ever owned; under the lock */
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct soft_mutex lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DESCRIPTORS);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int watch_error;
 
@@ -21,13 +23,13 @@ static _Thread_local bool forking;
 void soft_descriptors_hold(void)
 {
     if (!forking)
-        pthread_mutex_lock(&lock);
+        soft_mutex_take(&lock);
 }
 
 void soft_descriptors_release(void)
 {
     if (!forking)
-        pthread_mutex_unlock(&lock);
+        soft_mutex_give(&lock);
 }
 
 static void before_fork(void)

@@ -10,14 +10,14 @@
 /* ---- Devices --------------------------------------------------------------------------------------------- */
 
 static struct soft_device *devices; /* under device_lock; never freed, contexts and tables refer to them */
-static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct soft_mutex device_lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DEVICES);
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static int fork_error;
 
 static void child_after_fork(void)
 {
     /* Another thread may have held the lock at the moment of the fork: it is made anew, not released. */
-    pthread_mutex_init(&device_lock, NULL);
+    soft_mutex_init(&device_lock, SOFT_RANK_DEVICES);
     devices = NULL;
     soft_sync_after_fork();
 }
@@ -49,8 +49,8 @@ static struct soft_device *device_new(const struct soft_address *address)
     }
     if (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
         soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
-        soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) || pthread_mutex_init(&device->lock, NULL) ||
-        pthread_mutex_init(&device->xrcd_lock, NULL))
+        soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) ||
+        soft_mutex_init(&device->lock, SOFT_RANK_DEVICE) || soft_mutex_init(&device->xrcd_lock, SOFT_RANK_XRCD))
         error = ENOMEM;
     if (!error) /* the last that can fail: it is never freed */
         error = soft_fabric_new(device, &soft_remote_user);
@@ -74,14 +74,14 @@ static struct soft_device *device_get(const struct soft_address *address)
     errno = soft_watch_forks();
     if (errno)
         return NULL;
-    pthread_mutex_lock(&device_lock);
+    soft_mutex_take(&device_lock);
     for (device = devices; device && !soft_address_is_same(&device->address, address);)
         device = device->next;
     if (!device && (device = device_new(address))) {
         device->next = devices;
         devices = device;
     }
-    pthread_mutex_unlock(&device_lock);
+    soft_mutex_give(&device_lock);
     return device;
 }
 
@@ -93,7 +93,7 @@ static void link_context(struct soft_context *context, const struct soft_setting
     struct soft_settings usual;
 
     soft_settings_default(&usual);
-    pthread_mutex_lock(&device->lock);
+    soft_mutex_take(&device->lock);
     if (!device->first)
         soft_fabric_configure(device, settings ? settings : &usual);
     context->next = device->first;
@@ -101,18 +101,18 @@ static void link_context(struct soft_context *context, const struct soft_setting
     if (context->next)
         context->next->link = &context->next;
     device->first = context;
-    pthread_mutex_unlock(&device->lock);
+    soft_mutex_give(&device->lock);
 }
 
 static void unlink_context(struct soft_context *context)
 {
-    pthread_mutex_lock(&context->device->lock);
+    soft_mutex_take(&context->device->lock);
     *context->link = context->next;
     if (context->next)
         context->next->link = context->link;
     if (!context->device->first) /* under the lock: another context begins with a fabric of its own */
         soft_fabric_stop(context->device);
-    pthread_mutex_unlock(&context->device->lock);
+    soft_mutex_give(&context->device->lock);
 }
 
 struct ibv_context *soft_open(const struct soft_options *options)
@@ -266,12 +266,12 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
 
     if (soft_stale(context))
         return ENODEV;
-    pthread_mutex_lock(&device->lock);
+    soft_mutex_take(&device->lock);
     if (atomic_exchange(&device->port_down, !up) == up)
         for (context = device->first; context; context = context->next)
             if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
                 soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
-    pthread_mutex_unlock(&device->lock);
+    soft_mutex_give(&device->lock);
     grace_wait(); /* what was under way when it went down has arrived */
     soft_licence_recall_all(device);
     return 0;

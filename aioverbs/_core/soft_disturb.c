@@ -33,19 +33,19 @@ unsigned int soft_fabric_cut(struct soft_device *device, const union ibv_gid *pe
     struct soft_stream *stream;
     unsigned int count = 0;
 
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next) {
         if (peer && !soft_stream_concerns(stream, peer))
             continue;
-        pthread_mutex_lock(&stream->tx);
+        soft_mutex_take(&stream->tx);
         soft_stream_break(stream);
-        pthread_mutex_unlock(&stream->tx);
+        soft_mutex_give(&stream->tx);
         if (stream->is_link)
             soft_licence_suspend(container_of(stream, struct soft_link, stream), true);
         count++;
     }
     soft_licence_recall_all(device);
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
     return count;
 }
 
@@ -55,14 +55,14 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
     struct soft_stream *stream;
     unsigned int count = 0;
 
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next) {
         if (stream->stage != SOFT_OPEN || (peer && !soft_stream_concerns(stream, peer)))
             continue;
-        pthread_mutex_lock(&stream->tx);
+        soft_mutex_take(&stream->tx);
         stream->stalled = stall;
         soft_stream_watch(stream);
-        pthread_mutex_unlock(&stream->tx);
+        soft_mutex_give(&stream->tx);
         if (stream->is_link)
             soft_licence_suspend(container_of(stream, struct soft_link, stream), stall);
         count++;
@@ -71,7 +71,7 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
         soft_licence_recall_all(device);
     else
         soft_fabric_wake(fabric); /* they may have had more at hand than fitted into a turn */
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
     return count;
 }
 
@@ -82,16 +82,17 @@ static void set(struct soft_fabric *fabric, uint64_t due)
 {
     struct itimerspec when = {.it_value = {(time_t)(due / 1000000000u), (long)(due % 1000000000u)}};
 
+    assert_held(&fabric->held);
     fabric->held_at = due;
     timerfd_settime(fabric->timer.fd, TFD_TIMER_ABSTIME, &when, NULL); /* it has been made, and this is a time */
 }
 
 static void expect(struct soft_fabric *fabric, uint64_t due)
 {
-    pthread_mutex_lock(&fabric->held);
+    soft_mutex_take(&fabric->held);
     if (due < fabric->held_at)
         set(fabric, due);
-    pthread_mutex_unlock(&fabric->held);
+    soft_mutex_give(&fabric->held);
 }
 
 /* Under tx: a copy of it, behind those that come before it. False: it has no room, or there is no memory for it. */
@@ -102,6 +103,7 @@ static bool hold(struct soft_stream *stream, bool in, const struct soft_frame *f
     uint32_t size = SOFT_FRAME_SIZE + frame->size;
     uint8_t *to;
 
+    assert_held(&stream->tx);
     if (size > SOFT_HELD_BYTES - stream->held_bytes)
         return false;
     held = malloc(sizeof(*held) + frame->size);
@@ -127,6 +129,7 @@ static bool disturb(struct soft_stream *stream, enum soft_frame_kind kind, const
     struct soft_qp *qp = soft_table_find(&stream->fabric->device->qps, in ? frame->to : frame->from);
     uint64_t delay_ns, now = soft_now_ns();
 
+    assert_held(&stream->tx);
     if (!qp)
         return true;
     switch (soft_fault_frame(qp, kind, stream, &delay_ns)) {
@@ -157,9 +160,9 @@ bool soft_disturb_in(struct soft_stream *stream, const struct soft_frame *frame,
     struct iovec data = {(void *)(uintptr_t)payload, frame->size};
     bool goes_on;
 
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     goes_on = disturb(stream, stream->is_link ? SOFT_ANSWER_IN : SOFT_REQUEST_IN, frame, &data, 1);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     return goes_on;
 }
 
@@ -174,6 +177,7 @@ static void drop_first(struct soft_stream *stream)
 
 void soft_disturb_forget(struct soft_stream *stream)
 {
+    assert_held(&stream->tx);
     while (stream->held)
         drop_first(stream);
 }
@@ -183,6 +187,7 @@ static bool send(struct soft_stream *stream, const struct soft_held_frame *held)
 {
     struct iovec data = {(void *)(uintptr_t)held->payload, held->frame.size};
 
+    assert_held(&stream->tx);
     if (!stream->blocked)
         soft_stream_flush(stream);
     if (!stream->broken && soft_stream_pending(stream))
@@ -199,13 +204,14 @@ static void release(struct soft_stream *stream, uint64_t now)
     struct soft_held_frame *held;
     bool gone = true;
 
-    pthread_mutex_lock(&stream->tx);
+    assert_held(&stream->fabric->progress);
+    soft_mutex_take(&stream->tx);
     while ((held = stream->held) && held->due <= now && gone && !stream->refusal) {
         if (held->in) { /* others may be held meanwhile, and none goes but here */
             stream->held = held->next;
-            pthread_mutex_unlock(&stream->tx);
+            soft_mutex_give(&stream->tx);
             gone = soft_stream_handle_late(stream, &held->frame, held->payload);
-            pthread_mutex_lock(&stream->tx);
+            soft_mutex_take(&stream->tx);
             held->next = stream->held;
             stream->held = held;
         } else {
@@ -216,7 +222,7 @@ static void release(struct soft_stream *stream, uint64_t now)
     }
     if (held)
         expect(fabric, gone ? held->due : now + AGAIN_NS);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     if (stream->refusal)
         soft_stream_close(stream, stream->refused_as, stream->refusal);
 }
@@ -225,9 +231,9 @@ void soft_disturb_release(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_stream *stream, *next;
 
-    pthread_mutex_lock(&fabric->held);
+    soft_mutex_take(&fabric->held);
     fabric->held_at = UINT64_MAX;
-    pthread_mutex_unlock(&fabric->held);
+    soft_mutex_give(&fabric->held);
     for (stream = fabric->streams; stream; stream = next) {
         next = stream->next;
         release(stream, now);

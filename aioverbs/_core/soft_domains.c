@@ -13,7 +13,7 @@ struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *sh
 {
     struct soft_pd *pd = calloc(1, sizeof(*pd));
     struct soft_domain *domain = shared ? shared : calloc(1, sizeof(*domain));
-    int error = pd && domain ? pthread_mutex_init(&pd->lock, NULL) : ENOMEM;
+    int error = pd && domain ? soft_mutex_init(&pd->lock, SOFT_RANK_PD) : ENOMEM;
 
     if (error) {
         free(pd);
@@ -46,13 +46,13 @@ struct ibv_pd *soft_alloc_pd(struct ibv_context *ibv_context)
 
 static void free_pd(struct soft_pd *pd)
 {
-    pthread_mutex_destroy(&pd->lock);
+    soft_mutex_destroy(&pd->lock);
     free(pd);
 }
 
 void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key)
 {
-    pthread_mutex_lock(&pd->lock);
+    soft_mutex_take(&pd->lock);
     key->next = pd->keys;
     key->link = &pd->keys;
     if (pd->keys)
@@ -60,29 +60,29 @@ void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key)
     pd->keys = key;
     pd->key_count++;
     atomic_fetch_add(&pd->references, 1);
-    pthread_mutex_unlock(&pd->lock);
+    soft_mutex_give(&pd->lock);
 }
 
 void soft_pd_restore(struct soft_pd *pd, struct soft_key *key)
 {
-    pthread_mutex_lock(&pd->lock);
+    soft_mutex_take(&pd->lock);
     if (!atomic_load(&key->dead))
         soft_key_publish(to_soft_context(pd->pd.context)->device, key);
-    pthread_mutex_unlock(&pd->lock);
+    soft_mutex_give(&pd->lock);
 }
 
 void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
 {
     bool last;
 
-    pthread_mutex_lock(&pd->lock);
+    soft_mutex_take(&pd->lock);
     *key->link = key->next;
     if (key->next)
         key->next->link = key->link;
     pd->key_count--;
     atomic_fetch_sub(&pd->references, 1);
     last = pd->gone && !pd->keys;
-    pthread_mutex_unlock(&pd->lock);
+    soft_mutex_give(&pd->lock);
     if (last)
         free_pd(pd);
 }
@@ -96,13 +96,14 @@ static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct s
     bool shared = pd->domain->share, busy;
     struct soft_key *key;
 
-    pthread_mutex_lock(&pd->lock); /* who releases the last key has left by then */
+    assert_held(&device->lock);
+    soft_mutex_take(&pd->lock); /* who releases the last key has left by then */
     busy = atomic_load(&pd->references) != (shared ? pd->key_count : 0);
     for (key = busy ? NULL : pd->keys; key; key = key->next) {
         atomic_store(&key->dead, true);
         soft_key_withdraw(device, key);
     }
-    pthread_mutex_unlock(&pd->lock);
+    soft_mutex_give(&pd->lock);
     if (busy)
         return EBUSY;
     *file = atomic_load(&pd->domain->file);
@@ -124,13 +125,13 @@ static void end_instance(struct soft_pd *pd, struct soft_shared *file)
     soft_licence_recall_all(to_soft_context(pd->pd.context)->device);
     if (file)
         soft_shared_wait(file); /* nor in another process */
-    pthread_mutex_lock(&pd->lock);
+    soft_mutex_take(&pd->lock);
     for (key = pd->keys; key; key = key->next)
         if (key->is_window)
             soft_mw_die(container_of(key, struct soft_mw, key));
     pd->gone = true;
     last = !pd->keys;
-    pthread_mutex_unlock(&pd->lock);
+    soft_mutex_give(&pd->lock);
     if (last)
         free_pd(pd);
 }
@@ -142,9 +143,9 @@ static int dealloc_base(struct soft_context *context, struct soft_pd *pd)
     struct soft_shared *file;
     int error;
 
-    pthread_mutex_lock(&device->lock);
+    soft_mutex_take(&device->lock);
     error = leave_domain(device, pd, &last, &file);
-    pthread_mutex_unlock(&device->lock);
+    soft_mutex_give(&device->lock);
     if (error)
         return error;
     end_instance(pd, file);
@@ -160,9 +161,9 @@ static int dealloc_parent(struct soft_context *context, struct soft_pd *pd)
 {
     bool busy;
 
-    pthread_mutex_lock(&pd->lock);
+    soft_mutex_take(&pd->lock);
     busy = atomic_load(&pd->references) != 0;
-    pthread_mutex_unlock(&pd->lock);
+    soft_mutex_give(&pd->lock);
     if (busy)
         return EBUSY;
     atomic_fetch_sub(&pd->base->references, 1);
@@ -244,7 +245,7 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
     if (!error && !(parent = calloc(1, sizeof(*parent))))
         error = ENOMEM;
     if (!error)
-        error = pthread_mutex_init(&parent->lock, NULL);
+        error = soft_mutex_init(&parent->lock, SOFT_RANK_PD);
     if (error) {
         free(parent);
         errno = error;

@@ -49,6 +49,7 @@ static void cancel_timer(struct soft_engine *engine, struct soft_timer *timer)
     uint32_t slot = timer->slot - 1;
     struct soft_timer *last;
 
+    assert_held(&engine->lock);
     if (!timer->slot)
         return;
     timer->slot = 0;
@@ -65,6 +66,7 @@ static void cancel_timer(struct soft_engine *engine, struct soft_timer *timer)
  * finds that it is not time yet, and sets it again. */
 static bool set_timer(struct soft_engine *engine, struct soft_timer *timer, uint64_t due)
 {
+    assert_held(&engine->lock);
     if (timer->forgotten || (timer->slot && timer->due <= due))
         return false;
     cancel_timer(engine, timer);
@@ -77,6 +79,7 @@ static bool set_timer(struct soft_engine *engine, struct soft_timer *timer, uint
 
 static void append(struct soft_engine *engine, struct soft_qp *first, struct soft_qp *last)
 {
+    assert_held(&engine->lock);
     last->next_queued = NULL;
     if (engine->last)
         engine->last->next_queued = first;
@@ -97,6 +100,7 @@ static void take_submitted(struct soft_engine *engine)
 {
     struct soft_qp *qp, *next, *first = NULL, *last;
 
+    assert_held(&engine->lock);
     if (!atomic_load_explicit(&engine->submitted, memory_order_relaxed))
         return;
     last = atomic_exchange_explicit(&engine->submitted, NULL, memory_order_acquire); /* nobody else takes them */
@@ -112,6 +116,7 @@ static struct soft_qp *dequeue(struct soft_engine *engine)
 {
     struct soft_qp *qp = engine->first;
 
+    assert_held(&engine->lock);
     if (qp) {
         engine->first = qp->next_queued;
         if (!engine->first)
@@ -131,12 +136,13 @@ static void sleep_until_work(struct soft_engine *engine)
 {
     uint64_t due = engine->timer_count ? engine->timers[0]->due : UINT64_MAX;
 
+    assert_held(&engine->lock);
     soft_sleeper_begin(&engine->sleeper);
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
     if (!atomic_load(&engine->submitted))
         soft_sleeper_wait(&engine->sleeper, due);
     soft_sleeper_end(&engine->sleeper);
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
 }
 
 /* Under the lock: queue pairs whose timers are due join the list, up to a completion queue whose timer is. */
@@ -144,6 +150,7 @@ static struct soft_cq *expire_timers(struct soft_engine *engine)
 {
     uint64_t now;
 
+    assert_held(&engine->lock);
     if (!engine->timer_count)
         return NULL;
     now = soft_now_ns();
@@ -176,7 +183,7 @@ static void *engine_main(void *argument)
     while (!grace_ready())
         sched_yield();                   /* memory for one record: requests wait until there is some */
     prctl(PR_SET_NAME, "aioverbs-soft"); /* last: whoever reads it knows that this thread allocates no more */
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
     while (!engine->stop) {
         struct soft_cq *cq = expire_timers(engine);
         struct grace_reader *grace;
@@ -192,15 +199,15 @@ static void *engine_main(void *argument)
 		 * grace_wait that sees us. Entering waits for nobody. */
         grace = grace_enter();
         qp = dequeue(engine);
-        pthread_mutex_unlock(&engine->lock);
+        soft_mutex_give(&engine->lock);
         if (cq)
             soft_cq_expired(cq);
         if (qp)
             execute(context, qp);
         grace_leave(grace);
-        pthread_mutex_lock(&engine->lock);
+        soft_mutex_take(&engine->lock);
     }
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
     return NULL;
 }
 
@@ -211,6 +218,7 @@ static int start(struct soft_context *context)
     sigset_t all, before;
     int error;
 
+    assert_held(&context->engine.lock);
     if (engine->started || engine->stop)
         return engine->stop ? ECANCELED : 0;
     sigfillset(&all);
@@ -225,9 +233,9 @@ int soft_engine_start(struct soft_context *context)
 {
     int error;
 
-    pthread_mutex_lock(&context->engine.lock);
+    soft_mutex_take(&context->engine.lock);
     error = start(context);
-    pthread_mutex_unlock(&context->engine.lock);
+    soft_mutex_give(&context->engine.lock);
     return error;
 }
 
@@ -235,18 +243,18 @@ int soft_engine_start(struct soft_context *context)
 
 int soft_engine_init(struct soft_context *context)
 {
-    return pthread_mutex_init(&context->engine.lock, NULL);
+    return soft_mutex_init(&context->engine.lock, SOFT_RANK_ENGINE);
 }
 
 static void halt(struct soft_engine *engine)
 {
     bool join;
 
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
     join = engine->started;
     engine->started = false;
     engine->stop = true;
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
     soft_sleeper_wake(&engine->sleeper);
     if (join)
         pthread_join(engine->thread, NULL);
@@ -265,7 +273,7 @@ void soft_engine_destroy(struct soft_context *context)
     struct soft_engine *engine = &context->engine;
 
     halt(engine);
-    pthread_mutex_destroy(&engine->lock);
+    soft_mutex_destroy(&engine->lock);
     free(engine->timers);
 }
 
@@ -274,7 +282,7 @@ int soft_engine_reserve(struct soft_context *context)
     struct soft_engine *engine = &context->engine;
     int error = 0;
 
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
     if (engine->reserved == engine->timer_room) {
         uint32_t room = engine->timer_room ? 2 * engine->timer_room : 64;
         struct soft_timer **timers = realloc(engine->timers, room * sizeof(struct soft_timer *));
@@ -290,15 +298,15 @@ int soft_engine_reserve(struct soft_context *context)
         error = start(context);
     if (!error)
         engine->reserved++;
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
     return error;
 }
 
 void soft_engine_unreserve(struct soft_context *context)
 {
-    pthread_mutex_lock(&context->engine.lock);
+    soft_mutex_take(&context->engine.lock);
     context->engine.reserved--;
-    pthread_mutex_unlock(&context->engine.lock);
+    soft_mutex_give(&context->engine.lock);
 }
 
 void soft_engine_ring(struct soft_qp *qp)
@@ -320,9 +328,9 @@ void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, u
     struct soft_engine *engine = &context->engine;
     bool wake;
 
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
     wake = set_timer(engine, timer, due);
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
     if (wake)
         soft_sleeper_wake(&engine->sleeper);
 }
@@ -331,11 +339,11 @@ void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, 
 {
     struct soft_engine *engine = &context->engine;
 
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
     if (for_good)
         timer->forgotten = true;
     cancel_timer(engine, timer);
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
 }
 
 void soft_engine_forget(struct soft_qp *qp)
@@ -343,7 +351,7 @@ void soft_engine_forget(struct soft_qp *qp)
     struct soft_engine *engine = &qp->context->engine;
     struct soft_qp **link, *last = NULL;
 
-    pthread_mutex_lock(&engine->lock);
+    soft_mutex_take(&engine->lock);
     /* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
     qp->timer.forgotten = true;
     cancel_timer(engine, &qp->timer);
@@ -358,5 +366,5 @@ void soft_engine_forget(struct soft_qp *qp)
             engine->last = last;
         atomic_store_explicit(&qp->queued, false, memory_order_relaxed);
     }
-    pthread_mutex_unlock(&engine->lock);
+    soft_mutex_give(&engine->lock);
 }

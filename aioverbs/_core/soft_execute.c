@@ -29,6 +29,7 @@ static void fail_sender(struct soft_qp *qp)
 {
     unsigned int from = IBV_QPS_RTS;
 
+    assert_held(&qp->sq_lock);
     if (soft_is_reliable(qp)) {
         atomic_store(&qp->state, IBV_QPS_ERR);
         soft_licence_recall_qp(qp);
@@ -43,6 +44,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
 {
     struct soft_cqe cqe;
 
+    assert_held(&qp->sq_lock);
     qp->begun = false;
     if (status != IBV_WC_SUCCESS)
         fail_sender(qp);
@@ -78,6 +80,7 @@ void soft_flush_receives(struct soft_qp *qp)
 {
     uint32_t posted = atomic_load(qp->rq.posted);
 
+    assert_held(&qp->rq_lock);
     soft_inbound_end(qp, true);
     while (qp->rq.taken != posted) {
         const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
@@ -148,6 +151,7 @@ uint32_t soft_packets(const struct soft_qp *qp, uint32_t length)
  * left. Nobody would wake us up where the thread cannot be had. */
 static enum ibv_wc_status wait_until(struct soft_qp *qp, uint64_t retry_ns, bool unanswered)
 {
+    assert_held(&qp->sq_lock);
     if (retry_ns != UINT64_MAX && soft_engine_start(qp->context))
         return IBV_WC_GENERAL_ERR;
     qp->waiting = true;
@@ -266,6 +270,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
     uint32_t vendor_err = 0;
     enum ibv_wc_status status = soft_begin_request(qp, wqe, segments, &request, &vendor_err);
 
+    assert_held(&qp->sq_lock);
     *left -= SOFT_REQUEST_COST + (int64_t)request.length;
     if (status != IBV_WC_SUCCESS || soft_is_local(wqe->opcode)) {
         soft_end_request(qp, wqe, status, vendor_err, 0, 0);
@@ -306,6 +311,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
 /* Under sq_lock, in SQD with no request under way. */
 void soft_drained(struct soft_qp *qp)
 {
+    assert_held(&qp->sq_lock);
     if (qp->drain_notify)
         soft_raise(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
     qp->drain_notify = false;
@@ -315,6 +321,7 @@ void soft_drained(struct soft_qp *qp)
  * Under rq_lock, in ERR. */
 static void last_wqe_reached(struct soft_qp *qp)
 {
+    assert_held(&qp->rq_lock);
     if (qp->srq && !qp->last_wqe)
         soft_raise(qp->context, &qp->events, IBV_EVENT_QP_LAST_WQE_REACHED);
     qp->last_wqe = true;
@@ -325,6 +332,7 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
 {
     int64_t left = SOFT_QUEUE_TURN;
 
+    assert_held(&qp->sq_lock);
     if (soft_asks(qp))
         return soft_ask(qp);
     while (left > 0) {

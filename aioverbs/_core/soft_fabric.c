@@ -37,15 +37,15 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
     fabric->tcp_watch = (struct soft_watch){SOFT_WATCH_TCP, -1};
     fabric->timer = (struct soft_watch){SOFT_WATCH_TIMER, -1};
     soft_settings_default(&fabric->settings);
-    error = pthread_mutex_init(&fabric->setup, NULL);
+    error = soft_mutex_init(&fabric->setup, SOFT_RANK_SETUP);
     if (!error)
-        error = pthread_mutex_init(&fabric->progress, NULL);
+        error = soft_mutex_init(&fabric->progress, SOFT_RANK_PROGRESS);
     if (!error)
-        error = pthread_mutex_init(&fabric->held, NULL);
+        error = soft_mutex_init(&fabric->held, SOFT_RANK_HELD);
     if (!error)
-        error = pthread_mutex_init(&fabric->links, NULL);
+        error = soft_mutex_init(&fabric->links, SOFT_RANK_LINKS);
     if (!error)
-        error = pthread_mutex_init(&fabric->leading, NULL);
+        error = soft_mutex_init(&fabric->leading, SOFT_RANK_LEADING);
     if (error)
         free(fabric);
     else
@@ -57,12 +57,12 @@ void soft_fabric_configure(struct soft_device *device, const struct soft_setting
 {
     struct soft_fabric *fabric = device->fabric;
 
-    pthread_mutex_lock(&fabric->setup);
+    soft_mutex_take(&fabric->setup);
     if (!fabric->running) {
         fabric->settings = *settings;
         fabric->error[0] = 0;
     }
-    pthread_mutex_unlock(&fabric->setup);
+    soft_mutex_give(&fabric->setup);
 }
 
 const struct soft_settings *soft_fabric_settings(const struct soft_device *device)
@@ -157,9 +157,12 @@ int soft_fabric_start(struct soft_fabric *fabric)
 
     if (atomic_load_explicit(&fabric->active, memory_order_acquire))
         return 0;
-    pthread_mutex_lock(&fabric->setup);
+    /* A datagram's execution has a sq_lock, and is in a grace section. Whoever has `setup` while the fabric does not run
+     * begins to listen, and waits for `progress` before there is a stream to read, so that nobody has something to
+     * execute; or stops, when there is no queue pair. Who halts may not wait for sections meanwhile. */
+    soft_mutex_take_unordered(&fabric->setup);
     error = start(fabric);
-    pthread_mutex_unlock(&fabric->setup);
+    soft_mutex_give(&fabric->setup);
     return error;
 }
 
@@ -215,6 +218,7 @@ static int listen_all(struct soft_fabric *fabric)
 {
     int error = fabric->port ? listen_tcp(fabric) : 0;
 
+    assert_held(&fabric->setup);
     if (!error)
         error = soft_directory_enter(&fabric->settings, fabric->device->gids, &fabric->entry, fabric->error,
                                      sizeof(fabric->error));
@@ -229,27 +233,27 @@ int soft_fabric_listen(struct soft_device *device)
     struct soft_fabric *fabric = device->fabric;
     int error;
 
-    pthread_mutex_lock(&fabric->setup);
+    soft_mutex_take(&fabric->setup);
     error = start(fabric);
     if (error)
         snprintf(fabric->error, sizeof(fabric->error), "the thread does not start: %s", strerror(error));
     if (!error && !fabric->listening) {
-        pthread_mutex_lock(&fabric->progress); /* who reads looks at the listeners */
+        soft_mutex_take(&fabric->progress); /* who reads looks at the listeners */
         fabric->error[0] = 0;
         error = listen_all(fabric);
         if (error)
             close_listeners(fabric);
-        pthread_mutex_unlock(&fabric->progress);
+        soft_mutex_give(&fabric->progress);
     }
-    pthread_mutex_unlock(&fabric->setup);
+    soft_mutex_give(&fabric->setup);
     return error;
 }
 
 void soft_fabric_error(struct soft_device *device, char *text, size_t size)
 {
-    pthread_mutex_lock(&device->fabric->setup);
+    soft_mutex_take(&device->fabric->setup);
     snprintf(text, size, "%s", device->fabric->error);
-    pthread_mutex_unlock(&device->fabric->setup);
+    soft_mutex_give(&device->fabric->setup);
 }
 
 /* ---- Stopping ------------------------------------------------------------------------------------------------ */
@@ -260,41 +264,42 @@ static void close_all(struct soft_fabric *fabric)
     struct soft_link *link;
     unsigned int i;
 
+    assert_held(&fabric->progress);
     close_listeners(fabric);
     while (fabric->streams)
         soft_stream_close(fabric->streams, SOFT_END_UNUSED, "the device was closed");
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     for (; (link = fabric->first_todo); fabric->first_todo = link->next_todo) {
         link->todo = false;
-        pthread_mutex_lock(&link->stream.tx);
+        soft_mutex_take(&link->stream.tx);
         link->wanted = false;
-        pthread_mutex_unlock(&link->stream.tx);
+        soft_mutex_give(&link->stream.tx);
     }
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
         for (link = fabric->table[i]; link; link = link->next)
             link->unused_since = 0;
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     soft_links_sweep(fabric, UINT64_MAX);
 }
 
 static void stop(struct soft_fabric *fabric, bool for_good)
 {
-    pthread_mutex_lock(&fabric->setup);
+    soft_mutex_take(&fabric->setup);
     fabric->halted = for_good;
     if (fabric->running) {
         atomic_store(&fabric->stop, true);
         soft_fabric_wake(fabric);
         pthread_join(fabric->thread, NULL);
-        pthread_mutex_lock(&fabric->progress);
+        soft_mutex_take(&fabric->progress);
         atomic_store_explicit(&fabric->active, false, memory_order_release);
         soft_lead_depose(fabric, NULL); /* after that nobody begins to lead */
         if (grace_ready())
             close_all(fabric);
         drop_descriptors(fabric);
-        pthread_mutex_unlock(&fabric->progress);
+        soft_mutex_give(&fabric->progress);
         fabric->running = false;
     }
-    pthread_mutex_unlock(&fabric->setup);
+    soft_mutex_give(&fabric->setup);
 }
 
 void soft_fabric_stop(struct soft_device *device)

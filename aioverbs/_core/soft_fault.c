@@ -10,12 +10,12 @@ struct soft_faults *soft_faults_new(uint64_t first_serial)
 {
     struct soft_faults *plan = calloc(1, sizeof(*plan));
 
-    if (plan && pthread_mutex_init(&plan->lock, NULL)) {
+    if (plan && soft_mutex_init(&plan->lock, SOFT_RANK_FAULTS)) {
         free(plan);
         return NULL;
     }
-    if (plan && pthread_mutex_init(&plan->frames, NULL)) {
-        pthread_mutex_destroy(&plan->lock);
+    if (plan && soft_mutex_init(&plan->frames, SOFT_RANK_FRAMES)) {
+        soft_mutex_destroy(&plan->lock);
         free(plan);
         return NULL;
     }
@@ -36,9 +36,9 @@ static void drop_rules(struct soft_context *context)
     }
     plan->verbs_per_million = plan->loss_per_million = 0;
     plan->jitter_ns = 0;
-    pthread_mutex_lock(&plan->frames);
+    soft_mutex_take(&plan->frames);
     soft_fault_drop_frame_rules(context);
-    pthread_mutex_unlock(&plan->frames);
+    soft_mutex_give(&plan->frames);
 }
 
 /* When no queue is left in the context, and so nothing is held. */
@@ -49,8 +49,8 @@ void soft_faults_free(struct soft_context *context)
     drop_rules(context);
     soft_fault_let_go(context);
     free(plan->records);
-    pthread_mutex_destroy(&plan->frames);
-    pthread_mutex_destroy(&plan->lock);
+    soft_mutex_destroy(&plan->frames);
+    soft_mutex_destroy(&plan->lock);
     free(plan);
 }
 
@@ -58,7 +58,7 @@ struct soft_faults *soft_fault_enter(struct soft_context *context)
 {
     if (soft_stale(context))
         return NULL;
-    pthread_mutex_lock(&context->faults->lock);
+    soft_mutex_take(&context->faults->lock);
     return context->faults;
 }
 
@@ -75,7 +75,7 @@ void soft_fault_leave(struct soft_context *context)
         atomic_fetch_and(&context->special, ~(unsigned int)SOFT_SPECIAL_FAULTS);
     }
     plan->active = active;
-    pthread_mutex_unlock(&plan->lock);
+    soft_mutex_give(&plan->lock);
 }
 
 /* ---- Chances --------------------------------------------------------------------------------------------- */
@@ -154,20 +154,20 @@ void soft_fault_note_frame(struct soft_faults *plan, struct soft_fault_record wh
 
 void soft_fault_note(struct soft_faults *plan, struct soft_fault_record what)
 {
-    pthread_mutex_lock(&plan->frames);
+    soft_mutex_take(&plan->frames);
     soft_fault_note_frame(plan, what);
-    pthread_mutex_unlock(&plan->frames);
+    soft_mutex_give(&plan->frames);
 }
 
 int soft_fault_make_records(struct soft_faults *plan)
 {
     bool made;
 
-    pthread_mutex_lock(&plan->frames);
+    soft_mutex_take(&plan->frames);
     if (!plan->records)
         plan->records = calloc(SOFT_FAULT_RECORDS, sizeof(*plan->records));
     made = plan->records;
-    pthread_mutex_unlock(&plan->frames);
+    soft_mutex_give(&plan->frames);
     return made ? 0 : ENOMEM;
 }
 
@@ -290,11 +290,11 @@ void soft_fault_seed(struct ibv_context *ibv_context, uint64_t seed)
 
     if (!plan)
         return;
-    pthread_mutex_lock(&plan->frames);
+    soft_mutex_take(&plan->frames);
     plan->seed = seed;
     plan->epoch++;
     plan->first_serial = atomic_load(&context->device->serial);
-    pthread_mutex_unlock(&plan->frames);
+    soft_mutex_give(&plan->frames);
     plan->releases = 0;
     memset(plan->drawn, 0, sizeof(plan->drawn));
     soft_fault_leave(context);
@@ -362,12 +362,12 @@ size_t soft_fault_records(struct ibv_context *ibv_context, size_t from, struct s
 
     if (!plan)
         return 0;
-    pthread_mutex_lock(&plan->frames);
+    soft_mutex_take(&plan->frames);
     count = plan->record_count;
     kept = count < SOFT_FAULT_RECORDS ? count : SOFT_FAULT_RECORDS;
     if (from < kept && room)
         memcpy(records, &plan->records[from], (room < kept - from ? room : kept - from) * sizeof(*records));
-    pthread_mutex_unlock(&plan->frames);
+    soft_mutex_give(&plan->frames);
     soft_fault_leave(context);
     return count;
 }

@@ -22,6 +22,7 @@ static void settle(struct soft_context *context)
     struct soft_faults *plan = context->faults;
     bool disturbs = plan->frame_rules || has_chances(plan);
 
+    assert_held(&plan->frames);
     if (disturbs && !plan->disturbs) {
         atomic_fetch_add(&context->device->fabric->disturbed, 1);
         soft_licence_recall_all(context->device);
@@ -70,12 +71,12 @@ int soft_fault_frames(struct ibv_context *ibv_context, const struct soft_frame_f
         rule->of_peer = fault->gid;
         if (fault->gid)
             memcpy(&rule->gid, fault->gid, sizeof(rule->gid));
-        pthread_mutex_lock(&plan->frames);
+        soft_mutex_take(&plan->frames);
         for (link = &plan->frame_rules; *link; link = &(*link)->next)
             ;
         *link = rule;
         settle(context);
-        pthread_mutex_unlock(&plan->frames);
+        soft_mutex_give(&plan->frames);
     }
     soft_fault_leave(context);
     return rule ? 0 : ENOMEM;
@@ -99,11 +100,11 @@ int soft_fault_frames_at_random(struct ibv_context *ibv_context, const uint32_t 
         return ENODEV;
     error = soft_fault_make_records(plan);
     if (!error) {
-        pthread_mutex_lock(&plan->frames);
+        soft_mutex_take(&plan->frames);
         memcpy(plan->mishaps_per_million, per_million, sizeof(plan->mishaps_per_million));
         plan->max_delay_ns = max_delay_ns;
         settle(context);
-        pthread_mutex_unlock(&plan->frames);
+        soft_mutex_give(&plan->frames);
     }
     soft_fault_leave(context);
     return error;
@@ -185,7 +186,7 @@ enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
     struct soft_faults *plan = qp->context->faults;
     struct verdict verdict, drawn;
 
-    pthread_mutex_lock(&plan->frames);
+    soft_mutex_take(&plan->frames);
     verdict = consult(plan, qp, kind, stream);
     if (has_chances(plan)) {
         drawn = draw(plan, qp, kind);
@@ -196,7 +197,7 @@ enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
         soft_fault_note_frame(
             plan, (struct soft_fault_record){SOFT_RECORD_DROP + verdict.mishap, qp->qp.qp_num, verdict.ordinal, kind});
     settle(qp->context);
-    pthread_mutex_unlock(&plan->frames);
+    soft_mutex_give(&plan->frames);
     *delay_ns = verdict.delay_ns;
     return verdict.mishap;
 }

@@ -44,6 +44,7 @@ static struct soft_fault_queue *find(const struct soft_faults *plan, const struc
 {
     struct soft_fault_queue *queue;
 
+    assert_held(&plan->lock);
     for (queue = plan->queues; queue; queue = queue->next)
         if (queue->qp_num == cqe->qp_num && queue->is_send == cqe->is_send)
             break;
@@ -54,6 +55,7 @@ static struct soft_fault_queue *make(struct soft_faults *plan, const struct soft
 {
     struct soft_fault_queue *queue = calloc(1, sizeof(*queue)), **link = &plan->queues;
 
+    assert_held(&plan->lock);
     if (!queue)
         return NULL;
     queue->qp_num = cqe->qp_num;
@@ -72,6 +74,7 @@ static bool hold_back(struct soft_faults *plan, struct soft_cq *cq, const struct
     struct held *held = malloc(sizeof(*held));
     struct soft_fault_queue *queue;
 
+    assert_held(&plan->lock);
     if (!held)
         return false;
     queue = find(plan, cqe);

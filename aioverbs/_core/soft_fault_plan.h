@@ -46,7 +46,7 @@ struct soft_fault_queue;
 
 /* All of it under `lock`, which is taken from executions: after each soft_lock but that of a completion queue. */
 struct soft_faults {
-    pthread_mutex_t lock;
+    struct soft_mutex lock;
     bool active;           /* SOFT_SPECIAL_FAULTS is set */
     uint64_t seed, epoch;  /* how often there was a new seed */
     uint64_t first_serial; /* queue pairs are told apart by their distance from it, which repeats itself */
@@ -69,7 +69,7 @@ struct soft_faults {
 
     /* All that follows under `frames`: the last of all locks, for frames come and go under any. What is above and it
      * reads, `seed`, `epoch` and `first_serial`, is written under both. */
-    pthread_mutex_t frames;
+    struct soft_mutex frames;
     bool disturbs; /* it counts among fabric->disturbed */
     struct soft_fault_rule *frame_rules;
     uint32_t mishaps_per_million[SOFT_MISHAPS];

@@ -243,9 +243,9 @@ static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
         return;
     }
     stream->fabric->stats.accepted++;
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stream->connected_times++;
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     soft_stream_set_stage(stream, SOFT_OPEN);
 }
 

@@ -20,11 +20,11 @@ bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
         return true;
     if (atomic_load(&fabric->outgoing))
         return false;
-    pthread_mutex_lock(&fabric->leading);
+    soft_mutex_take(&fabric->leading);
     if (!atomic_load(&fabric->leader) && atomic_load(&fabric->active) && !atomic_load(&fabric->outgoing) &&
         !epoll_ctl(channel->channel.fd, EPOLL_CTL_ADD, fabric->epoll, &event))
         atomic_store(&fabric->leader, channel);
-    pthread_mutex_unlock(&fabric->leading);
+    soft_mutex_give(&fabric->leading);
     return atomic_load(&fabric->leader);
 }
 
@@ -35,14 +35,14 @@ bool soft_lead_depose(struct soft_fabric *fabric, const struct soft_channel *cha
 
     if (!atomic_load(&fabric->leader))
         return false;
-    pthread_mutex_lock(&fabric->leading);
+    soft_mutex_take(&fabric->leading);
     leader = atomic_load(&fabric->leader);
     led = leader && (!channel || leader == channel);
     if (led) {
         epoll_ctl(leader->channel.fd, EPOLL_CTL_DEL, fabric->epoll, NULL);
         atomic_store(&fabric->leader, NULL);
     }
-    pthread_mutex_unlock(&fabric->leading);
+    soft_mutex_give(&fabric->leading);
     return led;
 }
 

@@ -51,9 +51,9 @@ int soft_lease_make(struct soft_link *link)
         return error;
     }
     link->leases_fd = fd;
-    pthread_mutex_lock(&link->stream.tx);
+    soft_mutex_take(&link->stream.tx);
     link->stream.leases = page;
-    pthread_mutex_unlock(&link->stream.tx);
+    soft_mutex_give(&link->stream.tx);
     return 0;
 }
 
@@ -92,7 +92,7 @@ int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
     int error = EAGAIN;
     unsigned int i;
 
-    pthread_mutex_lock(&link->stream.tx);
+    soft_mutex_take(&link->stream.tx);
     for (i = 0; link->stream.leases && i < SOFT_LEASES / 64 && error; i++) {
         uint64_t unused = ~link->leased[i];
         unsigned int bit = unused ? (unsigned int)__builtin_ctzll(unused) : 64;
@@ -105,7 +105,7 @@ int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
         atomic_store(&link->stream.leases->words[*lease], word(OPEN, *serial));
         error = 0;
     }
-    pthread_mutex_unlock(&link->stream.tx);
+    soft_mutex_give(&link->stream.tx);
     return error;
 }
 
@@ -124,9 +124,9 @@ static bool withdraw(struct soft_link *link, _Atomic uint64_t *at, uint32_t seri
             sched_yield();
             continue;
         }
-        pthread_mutex_lock(&link->stream.tx);
+        soft_mutex_take(&link->stream.tx);
         gone = soft_process_gone(link->stream.pidfd);
-        pthread_mutex_unlock(&link->stream.tx);
+        soft_mutex_give(&link->stream.tx);
         if (gone)
             return true;
         if (soft_now_ns() > end)
@@ -139,9 +139,9 @@ void soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial)
 {
     if (!withdraw(link, &link->stream.leases->words[lease], serial))
         return; /* that word is never used again */
-    pthread_mutex_lock(&link->stream.tx);
+    soft_mutex_take(&link->stream.tx);
     link->leased[lease / 64] &= ~(1ull << lease % 64);
-    pthread_mutex_unlock(&link->stream.tx);
+    soft_mutex_give(&link->stream.tx);
 }
 
 /* ---- The peer ------------------------------------------------------------------------------------------------ */

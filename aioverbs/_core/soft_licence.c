@@ -48,6 +48,7 @@ static bool make_page(struct soft_fabric *fabric)
     struct soft_licence_page *page;
     int fd;
 
+    assert_held(&fabric->progress);
     if (fabric->licences_fd >= 0)
         return true;
     fd = soft_sealed_make("aioverbs-licences", sizeof(*page), 0);

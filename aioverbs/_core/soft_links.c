@@ -59,13 +59,13 @@ struct soft_link *soft_link_get(struct soft_device *device, const union ibv_gid 
     errno = soft_fabric_start(fabric);
     if (errno)
         return NULL;
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     link = find(fabric, remote);
     if (!link)
         link = make(fabric, remote);
     if (link)
         link->references++;
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     if (!link)
         errno = ENOMEM;
     return link;
@@ -75,10 +75,10 @@ void soft_link_put(struct soft_link *link)
 {
     struct soft_fabric *fabric = link->stream.fabric;
 
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     if (--link->references == 0)
         link->unused_since = soft_now_ns();
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
 }
 
 static void free_link(struct soft_link *link)
@@ -97,7 +97,7 @@ static struct soft_link *take_unused(struct soft_fabric *fabric, uint64_t now)
     struct soft_link **place, *link = NULL;
     unsigned int i;
 
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]) && !link; i++)
         for (place = &fabric->table[i]; *place; place = &(*place)->next)
             if (!(*place)->references && !(*place)->todo && (*place)->unused_since + SOFT_LINGER_NS <= now) {
@@ -105,7 +105,7 @@ static struct soft_link *take_unused(struct soft_fabric *fabric, uint64_t now)
                 *place = link->next;
                 break;
             }
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     return link;
 }
 
@@ -115,11 +115,11 @@ static struct soft_link *find_outdated(struct soft_fabric *fabric)
     struct soft_link *link, *found = NULL;
     unsigned int i;
 
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]) && !found; i++)
         for (link = fabric->table[i]; link && !found; link = link->next)
             found = soft_licence_is_outdated(link) ? link : NULL;
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     return found;
 }
 
@@ -127,6 +127,7 @@ void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_link *link;
 
+    assert_held(&fabric->progress);
     while ((link = take_unused(fabric, now)))
         free_link(link);
     while ((link = find_outdated(fabric))) /* only here links are freed */
@@ -146,10 +147,10 @@ static void failed(struct soft_link *link, const char *reason)
     }
     soft_fabric_note(stream->fabric, SOFT_END_CONNECT, link->remote.raw, reason);
     snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     link->wanted = false;
     link->again_at = soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     grace = grace_enter();
     soft_link_kick(link, true);
     grace_leave(grace);
@@ -208,9 +209,9 @@ static bool is_one_to_do(struct soft_fabric *fabric)
 {
     bool found;
 
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     found = fabric->first_todo;
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     return found;
 }
 
@@ -219,16 +220,17 @@ static struct soft_link *take_todo(struct soft_fabric *fabric)
 {
     struct soft_link *link;
 
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     link = fabric->first_todo;
     fabric->first_todo = link->next_todo;
     link->todo = false;
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     return link;
 }
 
 void soft_links_connect(struct soft_fabric *fabric)
 {
+    assert_held(&fabric->progress);
     while (is_one_to_do(fabric) && soft_handshake_make_place(fabric, SOFT_OUTGOING))
         connect_link(take_todo(fabric));
 }
@@ -245,10 +247,10 @@ static bool knows_peer(struct soft_stream *stream)
     stream->pid = (uint32_t)peer.pid;
     stream->uid = peer.uid;
     pidfd = soft_process_open(stream->pid);
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     soft_descriptor_close(stream->pidfd);
     stream->pidfd = pidfd;
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     return soft_settings_allow(&stream->fabric->settings, peer.uid);
 }
 
@@ -258,6 +260,7 @@ void soft_link_connected(struct soft_link *link)
     int error = 0;
     socklen_t size = sizeof(error);
 
+    assert_held(&link->stream.fabric->progress);
     getsockopt(stream->watch.fd, SOL_SOCKET, SO_ERROR, &error, &size);
     if (error) {
         failed(link, strerror(error));
@@ -278,10 +281,11 @@ void soft_link_opened(struct soft_link *link)
 {
     struct soft_stream *stream = &link->stream;
 
+    assert_held(&link->stream.fabric->progress);
     stream->fabric->stats.connected++;
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stream->connected_times++;
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     soft_stream_set_stage(stream, SOFT_OPEN); /* there is room: those who wait are kicked */
 }
 
@@ -292,6 +296,7 @@ static void wait(struct soft_link *link, struct soft_waiter *waiter)
 {
     struct soft_waiter *before = link->last;
 
+    assert_held(&link->stream.tx);
     if (waiter->link)
         return;
     if (!waiter->ticket)
@@ -310,6 +315,7 @@ static void wait(struct soft_link *link, struct soft_waiter *waiter)
 
 static void leave(struct soft_link *link, struct soft_waiter *waiter)
 {
+    assert_held(&link->stream.tx);
     *(waiter->before ? &waiter->before->next : &link->first) = waiter->next;
     *(waiter->next ? &waiter->next->before : &link->last) = waiter->before;
     waiter->link = NULL;
@@ -322,7 +328,8 @@ void soft_link_kick(struct soft_link *link, bool all)
     struct soft_stream *stream = &link->stream;
     unsigned int limit, kicked;
 
-    pthread_mutex_lock(&stream->tx);
+    assert_held(&link->stream.fabric->progress);
+    soft_mutex_take(&stream->tx);
     limit = all ? link->waiting : 16; /* the rest in the next turn: where an engine executes, there is room for long */
     for (kicked = 0; kicked < limit && link->first && (all || !(stream->blocked || stream->broken)); kicked++) {
         struct soft_waiter *waiter = link->first;
@@ -331,23 +338,23 @@ void soft_link_kick(struct soft_link *link, bool all)
         if (waiter->allowance <= 0) /* what he sent beyond his last turn counts */
             waiter->allowance += SOFT_TURN_BYTES;
         /* Before the lock is given back it is in our grace section: who forgets it waits for that. */
-        pthread_mutex_unlock(&stream->tx);
+        soft_mutex_give(&stream->tx);
         stream->fabric->user->kick(container_of(waiter, struct soft_qp, waiter));
-        pthread_mutex_lock(&stream->tx);
+        soft_mutex_take(&stream->tx);
     }
     if (stream->stage != SOFT_CLOSED)
         soft_stream_watch(stream);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
 }
 
 void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
 {
-    pthread_mutex_lock(&link->stream.tx);
+    soft_mutex_take(&link->stream.tx);
     if (qp->waiter.link == link)
         leave(link, &qp->waiter);
     qp->waiter.ticket = 0;
     qp->waiter.allowance = 0;
-    pthread_mutex_unlock(&link->stream.tx);
+    soft_mutex_give(&link->stream.tx);
 }
 
 /* ---- Sending ------------------------------------------------------------------------------------------------- */
@@ -355,6 +362,7 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
 /* Under tx: there is no connection. Whether one is to be made is told to who reads. */
 static int unconnected(struct soft_link *link, struct soft_waiter *waiter, bool *make)
 {
+    assert_held(&link->stream.tx);
     if (link->stream.stage == SOFT_CLOSED) {
         if (link->again_at && link->again_at > soft_now_ns())
             return EHOSTUNREACH;
@@ -369,12 +377,12 @@ static void ask_for_connection(struct soft_link *link)
 {
     struct soft_fabric *fabric = link->stream.fabric;
 
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     link->todo = true;
     link->next_todo = NULL;
     *(fabric->first_todo ? &fabric->last_todo->next_todo : &fabric->first_todo) = link;
     fabric->last_todo = link;
-    pthread_mutex_unlock(&fabric->links);
+    soft_mutex_give(&fabric->links);
     soft_fabric_wake(fabric);
 }
 
@@ -386,7 +394,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
     bool make = false;
     int error = 0;
 
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     if (stream->stage != SOFT_OPEN) {
         error = unconnected(link, waiter, &make);
     } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
@@ -407,7 +415,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
         wait(link, waiter);
         soft_stream_watch(stream);
     }
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     if (make)
         ask_for_connection(link);
     return error;

@@ -29,7 +29,7 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
     mw->pd = to_soft_pd(ibv_pd);
     mw->mw = (struct ibv_mw){ibv_pd->context, ibv_pd, mw->key.number << 8 | use, mw->key.number, type};
     mw->rkey = mw->mw.rkey;
-    soft_lock_init(&mw->lock);
+    soft_lock_init(&mw->lock, SOFT_RANK_MW);
     soft_pd_adopt(mw->pd, &mw->key);
     atomic_fetch_add(&context->mws, 1);
     soft_key_publish(context->device, &mw->key);
@@ -39,6 +39,7 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
 /* Under the window's lock. */
 static void unbind(struct soft_mw *mw)
 {
+    assert_held(&mw->lock);
     if (!mw->bound)
         return;
     mw->bound = false;
@@ -178,6 +179,7 @@ static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const s
 {
     uint64_t offset = address - mw->address;
 
+    assert_held(&mw->lock);
     if (!mw->bound || mw->rkey != key || mw->pd->domain != pd->domain || (mw->access & access) != access)
         return false;
     if (mw->mw.type == IBV_MW_TYPE_2 && mw->qp_serial != qp->serial)

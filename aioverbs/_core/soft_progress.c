@@ -35,10 +35,10 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
     if (events & EPOLLOUT) {
         struct grace_reader *grace;
 
-        pthread_mutex_lock(&stream->tx);
+        soft_mutex_take(&stream->tx);
         soft_stream_flush(stream);
         soft_stream_watch(stream);
-        pthread_mutex_unlock(&stream->tx);
+        soft_mutex_give(&stream->tx);
         if (link && stream->stage == SOFT_OPEN) {
             grace = grace_enter();
             soft_link_kick(link, false);
@@ -73,6 +73,7 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
     int i, listener_count = 0;
     eventfd_t value;
 
+    assert_held(&fabric->progress);
     for (i = 0; i < count; i++) {
         struct soft_watch *watch = events[i].data.ptr;
 
@@ -114,6 +115,7 @@ bool soft_fabric_look(struct soft_fabric *fabric, bool all)
     struct soft_stream *hot = fabric->hot;
     int count;
 
+    assert_held(&fabric->progress);
     /* A round trip is over one stream: asking it saves asking for who has something. */
     if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished &&
         ++fabric->looks % HOT_LOOKS)
@@ -130,6 +132,7 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_stream *stream, *next;
 
+    assert_held(&fabric->progress);
     for (stream = fabric->streams; stream; stream = next) {
         next = stream->next;
         if (stream->stage != SOFT_OPEN && stream->deadline <= now)
@@ -152,13 +155,13 @@ bool soft_fabric_progress(struct soft_device *device, bool all)
     if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
         return false;
     atomic_fetch_add_explicit(&fabric->polls, 1, memory_order_relaxed);
-    if (!grace_ready() || pthread_mutex_trylock(&fabric->progress))
+    if (!grace_ready() || !soft_mutex_try(&fabric->progress))
         return false;
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
         soft_stream_settle(fabric); /* he has nothing to do any more */
         something = soft_fabric_look(fabric, all);
     }
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
     return something;
 }
 
@@ -181,9 +184,9 @@ static void come_back(struct soft_fabric *fabric)
     atomic_store(&fabric->stood_back, false);
     if (!atomic_load(&fabric->owing))
         return;
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     soft_stream_settle(fabric);
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
 }
 
 static bool somebody_polls(struct soft_fabric *fabric)
@@ -236,9 +239,9 @@ static void look_on(struct soft_fabric *fabric)
     do {
         bool something;
 
-        pthread_mutex_lock(&fabric->progress);
+        soft_mutex_take(&fabric->progress);
         something = soft_fabric_look(fabric, false);
-        pthread_mutex_unlock(&fabric->progress);
+        soft_mutex_give(&fabric->progress);
         if (something)
             until = soft_now_ns() + fabric->settings.spin_ns;
         now = soft_now_ns();
@@ -251,21 +254,21 @@ static void look_once(struct soft_fabric *fabric, const struct epoll_event *even
 {
     uint64_t now = soft_now_ns();
 
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     if (fabric->closes == closes) /* else one of them may be gone: epoll tells again of the others */
         soft_fabric_look_at(fabric, events, count);
     if (now >= atomic_load(&fabric->sweep_at))
         soft_fabric_sweep(fabric, now);
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
 }
 
 static uint32_t count_closes(struct soft_fabric *fabric)
 {
     uint32_t closes;
 
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     closes = fabric->closes;
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
     return closes;
 }
 

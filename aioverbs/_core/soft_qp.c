@@ -123,7 +123,7 @@ static int init_qp(struct soft_qp *qp, struct ibv_qp_cap *cap)
     error = soft_table_reserve(&qp->context->device->qps, &qp->qp.qp_num, NULL);
     if (error)
         return error;
-    error = soft_half_init(&qp->half, qp->context, "queue pair", qp->qp.qp_num, exclusive);
+    error = soft_half_init(&qp->half, qp->context, SOFT_RANK_HALF, "queue pair", qp->qp.qp_num, exclusive);
     if (error)
         goto release;
     error = pthread_mutex_init(&qp->qp.mutex, NULL);
@@ -216,8 +216,8 @@ static struct ibv_qp *create(struct soft_context *context, struct ibv_qp_init_at
     memset(qp, 0, sizeof(*qp));
     qp->context = context;
     describe(qp, attr);
-    soft_lock_init(&qp->sq_lock);
-    soft_lock_init(&qp->rq_lock);
+    soft_lock_init(&qp->sq_lock, SOFT_RANK_SQ);
+    soft_lock_init(&qp->rq_lock, SOFT_RANK_RQ);
     atomic_init(&qp->state, IBV_QPS_RESET);
     drop_absent(&cap, attr);
     error = init_qp(qp, &cap);
@@ -446,6 +446,8 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
 {
     struct ibv_qp_attr *own = &qp->attr;
 
+    assert_held(&qp->rq_lock);
+    assert_held(&qp->sq_lock);
 #define TAKE(bit, field)              \
     do {                              \
         if (mask & (bit))             \
@@ -483,6 +485,8 @@ static void reset(struct soft_qp *qp)
 {
     struct ibv_qp_cap cap = qp->attr.cap;
 
+    assert_held(&qp->rq_lock);
+    assert_held(&qp->sq_lock);
     memset(&qp->attr, 0, sizeof(qp->attr));
     qp->attr.cap = cap;
     qp->leads_here = false;

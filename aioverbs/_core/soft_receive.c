@@ -74,7 +74,7 @@ static bool has_room(struct soft_stream *stream)
 {
     bool room;
 
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     if (!stream->blocked && soft_stream_pending(stream) > SOFT_SMALL_ANSWERS - 4096)
         soft_stream_flush(stream);
     room = !stream->blocked && soft_stream_pending(stream) <= SOFT_SMALL_ANSWERS - 4096;
@@ -82,7 +82,7 @@ static bool has_room(struct soft_stream *stream)
         stream->paused = !room;
         soft_stream_watch(stream);
     }
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     return room;
 }
 
@@ -99,17 +99,18 @@ static void use(struct soft_stream *stream, const struct soft_frame *frame, cons
 /* The answers to what was handled go out. */
 static void send_answers(struct soft_stream *stream)
 {
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     if (!stream->blocked)
         soft_stream_flush(stream);
     soft_stream_watch(stream);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
 }
 
 void soft_stream_settle(struct soft_fabric *fabric)
 {
     struct soft_stream *stream = atomic_load(&fabric->owing);
 
+    assert_held(&fabric->progress);
     if (!stream)
         return;
     atomic_store(&fabric->owing, NULL);
@@ -193,10 +194,10 @@ static void set_unfinished(struct soft_stream *stream, bool unfinished)
         soft_fabric_wake(stream->fabric);
     if (stream->unfinished == unfinished)
         return;
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stream->unfinished = unfinished;
     soft_stream_watch(stream);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
 }
 
 /* All that is at hand, or as much as fits into what is left of the turn. Answers go out together, but do not wait for
@@ -245,6 +246,7 @@ bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame
 {
     struct grace_reader *grace;
 
+    assert_held(&stream->fabric->progress);
     if (stream->stalled || (!stream->is_link && !has_room(stream)))
         return false;
     grace = grace_enter();
@@ -263,6 +265,7 @@ bool soft_stream_receive(struct soft_stream *stream)
     bool something = false;
     int64_t left = TURN_BYTES;
 
+    assert_held(&stream->fabric->progress);
     if (stream->stalled)
         return false;
     if (stream->unfinished || (stream->paused && has_room(stream))) { /* what had to wait comes first */

@@ -199,6 +199,7 @@ static void execute(struct remote *remote, struct soft_reply *reply, bool again)
         .local_count = 1,
     };
 
+    assert_held(&remote->peer->rq_lock);
     remote->carrier = (struct soft_carrier){frame->flags & SOFT_FRAME_DIRECT ? bring : NULL, give};
     soft_respond(remote->peer, &request, reply);
 }

@@ -593,6 +593,7 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
     struct responder at = {peer, peer->srq, peer->recv_cq, peer->pd, reply};
     struct soft_part part = part_of(request);
 
+    assert_held(&peer->rq_lock);
     if (!request->again && !is_in_order(peer, &part)) {
         refuse(peer, reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
@@ -653,6 +654,7 @@ static void flush_receive(struct soft_qp *qp)
 
 void soft_inbound_end(struct soft_qp *qp, bool flushed)
 {
+    assert_held(&qp->rq_lock);
     qp->in.message.under_way = false;
     if (!qp->in.holds)
         return;

@@ -12,6 +12,7 @@ static struct soft_domain *find(const struct soft_device *device, uint32_t share
 {
     struct soft_domain *domain = device->shared;
 
+    assert_held(&device->lock);
     while (domain && domain->share != share)
         domain = domain->next;
     return domain;
@@ -35,7 +36,7 @@ int soft_alloc_shpd(struct ibv_pd *ibv_pd, uint64_t share_key, uint32_t *share)
 
     if (error)
         return error;
-    pthread_mutex_lock(&device->lock);
+    soft_mutex_take(&device->lock);
     if (domain->share) {
         error = EEXIST;
     } else {
@@ -44,7 +45,7 @@ int soft_alloc_shpd(struct ibv_pd *ibv_pd, uint64_t share_key, uint32_t *share)
         domain->next = device->shared;
         device->shared = domain;
     }
-    pthread_mutex_unlock(&device->lock);
+    soft_mutex_give(&device->lock);
     return error;
 }
 
@@ -57,7 +58,7 @@ struct ibv_pd *soft_share_pd(struct ibv_context *ibv_context, uint32_t share, ui
     struct soft_pd *pd = NULL;
 
     if (!error) {
-        pthread_mutex_lock(&device->lock);
+        soft_mutex_take(&device->lock);
         domain = share ? find(device, share) : NULL;
         if (!domain)
             error = ENOENT;
@@ -65,7 +66,7 @@ struct ibv_pd *soft_share_pd(struct ibv_context *ibv_context, uint32_t share, ui
             error = EACCES;
         else if (!(pd = soft_pd_new(context, domain)))
             error = errno;
-        pthread_mutex_unlock(&device->lock);
+        soft_mutex_give(&device->lock);
     }
     if (error) {
         errno = error;
@@ -103,6 +104,7 @@ static struct soft_shared *file_of(struct soft_device *device, struct soft_domai
 {
     struct soft_shared *file = atomic_load(&domain->file);
 
+    assert_held(&device->lock);
     if (file)
         return file;
     if (!domain->share) {
@@ -113,9 +115,9 @@ static struct soft_shared *file_of(struct soft_device *device, struct soft_domai
     if (file && (errno = soft_shared_join(file, true))) {
         int error = errno;
 
-        pthread_mutex_unlock(&device->lock);
+        soft_mutex_give(&device->lock);
         soft_shared_drop(file);
-        pthread_mutex_lock(&device->lock);
+        soft_mutex_take(&device->lock);
         errno = error;
         return NULL;
     }
@@ -133,9 +135,9 @@ static struct soft_shared *file_of_pd(struct ibv_pd *ibv_pd)
         errno = ENODEV;
         return NULL;
     }
-    pthread_mutex_lock(&context->device->lock);
+    soft_mutex_take(&context->device->lock);
     file = file_of(context->device, to_soft_pd(ibv_pd)->domain);
-    pthread_mutex_unlock(&context->device->lock);
+    soft_mutex_give(&context->device->lock);
     return file;
 }
 
@@ -165,6 +167,7 @@ static struct soft_domain *domain_of(const struct soft_device *device, const str
 {
     struct soft_domain *domain = device->shared;
 
+    assert_held(&device->lock);
     while (domain && atomic_load(&domain->file) != file)
         domain = domain->next;
     return domain;
@@ -205,7 +208,7 @@ struct ibv_pd *soft_import_shpd(struct ibv_context *ibv_context, int fd, uint64_
     struct soft_pd *pd = NULL;
 
     if (!error) {
-        pthread_mutex_lock(&device->lock);
+        soft_mutex_take(&device->lock);
         file = soft_shared_take(device, fd);
         if (file) {
             struct soft_domain *domain = domain_of(device, file);
@@ -214,7 +217,7 @@ struct ibv_pd *soft_import_shpd(struct ibv_context *ibv_context, int fd, uint64_
         }
         if (!pd)
             error = errno;
-        pthread_mutex_unlock(&device->lock);
+        soft_mutex_give(&device->lock);
     }
     if (file)
         soft_shared_drop(file);

@@ -86,7 +86,7 @@ struct soft_shared {
     struct soft_table keys; /* this process's struct soft_key, by the key's place in the slot */
     atomic_uint references; /* domains, keys, allocators; the last one goes under device->lock */
     bool member;            /* under device->lock: an instance of the domain is in this process */
-    pthread_mutex_t reaping;
+    struct soft_mutex reaping;
     atomic_bool late;                      /* somebody was not waited for to the end: no chunk is given out again */
     atomic_ullong seen[SOFT_SHARED_SLOTS]; /* when its process was there */
 };

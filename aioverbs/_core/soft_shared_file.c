@@ -90,7 +90,7 @@ void soft_shared_reap(struct soft_shared *file)
 {
     uint32_t slot;
 
-    pthread_mutex_lock(&file->reaping);
+    soft_mutex_take(&file->reaping);
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
         if (slot == file->slot || !(atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1) ||
             lock(file, F_WRLCK, slot))
@@ -99,7 +99,7 @@ void soft_shared_reap(struct soft_shared *file)
         mark(file, slot, false);
         lock(file, F_UNLCK, slot);
     }
-    pthread_mutex_unlock(&file->reaping);
+    soft_mutex_give(&file->reaping);
 }
 
 static int take_slot(struct soft_shared *file)
@@ -233,7 +233,7 @@ static void end(struct soft_shared *file)
         munmap(file->page, file->size);
     soft_descriptor_close(file->fd);
     soft_table_destroy(&file->keys);
-    pthread_mutex_destroy(&file->reaping);
+    soft_mutex_destroy(&file->reaping);
     free(file);
 }
 
@@ -246,7 +246,7 @@ static struct soft_shared *begin(struct soft_device *device)
         errno = ENOMEM;
         return NULL;
     }
-    pthread_mutex_init(&file->reaping, NULL);
+    soft_mutex_init(&file->reaping, SOFT_RANK_REAPING);
     file->device = device;
     file->generation = soft_generation;
     file->fd = -1;
@@ -259,6 +259,7 @@ static struct soft_shared *finish(struct soft_shared *file, int error)
 {
     struct stat found;
 
+    assert_held(&file->device->lock);
     if (!error)
         error = take_slot(file);
     if (!error && fstat(file->fd, &found))
@@ -311,6 +312,7 @@ static struct soft_shared *find(struct soft_device *device, int fd)
     struct soft_shared *file;
     struct stat found;
 
+    assert_held(&device->lock);
     if (fstat(fd, &found))
         return NULL;
     for (file = device->files; file; file = file->next)
@@ -373,14 +375,14 @@ void soft_shared_drop(struct soft_shared *file)
 
     if (file->generation != soft_generation) /* in a child, which has none of it but this */
         return;
-    pthread_mutex_lock(&file->device->lock);
+    soft_mutex_take(&file->device->lock);
     last = atomic_fetch_sub(&file->references, 1) == 1;
     if (last) {
         for (link = &file->device->files; *link != file; link = &(*link)->next)
             ;
         *link = file->next;
     }
-    pthread_mutex_unlock(&file->device->lock);
+    soft_mutex_give(&file->device->lock);
     if (!last)
         return;
     mark(file, file->slot, false); /* nothing of this process is in it any more */

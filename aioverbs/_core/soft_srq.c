@@ -48,7 +48,7 @@ static int init_srq(struct soft_srq *srq)
 
     if (error)
         return error;
-    error = soft_half_init(&srq->half, srq->context, "shared receive queue", srq->number,
+    error = soft_half_init(&srq->half, srq->context, SOFT_RANK_HALF, "shared receive queue", srq->number,
                            srq->pd->td ? &srq->pd->td->exclusive : NULL);
     if (error)
         goto release;
@@ -141,7 +141,7 @@ struct ibv_srq *soft_create_srq_ex(struct ibv_context *context, struct ibv_srq_i
     srq->depth = soft_power_of_two(attr->attr.max_wr);
     srq->mask = srq->depth - 1;
     srq->events.element = &srq->srq;
-    soft_lock_init(&srq->lock);
+    soft_lock_init(&srq->lock, SOFT_RANK_SRQ);
     error = init_srq(srq);
     if (error)
         goto fail;
@@ -392,6 +392,7 @@ int soft_post_srq_recv(struct ibv_srq *ibv_srq, struct ibv_recv_wr *wr, struct i
 /* Under the lock. */
 static uint32_t waiting(const struct soft_srq *srq)
 {
+    assert_held(&srq->lock);
     return srq->broken ? 0 : atomic_load_explicit(srq->posted, memory_order_acquire) - srq->taken;
 }
 

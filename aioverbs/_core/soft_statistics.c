@@ -29,8 +29,8 @@ void soft_fabric_get_stats(struct soft_device *device, struct soft_fabric_stats 
     struct soft_fabric *fabric = device->fabric;
     uint64_t first;
 
-    pthread_mutex_lock(&fabric->setup);
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->setup);
+    soft_mutex_take(&fabric->progress);
     *stats = fabric->stats;
     stats->streams = fabric->stream_count;
     stats->listening = fabric->listening;
@@ -39,8 +39,8 @@ void soft_fabric_get_stats(struct soft_device *device, struct soft_fabric_stats 
     first = fabric->event_count > SOFT_FABRIC_EVENTS ? fabric->event_count - SOFT_FABRIC_EVENTS : 0;
     for (; first + stats->events < fabric->event_count; stats->events++)
         stats->event[stats->events] = fabric->stats.event[(first + stats->events) % SOFT_FABRIC_EVENTS];
-    pthread_mutex_unlock(&fabric->progress);
-    pthread_mutex_unlock(&fabric->setup);
+    soft_mutex_give(&fabric->progress);
+    soft_mutex_give(&fabric->setup);
 }
 
 static void describe(struct soft_stream *stream, struct soft_stream_stats *stats)
@@ -58,13 +58,13 @@ static void describe(struct soft_stream *stream, struct soft_stream_stats *stats
     memcpy(stats->reason, stream->reason, sizeof(stats->reason));
     stats->frames_in = stream->frames_in;
     stats->bytes_in = stream->bytes_in;
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stats->frames_out = stream->frames_out;
     stats->bytes_out = stream->bytes_out;
     stats->connected_times = stream->connected_times;
     if (stream->is_link)
         stats->waiting = container_of(stream, struct soft_link, stream)->waiting;
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
 }
 
 /* Served streams, as long as they are there; links, connected or not. */
@@ -76,16 +76,16 @@ size_t soft_fabric_get_streams(struct soft_device *device, struct soft_stream_st
     size_t count = 0;
     unsigned int i;
 
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next)
         if (!stream->is_link && count++ < room)
             describe(stream, &streams[count - 1]);
-    pthread_mutex_lock(&fabric->links);
+    soft_mutex_take(&fabric->links);
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
         for (link = fabric->table[i]; link; link = link->next)
             if (count++ < room)
                 describe(&link->stream, &streams[count - 1]);
-    pthread_mutex_unlock(&fabric->links);
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->links);
+    soft_mutex_give(&fabric->progress);
     return count;
 }

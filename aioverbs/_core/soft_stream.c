@@ -23,25 +23,26 @@ int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, boo
     stream->fabric = fabric;
     stream->is_link = is_link;
     stream->stage = SOFT_CLOSED;
-    return pthread_mutex_init(&stream->tx, NULL);
+    return soft_mutex_init(&stream->tx, SOFT_RANK_TX);
 }
 
 void soft_stream_destroy(struct soft_stream *stream)
 {
     soft_lease_drop(stream);
     soft_descriptor_close(stream->pidfd);
-    pthread_mutex_destroy(&stream->tx);
+    soft_mutex_destroy(&stream->tx);
     free(stream->in);
     free(stream->out);
 }
 
 void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage)
 {
+    assert_held(&stream->fabric->progress);
     soft_handshake_count(stream, stage);
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stream->stage = stage;
     soft_stream_watch(stream);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
 }
 
 int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum soft_stage stage)
@@ -51,6 +52,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     static const int room = SOFT_SOCKET_ROOM;
     uint64_t now = soft_now_ns();
 
+    assert_held(&stream->fabric->progress);
     stream->is_unix = is_unix;
     stream->deadline = now + SOFT_HANDSHAKE_NS;
     stream->in_begin = stream->in_end = 0;
@@ -76,12 +78,12 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     fabric->streams = stream;
     fabric->stream_count++;
     fabric->streams_of[soft_stream_kind(stream)]++;
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stream->watch.fd = fd;
     stream->events = EPOLLIN;
     stream->out_begin = stream->out_end = 0;
     stream->paused = stream->stalled = stream->unfinished = stream->blocked = stream->broken = false;
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     soft_stream_set_stage(stream, stage);
     if (atomic_load(&fabric->sweep_at) > now + 50000000u)
         atomic_store(&fabric->sweep_at, now + 50000000u);
@@ -95,6 +97,7 @@ void soft_fabric_note(struct soft_fabric *fabric, enum soft_end end, const uint8
     struct soft_fabric_event *event;
     struct timespec now;
 
+    assert_held(&fabric->progress);
     switch (end) {
     case SOFT_END_UNUSED:
         return;
@@ -126,6 +129,7 @@ static void set_events(struct soft_stream *stream, uint32_t events)
     struct soft_fabric *fabric = stream->fabric;
     uint32_t before = stream->events;
 
+    assert_held(&stream->tx);
     stream->events = events;
     if (before & ~events & EPOLLOUT)
         atomic_fetch_sub(&fabric->outgoing, 1);
@@ -141,6 +145,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
     int fd = stream->watch.fd;
 
+    assert_held(&stream->fabric->progress);
     soft_fabric_note(fabric, end, stream->peer[0].raw, reason);
     snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
     *stream->place = stream->next;
@@ -160,7 +165,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
         soft_licence_suspend(link, true);
     soft_descriptor_close(stream->came_fd);
     stream->came_fd = -1;
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     stream->stage = SOFT_CLOSED;
     stream->watch.fd = -1;
     stream->out_begin = stream->out_end = 0;
@@ -170,7 +175,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
         link->wanted = false;
         link->again_at = end == SOFT_END_UNUSED ? 0 : soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
     }
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
     epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
     soft_descriptor_close(fd);
     if (link) {
@@ -199,6 +204,7 @@ void soft_stream_watch(struct soft_stream *stream)
     uint32_t events = stream->paused || stream->stalled || stream->unfinished ? 0 : EPOLLIN;
     struct epoll_event event = {.data.ptr = &stream->watch};
 
+    assert_held(&stream->tx);
     if (stream->stage == SOFT_CONNECTING || stream->blocked ||
         (stream->is_link && stream->stage == SOFT_OPEN &&
          soft_link_waited_for(container_of(stream, struct soft_link, stream))))
@@ -212,6 +218,7 @@ void soft_stream_watch(struct soft_stream *stream)
 
 void soft_stream_break(struct soft_stream *stream)
 {
+    assert_held(&stream->tx);
     stream->broken = true;
     stream->blocked = false;
     stream->out_begin = stream->out_end = 0;
@@ -224,6 +231,7 @@ static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned i
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
     ssize_t sent;
 
+    assert_held(&stream->tx);
     do
         sent = sendmsg(stream->watch.fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     while (sent < 0 && errno == EINTR);
@@ -238,6 +246,7 @@ static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned i
 /* Keeps what of the pieces did not go out; there is room. */
 static void keep(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
 {
+    assert_held(&stream->tx);
     if (stream->out_begin == stream->out_end)
         stream->out_begin = stream->out_end = 0;
     for (; count--; pieces++) {
@@ -256,6 +265,7 @@ void soft_stream_flush(struct soft_stream *stream)
     struct iovec rest = {stream->out + stream->out_begin, soft_stream_pending(stream)};
     ssize_t sent;
 
+    assert_held(&stream->tx);
     if (!rest.iov_len || stream->broken)
         return;
     sent = push(stream, &rest, 1);
@@ -276,6 +286,7 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
     ssize_t sent = 0;
     unsigned int i;
 
+    assert_held(&stream->tx);
     if (stream->broken)
         return EPIPE;
     soft_frame_pack(frame, header);
@@ -335,15 +346,15 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
 {
     uint32_t size = SOFT_FRAME_SIZE + frame->size;
 
-    pthread_mutex_lock(&stream->tx);
+    soft_mutex_take(&stream->tx);
     if (stream->broken) {
-        pthread_mutex_unlock(&stream->tx);
+        soft_mutex_give(&stream->tx);
         return;
     }
     if (size > 4096 && !stream->blocked)
         soft_stream_flush(stream);
     if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
-        pthread_mutex_unlock(&stream->tx);
+        soft_mutex_give(&stream->tx);
         return;
     }
     if (size > stream->out_size - stream->out_end) /* the answers that were promised room for have it */
@@ -352,7 +363,7 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
         gather(stream, frame, data, count);
     else
         soft_stream_write(stream, frame, data, count);
-    pthread_mutex_unlock(&stream->tx);
+    soft_mutex_give(&stream->tx);
 }
 
 /* ---- What queue pairs ask ------------------------------------------------------------------------------------ */

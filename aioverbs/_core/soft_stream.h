@@ -14,6 +14,7 @@
 #include "soft_directory.h"
 #include "soft_fabric.h"
 #include "soft_hello.h"
+#include "soft_lock.h"
 
 #define SOFT_IN_SIZE (SOFT_FRAGMENT + (64u << 10)) /* of what was received and not handled */
 #define SOFT_SMALL_ANSWERS (32u << 10)             /* are gathered until the batch ends */
@@ -85,7 +86,7 @@ struct soft_stream {
     int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */
     struct soft_lease_page *leases; /* served: progress. Links: const since the first connection, written under tx */
 
-    pthread_mutex_t tx;
+    struct soft_mutex tx;
     uint8_t *out; /* tx, like all that follows: [out_begin, out_end) of it waits for room in the socket */
     uint32_t out_begin, out_end, out_size;
     bool blocked;    /* the socket took not all: EPOLLOUT tells when it goes on */
@@ -126,7 +127,7 @@ struct soft_fabric {
     struct soft_settings settings;
     uint16_t port; /* const: of TCP; 0: the device has no address */
 
-    pthread_mutex_t setup;   /* starting, listening, stopping; before progress */
+    struct soft_mutex setup; /* starting, listening, stopping */
     bool running;            /* setup: the thread runs */
     bool listening;          /* setup */
     bool halted;             /* setup: for good */
@@ -143,11 +144,11 @@ struct soft_fabric {
     atomic_uint disturbed;  /* contexts whose fault plan has something to say of frames */
     atomic_bool stood_back; /* the thread leaves the reading to who polls */
 
-    pthread_mutex_t leading;             /* before nothing else; see soft_lead.c */
+    struct soft_mutex leading;           /* see soft_lead.c */
     atomic_uint outgoing;                /* streams that wait for room in their sockets: changed under their tx */
     struct soft_channel *_Atomic leader; /* written under leading */
 
-    pthread_mutex_t progress; /* before grace sections */
+    struct soft_mutex progress;
     struct soft_stream *streams;
     struct soft_stream *hot;           /* the last one that had something */
     struct soft_stream *_Atomic owing; /* written under progress: its answers wait, see soft_stream_settle */
@@ -164,10 +165,10 @@ struct soft_fabric {
     int licences_fd;                            /* progress: of it, or -1 */
     uint8_t licence_nonce[SOFT_NONCE];          /* progress: peers read it from outside of the process */
 
-    pthread_mutex_t held; /* after stream->tx */
-    uint64_t held_at;     /* held: when the timer comes; UINT64_MAX: never */
+    struct soft_mutex held;
+    uint64_t held_at; /* held: when the timer comes; UINT64_MAX: never */
 
-    pthread_mutex_t links; /* after stream->tx, or alone; the last */
+    struct soft_mutex links;
     struct soft_link *table[64];
     struct soft_link *first_todo, *last_todo; /* to be connected, in this order; the last one only if there is one */
 };

@@ -20,19 +20,6 @@ uint64_t soft_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-void soft_lock_wait(struct soft_lock *lock)
-{
-    unsigned int spins = 0;
-
-    for (;;) {
-        while (atomic_load_explicit(&lock->held, memory_order_relaxed))
-            if (++spins > 64)
-                sched_yield();
-        if (!atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
-            return;
-    }
-}
-
 /* ---- Threads --------------------------------------------------------------------------------------------- */
 
 SOFT_THREAD_LOCAL uint32_t soft_thread_cached;
@@ -119,6 +106,7 @@ void grace_wait(void)
 {
     struct grace_reader *reader;
 
+    soft_rank_wait_for_sections();
     for (reader = atomic_load(&grace_readers); reader; reader = reader->next) {
         unsigned int seen = atomic_load(&reader->sections);
         unsigned int spins = 0;
@@ -147,32 +135,21 @@ void soft_sync_after_fork(void)
 
 /* ---- Driver halves --------------------------------------------------------------------------------------- */
 
-int soft_half_init(struct soft_half *half, struct soft_context *context, const char *kind, uint32_t number,
-                   struct soft_exclusive *exclusive)
+int soft_half_init(struct soft_half *half, struct soft_context *context, enum soft_rank rank, const char *kind,
+                   uint32_t number, struct soft_exclusive *exclusive)
 {
-    pthread_mutexattr_t attr;
-    int error;
-
     memset(half, 0, sizeof(*half));
     half->context = context;
     half->kind = kind;
     half->number = number;
     half->exclusive = exclusive;
-    if (exclusive)
-        return 0;
-    error = pthread_mutexattr_init(&attr);
-    if (error)
-        return error;
-    pthread_mutexattr_settype(&attr, PTHREAD_MUTEX_ERRORCHECK);
-    error = pthread_mutex_init(&half->mutex, &attr);
-    pthread_mutexattr_destroy(&attr);
-    return error;
+    return exclusive ? 0 : soft_mutex_init_checking(&half->mutex, rank);
 }
 
 void soft_half_destroy(struct soft_half *half)
 {
     if (!half->exclusive)
-        pthread_mutex_destroy(&half->mutex);
+        soft_mutex_destroy(&half->mutex);
 }
 
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside)

@@ -7,31 +7,17 @@
  *   soft_half     the door of a driver half: a mutex, or, on a thread domain, no lock but a watch.
  *   grace         deferred destruction: who looks an object up by its number may use it until grace_leave().
  *
- * Lock order, outermost first; a thread takes a later one while holding an earlier one, never the reverse:
- *
- *   device->lock  >  driver half (CQ, then QP or SRQ)  >  fabric->setup  >  fabric->progress  >  grace section
- *                 >  qp->sq_lock  >  peer qp->rq_lock  >  mw->lock  >  srq->lock
- *                 >  the fault plan's lock  >  cq->lock  >  channel->lock | engine->lock | events.lock
- *   anything but fabric->setup's holder  >  stream->tx  >  fabric->links
- *   device->xrcd_lock  >  the descriptors' lock
- *
- * Of channel->lock, engine->lock and events.lock a thread holds one at a time, and none of them with stream->tx. Nobody
- * waits for fabric->progress while he holds a sq_lock or is in a grace section. fabric->setup is also taken, for as
- * long as starting a thread takes, by who has a sq_lock and finds the fabric not started. pd->lock comes after device->lock, and only mw->lock after it. The
- * fault plan's is a mutex: it is held while completions are released, so that none overtakes another.
- *
- * A thread holds at most one sq_lock: what an execution does to the peer's send queue is done after its own is
- * given back (soft_execute.c). A thread that waits for a grace period holds driver halves at most, and is in no
- * section.
+ * soft_lock.h has the locks and their order, in which grace sections have their place, too.
  */
 #ifndef AIOVERBS_SOFT_SYNC_H
 #define AIOVERBS_SOFT_SYNC_H
 
-#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+
+#include "soft_lock.h"
 
 /* ---- Time ------------------------------------------------------------------------------------------------ */
 
@@ -60,32 +46,6 @@ uint32_t soft_thread_ask(void);
 static inline uint32_t soft_thread(void)
 {
     return soft_thread_cached ? soft_thread_cached : soft_thread_ask();
-}
-
-/* ---- A lock for device halves ---------------------------------------------------------------------------- */
-
-/* Held for a memory copy at the longest, never across a callback or a call that waits for another thread's work. A
- * waiter gives its processor away, since the holder may have lost its own. */
-struct soft_lock {
-    atomic_uint held;
-};
-
-void soft_lock_wait(struct soft_lock *lock);
-
-static inline void soft_lock_init(struct soft_lock *lock)
-{
-    atomic_init(&lock->held, 0);
-}
-
-static inline void soft_lock_take(struct soft_lock *lock)
-{
-    if (atomic_exchange_explicit(&lock->held, 1, memory_order_acquire))
-        soft_lock_wait(lock);
-}
-
-static inline void soft_lock_give(struct soft_lock *lock)
-{
-    atomic_store_explicit(&lock->held, 0, memory_order_release);
 }
 
 /* ---- A thread that waits for work ------------------------------------------------------------------------- */
@@ -189,7 +149,7 @@ struct soft_exclusive {
 struct soft_half {
     struct soft_exclusive *exclusive; /* NULL: the mutex guards this half */
     struct soft_exclusive own;        /* for an object that is exclusive by itself */
-    pthread_mutex_t mutex;
+    struct soft_mutex mutex;
     bool inside;          /* under `exclusive` by its owner: refuses re-entry of the same object */
     atomic_uint overlaps; /* calls that were refused */
     struct soft_context *context;
@@ -197,8 +157,8 @@ struct soft_half {
     uint32_t number;
 };
 
-int soft_half_init(struct soft_half *half, struct soft_context *context, const char *kind, uint32_t number,
-                   struct soft_exclusive *exclusive);
+int soft_half_init(struct soft_half *half, struct soft_context *context, enum soft_rank rank, const char *kind,
+                   uint32_t number, struct soft_exclusive *exclusive);
 void soft_half_destroy(struct soft_half *half);
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside);
 
@@ -211,7 +171,7 @@ static inline int soft_half_enter(struct soft_half *half, const char *verb)
 
     self = soft_thread();
     if (!exclusive) /* the mutex tells when its own thread comes again, as between start_poll and end_poll */
-        return pthread_mutex_lock(&half->mutex) ? soft_half_refuse(half, verb, self) : 0;
+        return soft_mutex_take_checking(&half->mutex) ? soft_half_refuse(half, verb, self) : 0;
     /* Only this thread ever stores its own number, so a relaxed load that finds it is certain. */
     if (atomic_load_explicit(&exclusive->owner, memory_order_relaxed) == self) {
         if (half->inside)
@@ -230,7 +190,7 @@ static inline void soft_half_leave(struct soft_half *half)
     struct soft_exclusive *exclusive = half->exclusive;
 
     if (!exclusive) {
-        pthread_mutex_unlock(&half->mutex);
+        soft_mutex_give_checking(&half->mutex);
         return;
     }
     half->inside = false;

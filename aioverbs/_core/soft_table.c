@@ -9,7 +9,7 @@ int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit)
     memset(table, 0, sizeof(*table));
     table->first = table->fresh = first;
     table->limit = limit;
-    return pthread_mutex_init(&table->lock, NULL);
+    return soft_mutex_init(&table->lock, SOFT_RANK_TABLE);
 }
 
 void soft_table_destroy(struct soft_table *table)
@@ -19,7 +19,7 @@ void soft_table_destroy(struct soft_table *table)
     for (i = 0; i < SOFT_CHUNKS; i++)
         free(atomic_load(&table->chunks[i]));
     free(table->rested);
-    pthread_mutex_destroy(&table->lock);
+    soft_mutex_destroy(&table->lock);
 }
 
 /* Room in the ring for every number given out is made when it is given out, so that giving back cannot fail. */
@@ -29,6 +29,7 @@ static int make_room(struct soft_table *table)
     uint32_t size = table->rested_size ? table->rested_size : 1024;
     uint32_t *ring, i;
 
+    assert_held(&table->lock);
     if (wanted <= table->rested_size)
         return 0;
     while (size < wanted)
@@ -49,6 +50,7 @@ static uint32_t take_rested(struct soft_table *table)
 {
     uint32_t number = table->rested[table->rested_head];
 
+    assert_held(&table->lock);
     table->rested_head = (table->rested_head + 1) & (table->rested_size - 1);
     table->rested_count--;
     return number;
@@ -58,6 +60,7 @@ static int take_fresh(struct soft_table *table, uint32_t *number)
 {
     uint32_t index = table->fresh >> SOFT_CHUNK_BITS;
 
+    assert_held(&table->lock);
     if (!atomic_load(&table->chunks[index])) {
         struct soft_chunk *chunk = calloc(1, sizeof(*chunk));
 
@@ -73,7 +76,7 @@ int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses
 {
     int error;
 
-    pthread_mutex_lock(&table->lock);
+    soft_mutex_take(&table->lock);
     error = make_room(table);
     if (error) {
         /* nothing was taken */
@@ -92,7 +95,7 @@ int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses
             *uses = count;
         table->live++;
     }
-    pthread_mutex_unlock(&table->lock);
+    soft_mutex_give(&table->lock);
     return error;
 }
 
@@ -110,19 +113,19 @@ void soft_table_withdraw(struct soft_table *table, uint32_t number)
 
 void soft_table_release(struct soft_table *table, uint32_t number)
 {
-    pthread_mutex_lock(&table->lock);
+    soft_mutex_take(&table->lock);
     table->rested[(table->rested_head + table->rested_count) & (table->rested_size - 1)] = number;
     table->rested_count++;
     table->live--;
-    pthread_mutex_unlock(&table->lock);
+    soft_mutex_give(&table->lock);
 }
 
 uint32_t soft_table_end(struct soft_table *table)
 {
     uint32_t end;
 
-    pthread_mutex_lock(&table->lock);
+    soft_mutex_take(&table->lock);
     end = table->fresh;
-    pthread_mutex_unlock(&table->lock);
+    soft_mutex_give(&table->lock);
     return end;
 }

@@ -9,10 +9,11 @@
 #ifndef AIOVERBS_SOFT_TABLE_H
 #define AIOVERBS_SOFT_TABLE_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "soft_lock.h"
 
 #define SOFT_CHUNK_BITS 10
 #define SOFT_CHUNK_SIZE (1u << SOFT_CHUNK_BITS)
@@ -26,7 +27,7 @@ struct soft_chunk {
 
 struct soft_table {
     _Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, freed with the table */
-    pthread_mutex_t lock;                             /* guards what follows */
+    struct soft_mutex lock;                           /* guards what follows */
     uint32_t first, fresh, limit;                     /* numbers from `fresh` on were never used */
     uint32_t *rested;                                 /* a ring of free numbers, oldest at `rested_head` */
     uint32_t rested_size, rested_head, rested_count;

@@ -192,19 +192,19 @@ static void dissociate(const struct soft_xrc_inode *shared)
 
 /* ---- Within the process -------------------------------------------------------------------------------------- */
 
-/* Under device->xrcd_lock. */
 static struct soft_xrc_inode *find(const struct soft_device *device, const struct soft_xrc_inode *like)
 {
     struct soft_xrc_inode *shared = device->xrcds;
 
+    assert_held(&device->xrcd_lock);
     while (shared && (shared->device != like->device || shared->inode != like->inode))
         shared = shared->next;
     return shared;
 }
 
-/* Under device->xrcd_lock. */
 static void list(struct soft_device *device, struct soft_xrc_inode *shared)
 {
+    assert_held(&device->xrcd_lock);
     shared->next = device->xrcds;
     shared->link = &device->xrcds;
     if (shared->next)
@@ -218,7 +218,7 @@ static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int of
     struct soft_xrc_inode *shared;
     int error = 0;
 
-    pthread_mutex_lock(&device->xrcd_lock);
+    soft_mutex_take(&device->xrcd_lock);
     shared = fresh->fd < 0 ? NULL : find(device, fresh);
     if (shared)
         error = judge(true, oflags);
@@ -230,7 +230,7 @@ static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int of
         *joined = shared ? shared : fresh;
         (*joined)->handles++;
     }
-    pthread_mutex_unlock(&device->xrcd_lock);
+    soft_mutex_give(&device->xrcd_lock);
     return error;
 }
 
@@ -239,7 +239,7 @@ static bool leave(struct soft_device *device, struct soft_xrc_inode *shared)
 {
     bool last;
 
-    pthread_mutex_lock(&device->xrcd_lock);
+    soft_mutex_take(&device->xrcd_lock);
     last = --shared->handles == 0;
     if (last && shared->link) {
         dissociate(shared);
@@ -247,7 +247,7 @@ static bool leave(struct soft_device *device, struct soft_xrc_inode *shared)
         if (shared->next)
             shared->next->link = shared->link;
     }
-    pthread_mutex_unlock(&device->xrcd_lock);
+    soft_mutex_give(&device->xrcd_lock);
     return last;
 }
 

@@ -272,9 +272,9 @@ static bool send_to_device(struct asker *asker, const struct soft_frame *frame, 
     int error;
 
     do {
-        soft_lock_take(&sender->lock);
+        soft_lock_take(&sender->qp.sq_lock);
         error = soft_link_send(sender->link, &sender->qp, frame, data, 1);
-        soft_lock_give(&sender->lock);
+        soft_lock_give(&sender->qp.sq_lock);
         if (error)
             sleep_us(50);
     } while (error && !atomic_load(&over));

@@ -169,7 +169,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     how = data[0];
     fabric->settings.secret_size = how & SECRET && !(how & OPENED) ? SOFT_DIGEST : 0;
     open_pair(fds);
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     if (how & LINK)
         begin_link(fds[0]);
     else
@@ -195,6 +195,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         free(the_link);
         the_link = NULL;
     }
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
     return 0;
 }

@@ -18,7 +18,7 @@ KINDS = {
     "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "tsan": ["-O1", "-fsanitize=thread"],
     "coverage": ["-O0", "--coverage", "-fprofile-update=atomic"],
-    "bench": ["-O2"],
+    "bench": ["-O2", "-DNDEBUG"],  # as users have it
 }
 
 # A program that counts calls of these has them go by way of functions of its own, whichever object calls.

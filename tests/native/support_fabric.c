@@ -224,7 +224,7 @@ static void go_on(struct sender *sender)
     static _Thread_local uint8_t data[SOFT_FRAGMENT];
     int error = 0;
 
-    soft_lock_take(&sender->lock);
+    soft_lock_take(&sender->qp.sq_lock);
     while (!error && atomic_load(&sender->sent) < sender->wanted) {
         uint32_t psn = atomic_load(&sender->sent) & SOFT_PSN_MASK;
         struct soft_frame frame = request_frame(sender->opcode, sender->qp.qp.qp_num, psn, sender->size);
@@ -236,14 +236,14 @@ static void go_on(struct sender *sender)
         if (!error)
             atomic_fetch_add(&sender->sent, 1);
     }
-    soft_lock_give(&sender->lock);
+    soft_lock_give(&sender->qp.sq_lock);
 }
 
 void sender_open(struct sender *sender, struct node *node, const union ibv_gid *to, uint32_t number)
 {
     memset(sender, 0, sizeof(*sender));
     sender->qp.qp.qp_num = number;
-    soft_lock_init(&sender->lock);
+    soft_lock_init(&sender->qp.sq_lock, SOFT_RANK_SQ);
     sender->link = soft_link_get(&node->device, to);
     REQUIRE(sender->link != NULL);
 }
@@ -257,11 +257,11 @@ void sender_close(struct sender *sender)
 
 void sender_want(struct sender *sender, enum ibv_wr_opcode opcode, unsigned int more, uint32_t size)
 {
-    soft_lock_take(&sender->lock);
+    soft_lock_take(&sender->qp.sq_lock);
     sender->opcode = opcode;
     sender->size = size;
     sender->wanted += more;
-    soft_lock_give(&sender->lock);
+    soft_lock_give(&sender->qp.sq_lock);
     go_on(sender);
 }
 

@@ -38,7 +38,6 @@ const char *directory(void);
 /* Somebody who sends requests of one size one after the other, as fast as the link takes them. */
 struct sender {
     struct soft_qp qp; /* its number is in the frames */
-    struct soft_lock lock;
     struct soft_link *link;
     enum ibv_wr_opcode opcode;
     uint32_t size;

@@ -222,9 +222,9 @@ static void wait_leaving(struct ibv_cq *cq)
     while (!leaving) {
         REQUIRE(now_ns() < end);
         sched_yield();
-        pthread_mutex_lock(&engine->lock);
+        soft_mutex_take(&engine->lock);
         leaving = to_soft_cq(cq)->timer.forgotten;
-        pthread_mutex_unlock(&engine->lock);
+        soft_mutex_give(&engine->lock);
     }
     wait_left(&to_soft_cq(cq)->half);
 }

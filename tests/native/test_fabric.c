@@ -282,10 +282,10 @@ static void send_in_turns(unsigned int count, unsigned int each, uint32_t size, 
     b->of = count;
     for (i = 0; i < count; i++)
         sender_open(&senders[i], a, &b->device.gids[0], i);
-    pthread_mutex_lock(&b->device.fabric->progress); /* nobody is let in before all wait */
+    soft_mutex_take(&b->device.fabric->progress); /* nobody is let in before all wait */
     for (i = 0; i < count; i++)
         sender_want(&senders[i], IBV_WR_RDMA_WRITE, each, size);
-    pthread_mutex_unlock(&b->device.fabric->progress);
+    soft_mutex_give(&b->device.fabric->progress);
     for (i = 0; i < count; i++)
         CHECK(sender_finish(&senders[i]));
     EVENTUALLY(b->requests == count * each);
@@ -334,10 +334,10 @@ static void peers_take_turns(void)
         CHECK_EQ(write(fds[peer], frames[peer], SOFT_FRAME_SIZE), SOFT_FRAME_SIZE);
     }
     EVENTUALLY(b->requests == 2);
-    pthread_mutex_lock(&b->device.fabric->progress); /* none is read before all are there */
+    soft_mutex_take(&b->device.fabric->progress); /* none is read before all are there */
     for (peer = 0; peer < 2; peer++)
         CHECK_EQ(write(fds[peer], frames[peer][1], (FRAMES - 1) * SOFT_FRAME_SIZE), (FRAMES - 1) * SOFT_FRAME_SIZE);
-    pthread_mutex_unlock(&b->device.fabric->progress);
+    soft_mutex_give(&b->device.fabric->progress);
     EVENTUALLY(b->requests == 2 * FRAMES);
     for (peer = 0; peer < 2; peer++)
         close(fds[peer]);

@@ -180,12 +180,12 @@ static void honest_peers_wait_and_all_get_in(void)
     REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
     soft_proof_pack(none, message);
     soft_frame_pack(&frame, message + SOFT_PROOF_SIZE);
-    pthread_mutex_lock(&b->device.fabric->progress);
+    soft_mutex_take(&b->device.fabric->progress);
     for (i = 0; i < count; i++) {
         fds[i] = raw_connect(b);
         raw_hello(fds[i], b, hello);
     }
-    pthread_mutex_unlock(&b->device.fabric->progress);
+    soft_mutex_give(&b->device.fabric->progress);
     for (i = 0; i < count; i++) {
         REQUIRE(raw_read(fds[i], bytes, sizeof(bytes)));
         CHECK_EQ(send(fds[i], message, sizeof(message), MSG_NOSIGNAL), (ssize_t)sizeof(message));

@@ -543,9 +543,9 @@ static void nothing_moves_without_a_lease(void)
     memset(&scene, 0, sizeof(scene));
     scene.link.stream.leases = &scene.page;
     scene.link.stream.pidfd = -1;
-    REQUIRE_EQ(pthread_mutex_init(&scene.link.stream.tx, NULL), 0);
+    REQUIRE_EQ(soft_mutex_init(&scene.link.stream.tx, SOFT_RANK_TX), 0);
     run_threads(2, own_or_move, roles, sizeof(roles[0]));
-    pthread_mutex_destroy(&scene.link.stream.tx);
+    soft_mutex_destroy(&scene.link.stream.tx);
 }
 
 CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),

@@ -138,8 +138,12 @@ static void no_slot_is_left(void)
     CHECK_EQ(shared.file->slot, 0);
     CHECK_EQ(lock_slots(&shared, F_WRLCK, 0, 1), EAGAIN);
     REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 1, SOFT_SHARED_SLOTS - 1), 0);
+    CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
+    soft_mutex_take(&other->lock);
     CHECK_REFUSED(soft_shared_take(other, shared.fd), EMFILE);
+    soft_mutex_give(&other->lock);
     CHECK(other->files == NULL);
+    soft_mutex_destroy(&other->lock);
     free(other);
     shared_close(&shared);
 }
@@ -278,14 +282,16 @@ static void what_they_leave_is_cleared(void)
     CHECK(!has_traces(&shared, 5));
 
     leave_traces(&shared, 1); /* whose slot the next one gets */
-    CHECK_EQ(pthread_mutex_init(&other->lock, NULL), 0);
+    CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
+    soft_mutex_take(&other->lock);
     file = soft_shared_take(other, shared.fd);
+    soft_mutex_give(&other->lock);
     REQUIRE(file != NULL);
     CHECK_EQ(file->slot, 1);
     CHECK(atomic_load(&shared.file->page->taken[0]) == 3);
     soft_shared_drop(file);
     CHECK(!has_traces(&shared, 1));
-    pthread_mutex_destroy(&other->lock);
+    soft_mutex_destroy(&other->lock);
     free(other);
     shared_close(&shared);
 }

@@ -394,6 +394,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
     bool make = false;
     int error = 0;
 
+    assert_held(&qp->sq_lock);
     soft_mutex_take(&stream->tx);
     if (stream->stage != SOFT_OPEN) {
         error = unconnected(link, waiter, &make);

@@ -294,6 +294,16 @@ static void serve_directly(void)
 static struct soft_device *own; /* never freed, as devices are not: each leads to the one before */
 static struct soft_qp qp;
 
+static int send_by(struct soft_link *link, const struct soft_frame *frame, const struct iovec *data, unsigned int count)
+{
+    int error;
+
+    soft_lock_take(&qp.sq_lock);
+    error = soft_link_send(link, &qp, frame, data, count);
+    soft_lock_give(&qp.sq_lock);
+    return error;
+}
+
 static int send_direct(struct soft_link *link, enum ibv_wr_opcode opcode, uint16_t lease, uint32_t serial,
                        const struct soft_frame_segment *segments, unsigned int count)
 {
@@ -312,7 +322,7 @@ static int send_direct(struct soft_link *link, enum ibv_wr_opcode opcode, uint16
     frame.lease = lease;
     frame.serial = serial;
     soft_segments_pack(segments, count, list);
-    return soft_link_send(link, &qp, &frame, &piece, 1);
+    return send_by(link, &frame, &piece, 1);
 }
 
 static struct soft_link *connect_directly(void)
@@ -327,13 +337,14 @@ static struct soft_link *connect_directly(void)
     device->next = own;
     own = device;
     memset(&qp, 0, sizeof(qp));
+    soft_lock_init(&qp.sq_lock, SOFT_RANK_SQ);
     memcpy(own->gids, gids, sizeof(gids));
     atomic_store(&answered, 0);
     REQUIRE_EQ(soft_fabric_new(own, &movers), 0);
     soft_fabric_configure(own, &settings);
     link = soft_link_get(own, &shared->gid[1]);
     REQUIRE(link != NULL);
-    CHECK_EQ(soft_link_send(link, &qp, &none, NULL, 0), ENOTCONN);
+    CHECK_EQ(send_by(link, &none, NULL, 0), ENOTCONN);
     EVENTUALLY(soft_fabric_get_streams(own, &stream, 1) && stream.connected && !stream.waiting);
     CHECK_EQ(stream.uid, geteuid());
     return link;

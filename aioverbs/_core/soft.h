@@ -705,10 +705,11 @@ struct soft_kept {
     uint64_t value;
 };
 
-/* A part whose bytes the peer moves itself, until it says that it did. */
+/* A part whose bytes the peer moves itself, until it says that it did and has left the memory. */
 struct soft_moving {
     uint32_t psn; /* of its last packet */
     uint32_t serial;
+    uint64_t asked_back; /* when it was not left at once; 0: it was not asked for, or was left */
     uint16_t lease;
 };
 enum { SOFT_MOVING = 16 };
@@ -720,7 +721,8 @@ struct soft_outbound {
         deadline;   /* when the oldest one counts as lost; UINT64_MAX: nothing is under way, or it is waited for ever */
     uint64_t pause; /* the peer had no receive: nothing is sent before; 0: it had */
     uint64_t give_up;                    /* of a datagram: when it is dropped at last; 0: it does not wait */
-    uint32_t moving_first, moving_count; /* free-running */
+    bool rewind; /* all is to be sent again as soon as the peer has left all memory; nothing is sent before */
+    uint32_t moving_first, moving_count; /* free-running. None is left when the window goes back */
     struct soft_moving moving[SOFT_MOVING];
     struct soft_licence asked;                   /* of a read that is under way; `page` is 0: of none */
     struct soft_licence licences[SOFT_LICENCES]; /* by key */

@@ -1,12 +1,19 @@
 /* The requester whose peer is remote: requests leave one after the other without waiting for answers, and are repeated
  * from the oldest one on where answers do not come (go-back-N), as by reliable connections of the architecture.
  *
- * All under sq_lock and in a grace section. Which requests are in flight is said by the queue pair's window, and its
- * counters move by the functions of soft_window.h alone: what an answer tells is first looked up there. */
+ * All under sq_lock and in a grace section, but for what says that it waits. Which requests are in flight is said by the
+ * queue pair's window, and its counters move by the functions of soft_window.h alone: what an answer tells is first
+ * looked up there. */
 #include "soft_execute.h"
+
+#include <assert.h>
+#include <time.h>
 
 /* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
 #define DIRECT_BYTES 8192u
+
+/* How often it is looked at most seldom whether a peer has left memory. */
+#define LOOK_AGAIN_NS 10000000u
 
 /* How long what nobody answers waits for its way before it is dropped. */
 #define UNRELIABLE_NS 200000000u
@@ -45,46 +52,107 @@ static void expect_answer(struct soft_qp *qp)
 
 /* ---- What the peer may move -------------------------------------------------------------------------------- */
 
-static void stop_moving(struct soft_qp *qp, uint32_t count)
+/* The user may use memory of a request again when it completes, and memory of a region when that was given back. So
+ * the lease of each part is taken back before: that of an acknowledged request before it completes, and all of them
+ * before anything is refused, flushed, repeated (which may move the same memory), reset or destroyed. Where the peer
+ * has not left the memory, none of that happens yet, and nothing has changed but leases that were taken back: the
+ * requester looks again later. An honest peer never makes it wait for an answer, since it leaves before it answers. */
+
+static struct soft_moving *moving_at(struct soft_outbound *out, uint32_t at)
 {
-    struct soft_outbound *out = &qp->out;
-
-    while (count--) {
-        const struct soft_moving *moving = &out->moving[out->moving_first++ % SOFT_MOVING];
-
-        out->moving_count--;
-        atomic_fetch_sub(&qp->context->device->moving, 1);
-        soft_lease_close(qp->link, moving->lease, moving->serial);
-    }
+    return &out->moving[at % SOFT_MOVING];
 }
 
-/* Those up to this sequence number were answered. */
-static void moved(struct soft_qp *qp, uint32_t psn)
+/* Take back the leases of so many parts, from the oldest one on; those stay that the peer is just at. */
+static bool take_back(struct soft_qp *qp, uint32_t count)
 {
     struct soft_outbound *out = &qp->out;
+    uint32_t end = out->moving_first + count, at = end, left = end;
 
-    while (out->moving_count) {
-        uint32_t behind = (psn - out->moving[out->moving_first % SOFT_MOVING].psn) & SOFT_PSN_MASK;
+    while (at-- != out->moving_first) {
+        struct soft_moving *moving = moving_at(out, at);
 
-        if (behind > SOFT_PSN_MASK / 2)
-            break;
-        stop_moving(qp, 1);
+        if (soft_lease_close(qp->link, moving->lease, moving->serial))
+            continue;
+        if (!moving->asked_back)
+            moving->asked_back = soft_now_ns();
+        *moving_at(out, --left) = *moving;
     }
+    count = left - out->moving_first;
+    out->moving_first = left;
+    out->moving_count -= count;
+    atomic_fetch_sub(&qp->context->device->moving, count);
+    return left == end;
 }
 
-/* All is to be sent again, or nothing. */
+/* For how long the peer has been waited for, of which at least one lease was asked back. */
+static uint64_t waited(struct soft_qp *qp)
+{
+    struct soft_outbound *out = &qp->out;
+    uint64_t now = soft_now_ns(), first = now;
+    uint32_t i;
+
+    for (i = 0; i < out->moving_count; i++) {
+        uint64_t asked_back = moving_at(out, out->moving_first + i)->asked_back;
+
+        if (asked_back && asked_back < first)
+            first = asked_back;
+    }
+    return now - first;
+}
+
+/* The same. True: the peer has left the memory of all these parts, or had the time that it may take. */
+static bool stop_moving(struct soft_qp *qp, uint32_t count)
+{
+    uint32_t others = qp->out.moving_count - count;
+
+    if (take_back(qp, count))
+        return true;
+    if (waited(qp) < SOFT_LEASE_NS)
+        return false;
+    soft_lease_give_up(qp->link);
+    return take_back(qp, qp->out.moving_count - others);
+}
+
+static bool stop_moving_all(struct soft_qp *qp)
+{
+    return stop_moving(qp, qp->out.moving_count);
+}
+
+/* When the peer may have left the memory that it is waited for to leave: soon, and then less and less often. */
+static uint64_t look_again(struct soft_qp *qp)
+{
+    uint64_t delay = SOFT_YIELD_NS / 2 + waited(qp) / 4;
+
+    return soft_now_ns() + (delay < LOOK_AGAIN_NS ? delay : LOOK_AGAIN_NS);
+}
+
+/* Those up to this sequence number were answered. Whether the peer has left their memory. */
+static bool moved(struct soft_qp *qp, uint32_t psn)
+{
+    struct soft_outbound *out = &qp->out;
+    uint32_t count = 0;
+
+    while (count < out->moving_count &&
+           ((psn - moving_at(out, out->moving_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
+        count++;
+    return stop_moving(qp, count);
+}
+
+/* All is to be sent again, or nothing. The peer has left all memory. */
 static void go_back(struct soft_qp *qp)
 {
     struct soft_outbound *out = &qp->out;
 
-    stop_moving(qp, out->moving_count);
+    assert(!out->moving_count);
     soft_window_rewind(&qp->window);
     out->asked.page = 0;
     out->deadline = UINT64_MAX;
+    out->rewind = false;
 }
 
 /* Fail the request at window.taken, and the queue with it. The user is told of this request now, and may use its memory
- * again; so the peer moves no byte of it from here on, nor of those behind it, which are flushed. */
+ * again; and that of those behind it soon, which are flushed. The peer has left all of it. */
 static void refuse(struct soft_qp *qp, enum ibv_wc_status status)
 {
     const struct soft_wqe *wqe = entry(qp, qp->window.taken);
@@ -104,6 +172,19 @@ void soft_ask_no_more(struct soft_qp *qp)
     qp->out.pause = qp->out.give_up = 0;
     qp->waiting = false;
     soft_link_forget(qp->link, qp);
+}
+
+void soft_ask_settle(struct soft_qp *qp)
+{
+    bool settled = false;
+
+    while (!settled) {
+        soft_lock_take(&qp->sq_lock);
+        settled = stop_moving_all(qp);
+        soft_lock_give(&qp->sq_lock);
+        if (!settled)
+            nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+    }
 }
 
 static uint32_t length_of(const struct soft_wqe *wqe)
@@ -382,12 +463,12 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
     error = post(qp, &part);
     if (error) {
         if (part.frame.flags & SOFT_FRAME_DIRECT)
-            soft_lease_close(qp->link, part.frame.lease, part.frame.serial);
+            soft_lease_cancel(qp->link, part.frame.lease, part.frame.serial);
         return error;
     }
     if (part.frame.flags & SOFT_FRAME_DIRECT) {
         out->moving[(out->moving_first + out->moving_count++) % SOFT_MOVING] =
-            (struct soft_moving){last_psn, part.frame.serial, part.frame.lease};
+            (struct soft_moving){.psn = last_psn, .serial = part.frame.serial, .lease = part.frame.lease};
         atomic_fetch_add(&qp->context->device->moving, 1);
     }
     soft_window_send(window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
@@ -402,6 +483,8 @@ static uint64_t flush(struct soft_qp *qp)
 {
     int64_t left = SOFT_QUEUE_TURN;
 
+    if (!stop_moving_all(qp))
+        return look_again(qp);
     soft_ask_no_more(qp);
     while (soft_has_posted(qp)) {
         if (left <= 0)
@@ -420,7 +503,7 @@ static void drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length
     soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, length, soft_packets(qp, length));
 }
 
-/* Nobody answered in time. */
+/* Nobody answered in time, and the peer has left all memory. */
 static void repeat(struct soft_qp *qp)
 {
     const struct soft_wqe *wqe = entry(qp, qp->window.taken);
@@ -495,9 +578,9 @@ static bool send(struct soft_qp *qp, uint64_t *again)
                                 : soft_begin_request(qp, wqe, segments, &request, &vendor_err);
         if (status != IBV_WC_SUCCESS && under_way(qp)) {
             if (!window->offset)
-                return true; /* it is looked at again when those before it are answered */
-            go_back(qp);     /* its memory went in the middle */
-            continue;
+                return true;       /* it is looked at again when those before it are answered */
+            qp->out.rewind = true; /* its memory went in the middle */
+            return true;
         }
         if (ends_here(qp, wqe, status, vendor_err)) {
             left -= SOFT_REQUEST_COST;
@@ -540,19 +623,26 @@ uint64_t soft_ask(struct soft_qp *qp)
             return flush(qp);
         if (state != IBV_QPS_RTS && state != IBV_QPS_SQD)
             return UINT64_MAX;
+        if (out->rewind) {
+            if (!stop_moving_all(qp))
+                return look_again(qp);
+            go_back(qp);
+        }
         if (out->pause) {
             if (out->pause > soft_now_ns())
                 return out->pause;
             out->pause = 0;
         }
         if (qp->waiting && out->deadline != UINT64_MAX && out->deadline <= soft_now_ns()) {
+            if (!stop_moving_all(qp))
+                return look_again(qp);
             repeat(qp);
             continue;
         }
         if (!send(qp, &again))
             return 0;
-        if (atomic_load(&qp->state) != state)
-            continue; /* it failed */
+        if (atomic_load(&qp->state) != state || out->rewind)
+            continue; /* it failed, or is to begin again */
         if (state == IBV_QPS_SQD && !under_way(qp)) {
             qp->waiting = false;
             soft_drained(qp);
@@ -644,7 +734,10 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
     if (!(frame->flags & SOFT_FRAME_DIRECT))
         status = take(qp, wqe, qp->window.received, payload, frame->part);
     if (status != IBV_WC_SUCCESS) {
-        refuse(qp, status);
+        if (stop_moving_all(qp))
+            refuse(qp, status);
+        else
+            qp->out.rewind = true; /* it fails when it is to be sent again */
         return true;
     }
     soft_window_receive(&qp->window, frame->part);
@@ -671,7 +764,8 @@ static void not_ready(struct soft_qp *qp, uint64_t delay_ns)
 }
 
 /* Do what an answer tells, under sq_lock. One to a packet that is not in flight is about what is over, or about
- * nothing, and is dropped; so is one with data for more packets than are in flight. */
+ * nothing, and is dropped; so is one with data for more packets than are in flight. So is one that comes while the peer
+ * is at memory that it would set free: then all is asked again, when the peer has left it. */
 static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
     uint32_t packets = soft_window_locate(&qp->window, frame->psn);
@@ -680,7 +774,10 @@ static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, cons
 
     if (!packets || data > packets)
         return true;
-    moved(qp, done ? frame->psn : (frame->psn - 1) & SOFT_PSN_MASK);
+    if (!(done ? moved(qp, frame->psn) : stop_moving_all(qp))) {
+        qp->out.rewind = true;
+        return true;
+    }
     qp->out.deadline = UINT64_MAX; /* the peer is there: of a long message, each part has all the time */
     expect_answer(qp);
     if (data) {
@@ -717,7 +814,8 @@ bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const u
     soft_lock_take(&qp->sq_lock);
     if (qp->link == by && qp->out.token == frame->token && awaits_answers(qp)) {
         honest = read_answer(qp, frame, payload);
-        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause || soft_has_posted(qp) || qp->drain_notify;
+        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause || qp->out.rewind || soft_has_posted(qp) ||
+               qp->drain_notify;
     }
     soft_lock_give(&qp->sq_lock);
     if (more)
@@ -745,19 +843,49 @@ static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
     return false;
 }
 
+/* Take back the leases of a queue pair that uses the region, in a grace section. False: its peer is just at some of that
+ * memory; `last`: it is waited for no longer. It sends nothing more before the peer has left, so who asks again and
+ * again has nothing new to wait for. */
+static bool leave(struct soft_qp *qp, const struct soft_mr *mr, bool last)
+{
+    bool left = true, kick = false;
+
+    soft_lock_take(&qp->sq_lock);
+    if (qp->out.moving_count && uses(qp, mr)) {
+        left = stop_moving_all(qp);
+        if (!left && last) {
+            soft_lease_give_up(qp->link);
+            left = stop_moving_all(qp);
+        }
+        kick = !left && !qp->out.rewind;
+        qp->out.rewind |= kick;
+    }
+    soft_lock_give(&qp->sq_lock);
+    if (kick) /* from here on its own timer looks for when it may go on */
+        soft_kick(qp);
+    return left;
+}
+
 void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
 {
-    uint32_t number, end = soft_table_end(&device->qps);
+    uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
+    bool left = !atomic_load(&device->moving), last = false;
 
-    for (number = SOFT_FIRST_QPN; atomic_load(&device->moving) && number < end; number++) {
-        struct soft_qp *qp = soft_table_find(&device->qps, number);
+    while (!left) {
+        uint32_t number;
 
-        if (!qp)
-            continue;
-        soft_lock_take(&qp->sq_lock);
-        if (qp->out.moving_count && uses(qp, mr))
-            stop_moving(qp, qp->out.moving_count);
-        soft_lock_give(&qp->sq_lock);
+        left = true;
+        for (number = SOFT_FIRST_QPN; number < soft_table_end(&device->qps); number++) {
+            struct grace_reader *grace = grace_enter(); /* one at a time: others wait for grace periods */
+            struct soft_qp *qp = soft_table_find(&device->qps, number);
+
+            if (qp && !leave(qp, mr, last))
+                left = false;
+            grace_leave(grace);
+        }
+        if (!left)
+            nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+        last = soft_now_ns() >= end;
     }
 }
 

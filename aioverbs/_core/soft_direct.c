@@ -77,6 +77,10 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
         no(stream, "the peer is another user's", 0);
         return;
     }
+    if (soft_lease_is_overdue(link)) {
+        no(stream, "the peer kept memory that was taken back", 0);
+        return;
+    }
     error = soft_lease_make(link);
     if (error) {
         no(stream, "no memory for leases", error);

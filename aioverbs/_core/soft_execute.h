@@ -70,11 +70,15 @@ uint64_t soft_ask(struct soft_qp *qp);
 /* 0: it left, or was dropped. Else it waits for the way, until then. */
 uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request);
 
-/* Nothing is under way any more: the peer moves no byte of it. Its answers find nothing. */
+/* In a state in which nothing is sent, no lock held, outside of grace sections: waits until the peer moves no byte of
+ * it any more, which takes SOFT_LEASE_NS at most. */
+void soft_ask_settle(struct soft_qp *qp);
+
+/* Nothing is under way any more, and the peer has left all memory. Its answers find nothing. */
 void soft_ask_no_more(struct soft_qp *qp);
 
 /* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
- * it fails when it is repeated. In a grace section. */
+ * it fails when it is repeated. Waits as soft_ask_settle does, in the same place: once for all queue pairs. */
 void soft_ask_without(struct soft_device *device, const struct soft_mr *mr);
 
 /* An answer came by a link. False: no honest peer gives it. */

@@ -125,9 +125,19 @@ bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid);
 /* For one direct request: 0 with `*lease` and `*serial` for its frame; EAGAIN: all are in use. Under qp->sq_lock. */
 int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial);
 
-/* It is answered, or given up: from here on the peer moves nothing of it. Waits while it is moving, which takes as long
- * as SOFT_DIRECT_FRAGMENT bytes do. */
-void soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial);
+/* It is answered, or given up. True: from here on the peer moves nothing of it, and the lease is another request's.
+ * False: the peer is just moving bytes; to be asked again, for SOFT_LEASE_NS at most. Never waits; any lock but a
+ * stream's may be held, like the next two. */
+bool soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial);
+
+/* Its frame did not go out, so whatever the peer wrote there, it knows no memory by it. */
+void soft_lease_cancel(struct soft_link *link, uint16_t lease, uint32_t serial);
+
+/* The peer was waited for as long as it may take: the link is torn, and has no more leases. */
+void soft_lease_give_up(struct soft_link *link);
+
+/* How long a system call that moves SOFT_DIRECT_FRAGMENT bytes takes at most, on a machine that is as busy as can be. */
+#define SOFT_LEASE_NS 2000000000u
 
 /* ---- Streams ------------------------------------------------------------------------------------------------- */
 

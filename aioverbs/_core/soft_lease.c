@@ -1,14 +1,23 @@
 /* Leases. A word of the shared page is FREE, OPEN or BUSY, with the serial number of its request. The requester opens
  * it; the peer makes it BUSY around each system call that moves bytes; the requester frees it, when it is not BUSY. So
- * no byte is moved for a request that is over, whatever became of the connection. */
+ * no byte is moved for a request that is over, whatever became of the connection.
+ *
+ * Nobody waits in here. A lease that is BUSY stays the queue pair's, which asks for it again: from its timer, while it
+ * sends nothing (soft_ask.c), or from the verb that wants its memory back, with no lock held and outside of grace
+ * sections. So a peer that keeps a word BUSY holds up that queue pair and that verb, and nobody else.
+ *
+ * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: who was kept waiting
+ * for SOFT_LEASE_NS counts the peer as overdue. Then the link is torn, so that no answer to what was asked on it is ever
+ * heard; all leases of it count as taken back, which the caller rests on; and no lease is opened on it again, so data
+ * goes over the stream. What an honest peer may still do is what it was in when it last ran: a system call of the kernel
+ * that moves SOFT_DIRECT_FRAGMENT bytes, which does not stop in the middle and is over by then. One that is not honest
+ * needs no lease to write there: it is of this user, or it would have none. */
 #define _GNU_SOURCE
 #include "soft_stream.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #include "soft_descriptors.h"
 #include "soft_sealed.h"
@@ -16,10 +25,6 @@
 
 enum { FREE, OPEN, BUSY };
 _Static_assert(sizeof(struct soft_lease_page) == 4096, "one page");
-
-/* One that neither ends nor moves on, as when it was stopped between two instructions: after this time the system
- * call that it was in is over. */
-#define STUCK_NS 2000000000u
 
 static uint64_t word(unsigned int state, uint32_t serial)
 {
@@ -93,7 +98,7 @@ int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
     unsigned int i;
 
     soft_mutex_take(&link->stream.tx);
-    for (i = 0; link->stream.leases && i < SOFT_LEASES / 64 && error; i++) {
+    for (i = 0; link->stream.leases && !link->overdue && i < SOFT_LEASES / 64 && error; i++) {
         uint64_t unused = ~link->leased[i];
         unsigned int bit = unused ? (unsigned int)__builtin_ctzll(unused) : 64;
 
@@ -109,39 +114,64 @@ int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
     return error;
 }
 
-/* Whether nothing is moved any more. The word is the peer's to write as well: whatever it says, this ends. */
-static bool withdraw(struct soft_link *link, _Atomic uint64_t *at, uint32_t serial)
+/* Under tx: it may be opened again. */
+static void put(struct soft_link *link, uint16_t lease)
 {
-    uint64_t patient = soft_now_ns() + SOFT_YIELD_NS, end = patient + STUCK_NS;
-    bool gone;
-
-    for (;;) {
-        uint64_t found = word(OPEN, serial);
-
-        if (atomic_compare_exchange_strong(at, &found, word(FREE, serial)) || found != word(BUSY, serial))
-            return true;
-        if (soft_now_ns() < patient) {
-            sched_yield();
-            continue;
-        }
-        soft_mutex_take(&link->stream.tx);
-        gone = soft_process_gone(link->stream.pidfd);
-        soft_mutex_give(&link->stream.tx);
-        if (gone)
-            return true;
-        if (soft_now_ns() > end)
-            return false;
-        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
-    }
+    link->leased[lease / 64] &= ~(1ull << lease % 64);
 }
 
-void soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial)
+bool soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial)
 {
-    if (!withdraw(link, &link->stream.leases->words[lease], serial))
-        return; /* that word is never used again */
+    _Atomic uint64_t *at = &link->stream.leases->words[lease];
+    uint64_t found = word(OPEN, serial);
+    bool busy = !atomic_compare_exchange_strong(at, &found, word(FREE, serial)) && found == word(BUSY, serial);
+
     soft_mutex_take(&link->stream.tx);
-    link->leased[lease / 64] &= ~(1ull << lease % 64);
+    if (busy && (link->overdue || soft_process_gone(link->stream.pidfd)))
+        busy = false;
+    if (!busy)
+        put(link, lease);
     soft_mutex_give(&link->stream.tx);
+    return !busy;
+}
+
+void soft_lease_cancel(struct soft_link *link, uint16_t lease, uint32_t serial)
+{
+    atomic_store(&link->stream.leases->words[lease], word(FREE, serial));
+    soft_mutex_take(&link->stream.tx);
+    put(link, lease);
+    soft_mutex_give(&link->stream.tx);
+}
+
+void soft_lease_give_up(struct soft_link *link)
+{
+    soft_mutex_take(&link->stream.tx);
+    link->overdue = true;
+    if (link->stream.stage != SOFT_CLOSED && !link->stream.broken)
+        soft_stream_break(&link->stream);
+    soft_mutex_give(&link->stream.tx);
+}
+
+bool soft_lease_is_overdue(struct soft_link *link)
+{
+    bool overdue;
+
+    soft_mutex_take(&link->stream.tx);
+    overdue = link->overdue;
+    soft_mutex_give(&link->stream.tx);
+    return overdue;
+}
+
+void soft_lease_forget(struct soft_link *link)
+{
+    unsigned int i;
+
+    for (i = 0; link->stream.leases && i < SOFT_LEASES; i++) {
+        uint64_t found = atomic_load(&link->stream.leases->words[i]);
+
+        if (found >> 32 == BUSY)
+            atomic_compare_exchange_strong(&link->stream.leases->words[i], &found, word(FREE, (uint32_t)found));
+    }
 }
 
 /* ---- The peer ------------------------------------------------------------------------------------------------ */

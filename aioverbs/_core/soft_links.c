@@ -248,6 +248,8 @@ static bool knows_peer(struct soft_stream *stream)
     stream->uid = peer.uid;
     pidfd = soft_process_open(stream->pid);
     soft_mutex_take(&stream->tx);
+    if (soft_process_gone(stream->pidfd)) /* what it was in the middle of, nobody can ask for any more */
+        soft_lease_forget(container_of(stream, struct soft_link, stream));
     soft_descriptor_close(stream->pidfd);
     stream->pidfd = pidfd;
     soft_mutex_give(&stream->tx);

@@ -321,6 +321,11 @@ static void retire(struct soft_qp *qp)
     qp->leaving = true;
     atomic_store(&qp->state, IBV_QPS_RESET);
     soft_licence_recall_qp(qp);
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+    soft_ask_settle(qp);
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
     soft_ask_no_more(qp);
     soft_inbound_end(qp, false);
     soft_lock_give(&qp->rq_lock);
@@ -524,11 +529,19 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         error = EINVAL;
     if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->waiting)
         error = EINVAL; /* what is under way goes by the attributes that it began with */
+    if (!error && to == IBV_QPS_RESET) {
+        /* Nothing is sent nor answered from here on. Nobody else changes it to what is not ERR, by the driver half. */
+        atomic_store(&qp->state, IBV_QPS_RESET);
+        soft_lock_give(&qp->rq_lock);
+        soft_lock_give(&qp->sq_lock);
+        soft_ask_settle(qp);
+        soft_lock_take(&qp->sq_lock);
+        soft_lock_take(&qp->rq_lock);
+        reset(qp);
+    } else if (!error) {
+        take_over(qp, attr, mask);
+    }
     if (!error) {
-        if (to == IBV_QPS_RESET)
-            reset(qp);
-        else
-            take_over(qp, attr, mask);
         if (mask & IBV_QP_AV) {
             struct soft_link *before = qp->link;
 
@@ -536,7 +549,8 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
             *link = before;
         }
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
-            soft_ask_no_more(qp);
+            if (to != IBV_QPS_ERR || !soft_asks(qp)) /* else whoever flushes it sees to it */
+                soft_ask_no_more(qp);
             qp->waiting = false;
         }
         if (to != IBV_QPS_SQD)

@@ -114,6 +114,7 @@ struct soft_link {
     uint64_t tickets;                  /* the last one that was given */
     uint64_t leased[SOFT_LEASES / 64]; /* tx: a bit for each lease that is in use */
     uint32_t serials[SOFT_LEASES];     /* tx: the last one of each */
+    bool overdue;                      /* tx: the peer kept memory that it was to leave: there are no leases any more */
     int leases_fd;                     /* progress: to be sent with HELLO, or -1 */
     uint8_t probe[SOFT_NONCE];         /* the peer writes its nonce here, from outside of the process */
 
@@ -338,6 +339,9 @@ int soft_lease_make(struct soft_link *link); /* the page: 0 or an errno */
 void soft_lease_unmake(struct soft_link *link);
 const char *soft_lease_take(struct soft_stream *stream); /* maps the page that came: NULL, or why not */
 void soft_lease_drop(struct soft_stream *stream);
+
+bool soft_lease_is_overdue(struct soft_link *link); /* the peer kept memory that it was to leave */
+void soft_lease_forget(struct soft_link *link);     /* under tx: its process is gone, and another one's comes */
 
 /* The peer's side: whether the request is still wanted, and is not given up until it is left. */
 bool soft_lease_enter(struct soft_lease_page *page, uint16_t lease, uint32_t serial);

@@ -305,7 +305,8 @@ static void ask(struct asker *asker)
     if (frame.serial) { /* before it was moved, or while it is, or after that */
         if (one_in(2))
             sleep_us(any(200));
-        soft_lease_close(asker->sender.link, frame.lease, frame.serial);
+        while (!soft_lease_close(asker->sender.link, frame.lease, frame.serial))
+            sleep_us(50);
     }
     if (!sent)
         return;

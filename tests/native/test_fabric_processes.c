@@ -381,7 +381,7 @@ static void data_moves_directly(void)
     REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
     CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
     EVENTUALLY(answered == 1);
-    soft_lease_close(link, lease, serial);
+    CHECK(soft_lease_close(link, lease, serial));
     fill_pattern(expected, LARGE, 1);
     CHECK(!memcmp(data, expected, LARGE));
     first_serial = serial;
@@ -393,7 +393,7 @@ static void data_moves_directly(void)
     CHECK(serial != first_serial);
     CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
     EVENTUALLY(answered == 2);
-    soft_lease_close(link, lease, serial);
+    CHECK(soft_lease_close(link, lease, serial));
     memset(data, 0, LARGE);
     REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
     CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
@@ -402,7 +402,7 @@ static void data_moves_directly(void)
 
     /* What was given up moves nothing, whatever else has the word by then. */
     memset(data, 0, LARGE);
-    soft_lease_close(link, lease, serial);
+    CHECK(soft_lease_close(link, lease, serial));
     CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
     EVENTUALLY(shared->go == 4);
     CHECK_EQ(shared->error, ESTALE);
@@ -418,7 +418,7 @@ static void data_moves_directly(void)
     EVENTUALLY(shared->go == 6);
     CHECK_EQ(shared->error, EFAULT);
     CHECK_EQ(answered, 3);
-    soft_lease_close(link, lease, serial);
+    CHECK(soft_lease_close(link, lease, serial));
 
     /* Segments that are not those of their frame. */
     segments[1].length = 0;
@@ -452,13 +452,13 @@ static void all_leases_can_be_had(void)
             REQUIRE_EQ(soft_lease_open(link, &leases[i], &serials[i]), 0);
         CHECK_EQ(soft_lease_open(link, &lease, &serial), EAGAIN);
         for (i = 0; i < SOFT_LEASES; i++)
-            soft_lease_close(link, leases[i], serials[i]);
+            CHECK(soft_lease_close(link, leases[i], serials[i]));
     }
     /* Closing after the peer's end, in the middle of moving: the word stays as it was. */
     REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
     CHECK(soft_lease_enter(link->stream.leases, lease, serial));
     end(child);
-    soft_lease_close(link, lease, serial);
+    CHECK(soft_lease_close(link, lease, serial));
     end_directly(link);
     finish();
 }
@@ -533,7 +533,8 @@ static void own_bytes(void)
         __atomic_store_n(&scene.offered, (uint64_t)lease << 32 | serial, __ATOMIC_RELAXED);
         if (round % 8 == 0)
             sched_yield();
-        soft_lease_close(&scene.link, lease, serial);
+        while (!soft_lease_close(&scene.link, lease, serial))
+            sched_yield();
     }
     __atomic_store_n(&scene.stop, true, __ATOMIC_RELEASE);
 }

@@ -1,0 +1,240 @@
+/* A peer that is at memory when that is taken back: who takes it back waits until the peer has left, or has had all the
+ * time that it may take; and nobody else waits. */
+#include "support.h"
+#include "support_fabric.h"
+#include "support_threads.h"
+#include "support_types.h"
+#include "support_work.h"
+
+#include <unistd.h>
+
+#include "soft_stream.h"
+
+enum { OPEN = 1, BUSY = 2 }; /* states of a word of the page */
+enum { ENDS = 3 };
+
+/* Queue pairs of a device, each with a write under way that the peer, who is told of it and says nothing, is to do. */
+struct scene {
+    struct home home;
+    struct ibv_cq *cq;
+    struct end ends[ENDS];
+    struct node *peer;
+    uint8_t *memory; /* that all write */
+    struct ibv_mr *mr;
+    atomic_bool is_over; /* the verb that takes something back */
+};
+
+static struct soft_qp *qp_of(struct scene *scene, unsigned int index)
+{
+    return to_soft_qp(scene->ends[index].qp);
+}
+
+static struct soft_device *device_of(const struct scene *scene)
+{
+    return to_soft_context(scene->home.context)->device;
+}
+
+static unsigned int moving(struct scene *scene)
+{
+    return atomic_load(&device_of(scene)->moving);
+}
+
+/* The peer's words, of those that are in one of these states. */
+static void mark(struct scene *scene, unsigned int from, unsigned int to)
+{
+    struct soft_lease_page *page = qp_of(scene, 0)->link->stream.leases;
+    unsigned int i;
+
+    for (i = 0; i < SOFT_LEASES; i++) {
+        uint64_t found = atomic_load(&page->words[i]);
+
+        if (found >> 32 == from)
+            atomic_store(&page->words[i], (uint64_t)to << 32 | (uint32_t)found);
+    }
+}
+
+static void connect_to(struct end *end, const struct node *peer)
+{
+    struct ibv_qp_attr attr = default_link;
+    struct ibv_qp *qp = end->qp;
+
+    attr.timeout = 0; /* nothing is sent again, however long somebody stands still */
+    attr.port_num = 1;
+    attr.dest_qp_num = 17;
+    attr.ah_attr = (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh = {.sgid_index = 1}};
+    attr.ah_attr.grh.dgid = peer->device.gids[0];
+    attr.qp_state = IBV_QPS_INIT;
+    REQUIRE_EQ(soft_verbs.modify_qp(qp, &attr, init_mask(qp->qp_type)), 0);
+    attr.qp_state = IBV_QPS_RTR;
+    REQUIRE_EQ(soft_verbs.modify_qp(qp, &attr, rtr_mask(qp->qp_type)), 0);
+    attr.qp_state = IBV_QPS_RTS;
+    REQUIRE_EQ(soft_verbs.modify_qp(qp, &attr, rts_mask(qp->qp_type)), 0);
+}
+
+static void write_all(struct scene *scene)
+{
+    struct ibv_sge sge = {(uintptr_t)scene->memory, PAIR_MEMORY, scene->mr->lkey};
+    struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 1, &sge, 1);
+    unsigned int i;
+
+    wr.wr.rdma.rkey = 1;
+    for (i = 0; i < ENDS; i++)
+        REQUIRE_EQ(post(scene->ends[i].qp, &wr), 0);
+}
+
+static void open_scene(struct scene *scene)
+{
+    struct check_variant like = *variant;
+    unsigned int i;
+
+    memset(scene, 0, sizeof(*scene));
+    new_directory();
+    like.options.settings = &settings;
+    home_open_like(&scene->home, &like);
+    scene->peer = node_open();
+    atomic_store(&scene->peer->deaf, true);
+    REQUIRE_EQ(soft_fabric_listen(&scene->peer->device), 0);
+    scene->cq = home_cq(&scene->home, 64, NULL);
+    scene->memory = calloc(1, PAIR_MEMORY);
+    scene->mr = soft_verbs.reg_mr(scene->home.base, scene->memory, PAIR_MEMORY, IBV_ACCESS_LOCAL_WRITE);
+    REQUIRE(scene->mr != NULL);
+    for (i = 0; i < ENDS; i++) {
+        TYPED_OPEN(&scene->ends[i], &scene->home, .type = IBV_QPT_RC, .cq = scene->cq);
+        connect_to(&scene->ends[i], scene->peer);
+    }
+    write_all(scene);
+    EVENTUALLY(moving(scene) == ENDS && atomic_load(&scene->peer->requests) == ENDS);
+    mark(scene, OPEN, BUSY);
+}
+
+static void close_scene(struct scene *scene)
+{
+    unsigned int i;
+
+    for (i = 0; i < ENDS; i++)
+        if (scene->ends[i].qp)
+            end_close(&scene->ends[i]);
+    CHECK_EQ(moving(scene), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(scene->cq), 0);
+    if (scene->mr)
+        CHECK_EQ(soft_verbs.dereg_mr(scene->mr), 0);
+    home_close(&scene->home);
+    free(scene->memory);
+    node_close(scene->peer);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* ---- What waits ---------------------------------------------------------------------------------------------- */
+
+static void deregister(struct scene *scene)
+{
+    CHECK_EQ(soft_verbs.dereg_mr(scene->mr), 0);
+    scene->mr = NULL;
+    CHECK_EQ(moving(scene), 0);
+}
+
+static void reset(struct scene *scene)
+{
+    unsigned int i;
+
+    for (i = 0; i < ENDS; i++) {
+        CHECK_EQ(qp_to(scene->ends[i].qp, IBV_QPS_RESET), 0);
+        CHECK_EQ(qp_of(scene, i)->out.moving_count, 0);
+    }
+    CHECK_EQ(moving(scene), 0);
+}
+
+static void destroy(struct scene *scene)
+{
+    unsigned int i;
+
+    for (i = 0; i < ENDS; i++)
+        end_close(&scene->ends[i]);
+    memset(scene->ends, 0, sizeof(scene->ends));
+    CHECK_EQ(moving(scene), 0);
+}
+
+static void (*const verbs[])(struct scene *) = {deregister, reset, destroy};
+
+/* Whether it was found out that the peer is at the memory. */
+static bool is_waited_for(struct scene *scene)
+{
+    struct soft_qp *qp = qp_of(scene, 0);
+    bool waited_for;
+
+    soft_lock_take(&qp->sq_lock);
+    waited_for = qp->out.moving_count && qp->out.moving[qp->out.moving_first % SOFT_MOVING].asked_back;
+    soft_lock_give(&qp->sq_lock);
+    return waited_for;
+}
+
+/* One thread takes something back, the other one does what has nothing to do with that, and then leaves the memory. */
+struct part {
+    struct scene *scene;
+    void (*verb)(struct scene *); /* or NULL */
+};
+
+static void play(void *argument)
+{
+    struct part *part = argument;
+    struct scene *scene = part->scene;
+    static uint8_t other[4096];
+    struct ibv_mr *mr;
+
+    if (part->verb) {
+        part->verb(scene);
+        atomic_store(&scene->is_over, true);
+        return;
+    }
+    EVENTUALLY(is_waited_for(scene));
+    CHECK(soft_fabric_get_streams(device_of(scene), NULL, 0) > 0);
+    mr = soft_verbs.reg_mr(scene->home.base, other, sizeof(other), IBV_ACCESS_LOCAL_WRITE);
+    CHECK(mr != NULL);
+    if (mr)
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    CHECK(!atomic_load(&scene->is_over));
+    mark(scene, BUSY, OPEN);
+}
+
+static void memory_is_taken_back_when_the_peer_has_left(void)
+{
+    unsigned int verb;
+
+    for (verb = 0; verb < sizeof(verbs) / sizeof(verbs[0]); verb++) {
+        struct scene scene;
+        struct part parts[2] = {{&scene, verbs[verb]}, {&scene, NULL}};
+
+        open_scene(&scene);
+        run_threads(2, play, parts, sizeof(parts[0]));
+        if (verbs[verb] == deregister) /* all is sent again, and there is no memory any more */
+            EXPECT(scene.cq, 1, IBV_WC_LOC_PROT_ERR);
+        close_scene(&scene);
+    }
+}
+
+/* It is waited for once, however many leases, queue pairs and verbs there are, and has none after that. */
+static void a_peer_that_does_not_leave_is_waited_for_once(void)
+{
+    static void (*const some[])(struct scene *) = {deregister, destroy};
+    unsigned int verb;
+
+    for (verb = 0; verb < sizeof(some) / sizeof(some[0]); verb++) {
+        struct scene scene;
+        uint64_t begin = now_ns();
+        struct soft_link *link;
+        uint32_t serial;
+        uint16_t lease;
+
+        open_scene(&scene);
+        link = soft_link_get(device_of(&scene), &scene.peer->device.gids[0]);
+        REQUIRE(link != NULL);
+        some[verb](&scene);
+        CHECK(now_ns() - begin < 2 * (uint64_t)SOFT_LEASE_NS);
+        CHECK_EQ(soft_lease_open(link, &lease, &serial), EAGAIN);
+        EVENTUALLY(!soft_link_direct(link));
+        soft_link_put(link);
+        close_scene(&scene);
+    }
+}
+
+CHECK_MAIN_ONCE(CASE(memory_is_taken_back_when_the_peer_has_left), CASE(a_peer_that_does_not_leave_is_waited_for_once))

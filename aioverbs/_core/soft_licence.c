@@ -111,13 +111,19 @@ bool soft_licence_give(const struct soft_qp *qp, uint32_t key, uint64_t *address
     return true;
 }
 
-/* The caller has a context of the device, so the page stays. */
+/* The caller has a context of the device, so the page stays.
+ *
+ * The fence, and that of soft_licence_read: a reader that copied a byte that its owner stored after the recall is to
+ * find the word counted up. The counting alone does not promise that. It is a release for what comes before it, and on
+ * ARMv8.0, a loop of exclusive loads and stores, what comes behind may be seen by others before its store is. */
 static void recall(struct soft_device *device, size_t offset)
 {
     struct soft_licence_page *page = atomic_load(&device->fabric->licences);
 
-    if (page)
-        atomic_fetch_add((_Atomic uint64_t *)(void *)((char *)page + offset), 1);
+    if (!page)
+        return;
+    atomic_fetch_add((_Atomic uint64_t *)(void *)((char *)page + offset), 1);
+    atomic_thread_fence(memory_order_seq_cst);
 }
 
 void soft_licence_recall_key(struct soft_device *device, uint32_t number)

@@ -87,8 +87,9 @@ struct soft_shared {
     atomic_uint references; /* domains, keys, allocators; the last one goes under device->lock */
     bool member;            /* under device->lock: an instance of the domain is in this process */
     struct soft_mutex reaping;
-    atomic_bool late;                      /* somebody was not waited for to the end: no chunk is given out again */
-    atomic_ullong seen[SOFT_SHARED_SLOTS]; /* when its process was there */
+    atomic_bool late;                       /* somebody was not waited for to the end: no chunk is given out again */
+    atomic_bool overdue[SOFT_SHARED_SLOTS]; /* that was its process, which is still there as far as is known */
+    atomic_ullong seen[SOFT_SHARED_SLOTS];  /* when its process was there */
 };
 
 /* Under device->lock. NULL and errno. The one makes a file; the other takes what another process made, by a descriptor
@@ -118,8 +119,10 @@ void soft_shared_recall(struct soft_shared *file, uint32_t place);
 void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot);
 
 /* No other process is at memory by a key that was recalled before, as grace_wait for the threads of this one. A process
- * that was stopped in the middle is waited for two seconds. What it has then still to do it does to memory that is not
- * given out again: no byte of anybody else's is lost. */
+ * that was stopped in the middle, or says so, is waited for two seconds, once: after that a millisecond and what it
+ * takes to look at its words, for as long as it has the slot. What it has then still to do it does to memory that no
+ * allocator gives out again. More is not promised: each process of the domain can write to all of its memory whenever
+ * it likes. */
 void soft_shared_wait(struct soft_shared *file);
 
 struct grace_reader;

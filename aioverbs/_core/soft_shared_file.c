@@ -97,6 +97,7 @@ void soft_shared_reap(struct soft_shared *file)
             continue;
         clear(file, slot);
         mark(file, slot, false);
+        atomic_store(&file->overdue[slot], false);
         lock(file, F_UNLCK, slot);
     }
     soft_mutex_give(&file->reaping);

@@ -12,8 +12,10 @@
 /* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
 #define BELIEVED_NS 10000000u
 
-/* As for leases: a process that was stopped between two instructions. */
+/* As for leases: a process that was stopped between two instructions. From then on it has no more than the other time,
+ * which is long enough for what is just being done. */
 #define STUCK_NS 2000000000u
+#define OVERDUE_NS 1000000u
 
 /* ---- Where a key is ------------------------------------------------------------------------------------------ */
 
@@ -347,7 +349,8 @@ int soft_unimport_mr(struct ibv_mr *mr)
 
 /* ---- Waiting for others --------------------------------------------------------------------------------------- */
 
-/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time. */
+/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time. The word is the other
+ * process's to write. */
 static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint *inside, uint64_t end)
 {
     uint64_t patient = soft_now_ns() + SOFT_YIELD_NS;
@@ -357,8 +360,10 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
             sched_yield();
             continue;
         }
-        if (!soft_shared_is_there(file, slot))
+        if (!soft_shared_is_there(file, slot)) {
+            atomic_store(&file->overdue[slot], false); /* the next one that has the slot is another process */
             return true;
+        }
         if (soft_now_ns() > end)
             return false;
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
@@ -366,16 +371,30 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
     return true;
 }
 
+/* All of the slot's words. What the others took of the time until `end` is not taken from who was never overdue, but
+ * for what is longer than OVERDUE_NS. */
+static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t end)
+{
+    uint64_t soon = soft_now_ns() + OVERDUE_NS;
+    bool left = true;
+    uint32_t word;
+
+    if (atomic_load(&file->overdue[slot]) || end < soon)
+        end = soon;
+    for (word = 0; word < SOFT_SHARED_WORDS; word++)
+        left &= wait_for(file, slot, &file->page->words[slot][word].inside, end);
+    if (left)
+        return;
+    atomic_store(&file->late, true);
+    atomic_store(&file->overdue[slot], true);
+}
+
 void soft_shared_wait(struct soft_shared *file)
 {
     uint64_t end = soft_now_ns() + STUCK_NS;
-    uint32_t slot, word;
+    uint32_t slot;
 
-    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
-        if (slot == file->slot || !(atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1))
-            continue;
-        for (word = 0; word < SOFT_SHARED_WORDS; word++)
-            if (!wait_for(file, slot, &file->page->words[slot][word].inside, end))
-                atomic_store(&file->late, true);
-    }
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
+        if (slot != file->slot && atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1)
+            wait_for_slot(file, slot, end);
 }

@@ -301,7 +301,9 @@ static void nobody_waits_for_ever(void)
 {
     struct alloc_source *source;
     struct shared shared;
+    static uint8_t own[4096];
     struct ibv_mr *mr;
+    uint32_t round;
     uint64_t before;
     char *piece;
 
@@ -324,7 +326,22 @@ static void nobody_waits_for_ever(void)
     CHECK(atomic_load(&shared.file->late));
     CHECK_EQ(alloc_return(source, piece, 0), 0);
     CHECK_EQ(atomic_load(&shared.file->area.owners[(piece - shared.file->area.memory) / SOFT_SHARED_CHUNK]), 1);
-    atomic_store(&shared.file->page->words[5][3].inside, 0); /* it goes on */
+
+    /* It was waited for once, whatever it writes. */
+    before = now_ns();
+    for (round = 0; round < 4; round++) {
+        atomic_store(&shared.file->page->words[5][7 * round].inside, round + 2);
+        mr = soft_verbs.reg_mr(shared.pd, own, sizeof(own), ACCESS_ALL);
+        REQUIRE(mr != NULL);
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    }
+    CHECK(now_ns() - before < 2000000000u);
+
+    /* Another process that has its slot is not the one. */
+    CHECK(atomic_load(&shared.file->overdue[5]));
+    REQUIRE_EQ(lock_slots(&shared, F_UNLCK, 5, 1), 0);
+    soft_shared_reap(shared.file);
+    CHECK(!atomic_load(&shared.file->overdue[5]));
     CHECK_EQ(alloc_release(source), 0);
     shared_close(&shared);
 }

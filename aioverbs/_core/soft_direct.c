@@ -8,6 +8,7 @@
 #include <poll.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -60,6 +61,52 @@ static void no(struct soft_stream *stream, const char *what, int error)
              error ? strerror(error) : "");
 }
 
+/* The nonce stands at the probe; 0 or an errno. A mapping of its own, so that its rights can always be changed. */
+static int put_nonce(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
+{
+    struct soft_gate *gate;
+    int error = 0;
+
+    pthread_mutex_lock(&link->stream.tx);
+    gate = link->gate;
+    if (link->overdue)
+        error = EPERM;
+    else if (!gate)
+        gate = mmap(NULL, sizeof(*gate), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (!error && gate == MAP_FAILED)
+        error = errno;
+    if (!error) {
+        memcpy(gate->probe, nonce, SOFT_NONCE);
+        link->gate = gate;
+    }
+    pthread_mutex_unlock(&link->stream.tx);
+    return error;
+}
+
+bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
+{
+    bool found;
+
+    pthread_mutex_lock(&link->stream.tx);
+    found = link->gate && !link->overdue && !memcmp(link->gate->probe, nonce, SOFT_NONCE);
+    pthread_mutex_unlock(&link->stream.tx);
+    return found;
+}
+
+void soft_direct_shut(struct soft_link *link)
+{
+    if (link->gate)
+        mprotect(link->gate, sizeof(*link->gate), PROT_NONE);
+}
+
+/* Nobody gets the address of a gate that was shut while the process is there that may still come to it. */
+void soft_direct_end(struct soft_link *link)
+{
+    if (link->gate && (!link->overdue || soft_process_gone(link->stream.pidfd)))
+        munmap(link->gate, sizeof(*link->gate));
+    link->gate = NULL;
+}
+
 void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
 {
     struct soft_stream *stream = &link->stream;
@@ -82,15 +129,16 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
         return;
     }
     error = soft_lease_make(link);
+    if (!error)
+        error = put_nonce(link, hello->nonce);
     if (error) {
         no(stream, "no memory for leases", error);
         return;
     }
     soft_direct_invite();
-    memcpy(link->probe, hello->nonce, sizeof(link->probe));
     hello->flags |= SOFT_HELLO_DIRECT;
     hello->pid = (uint32_t)getpid();
-    hello->probe = (uintptr_t)link->probe;
+    hello->probe = (uintptr_t)link->gate->probe;
 }
 
 /* The pid is what the kernel says, not what the peer says. */
@@ -144,6 +192,7 @@ void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hell
         no(stream, why, errno);
         return;
     }
+    stream->gate = hello->probe + offsetof(struct soft_gate, byte);
     atomic_store(&stream->direct, true);
     stream->why_not_direct[0] = 0;
 }
@@ -169,16 +218,25 @@ static void advance(struct iovec **at, unsigned int *count, size_t moved)
     }
 }
 
-/* It may stop where a page is missing, and then go on, or fail. */
-static int move(pid_t pid, struct iovec *here, unsigned int here_count, struct iovec *there, unsigned int there_count,
-                size_t left, bool pull)
+/* It may stop where a page is missing, and then go on, or fail. The requester's gate comes first, at here[-1] and
+ * there[-1], each time: the kernel reaches memory in this order, and stops where it may not. So where the gate is shut
+ * when a system call begins, that moves nothing, however long ago it was decided on. */
+static int move(struct soft_stream *stream, struct iovec *here, unsigned int here_count, struct iovec *there,
+                unsigned int there_count, size_t left, bool pull)
 {
-    while (left) {
-        ssize_t moved = pull ? process_vm_readv(pid, here, here_count, there, there_count, 0)
-                             : process_vm_writev(pid, here, here_count, there, there_count, 0);
+    pid_t pid = (pid_t)stream->pid;
+    uint8_t byte = 0;
 
-        if (moved <= 0)
+    while (left) {
+        ssize_t moved;
+
+        here[-1] = (struct iovec){&byte, sizeof(byte)};
+        there[-1] = (struct iovec){(void *)(uintptr_t)stream->gate, sizeof(byte)};
+        moved = pull ? process_vm_readv(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0)
+                     : process_vm_writev(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0);
+        if (moved <= (ssize_t)sizeof(byte))
             return moved < 0 && errno ? errno : EFAULT;
+        moved -= (ssize_t)sizeof(byte);
         left -= (size_t)moved;
         advance(&here, &here_count, (size_t)moved);
         advance(&there, &there_count, (size_t)moved);
@@ -190,7 +248,8 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
                      const struct iovec *local, unsigned int count, bool pull)
 {
     struct soft_frame_segment segments[SOFT_FRAME_SEGMENTS];
-    struct iovec here[SOFT_FRAME_SEGMENTS + 1], there[SOFT_FRAME_SEGMENTS];
+    struct iovec here_and_gate[1 + SOFT_FRAME_SEGMENTS + 1], there_and_gate[1 + SOFT_FRAME_SEGMENTS];
+    struct iovec *here = here_and_gate + 1, *there = there_and_gate + 1;
     const char *wrong = "data is to be moved directly, which was not agreed on";
     size_t left = frame->part;
     unsigned int i;
@@ -213,7 +272,7 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     /* The number of a process that ended may be another's. */
     if (soft_process_gone(stream->pidfd) || !soft_lease_enter(stream->leases, frame->lease, frame->serial))
         return ESTALE;
-    error = move((pid_t)stream->pid, here, i, there, frame->segments, frame->part, pull);
+    error = move(stream, here, i, there, frame->segments, frame->part, pull);
     soft_lease_leave(stream->leases, frame->lease, frame->serial);
     return error;
 }

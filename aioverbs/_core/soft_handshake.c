@@ -73,13 +73,13 @@ bool soft_handshake_begin(struct soft_link *link)
  * stand at the probe, and nothing but a write from outside of the process puts another one there. So a peer that has
  * not written can name what stands there by HELLO's nonce only, and that does not count. Where nothing was offered,
  * over TCP for one, nobody was told where the probe is, and nothing counts. */
-static bool has_written(const struct soft_link *link, const struct soft_welcome *welcome)
+static bool has_written(struct soft_link *link, const struct soft_welcome *welcome)
 {
     struct soft_hello hello;
 
     return welcome->flags & SOFT_HELLO_DIRECT && !soft_hello_parse(link->stream.hello, &hello) &&
            hello.flags & SOFT_HELLO_DIRECT && memcmp(welcome->nonce, hello.nonce, sizeof(hello.nonce)) &&
-           !memcmp(link->probe, welcome->nonce, sizeof(link->probe));
+           soft_direct_has_probed(link, welcome->nonce);
 }
 
 /* The peer is who it should be. */

@@ -7,11 +7,13 @@
  * sections. So a peer that keeps a word BUSY holds up that queue pair and that verb, and nobody else.
  *
  * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: who was kept waiting
- * for SOFT_LEASE_NS counts the peer as overdue. Then the link is torn, so that no answer to what was asked on it is ever
- * heard; all leases of it count as taken back, which the caller rests on; and no lease is opened on it again, so data
- * goes over the stream. What an honest peer may still do is what it was in when it last ran: a system call of the kernel
- * that moves SOFT_DIRECT_FRAGMENT bytes, which does not stop in the middle and is over by then. One that is not honest
- * needs no lease to write there: it is of this user, or it would have none. */
+ * for SOFT_LEASE_NS counts the peer as overdue. Then its gate is shut, so that no system call that it begins from then
+ * on moves anything, though it may have been stopped right before that; the link is torn, so that no answer to what was
+ * asked on it is ever heard; all leases of it count as taken back, which the caller rests on; and no lease is opened on
+ * it again, so data goes over the stream. What is left is a system call that has gone through the gate: the kernel does
+ * not stop in the middle of one, and one that moves SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_LEASE_NS are.
+ * That holds for an honest peer. One that is not honest needs neither lease nor gate to write to this process's memory:
+ * it is of this user, or it would have none, and the kernel lets it. */
 #define _GNU_SOURCE
 #include "soft_stream.h"
 
@@ -147,6 +149,7 @@ void soft_lease_give_up(struct soft_link *link)
 {
     soft_mutex_take(&link->stream.tx);
     link->overdue = true;
+    soft_direct_shut(link);
     if (link->stream.stage != SOFT_CLOSED && !link->stream.broken)
         soft_stream_break(&link->stream);
     soft_mutex_give(&link->stream.tx);

@@ -87,6 +87,7 @@ static void free_link(struct soft_link *link)
         soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
     soft_licence_drop(link, true);
     soft_lease_unmake(link);
+    soft_direct_end(link);
     soft_stream_destroy(&link->stream);
     free(link);
 }

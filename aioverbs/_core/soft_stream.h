@@ -53,6 +53,13 @@ enum soft_kind { SOFT_SERVED_UNIX, SOFT_SERVED_TCP, SOFT_OUTGOING, SOFT_KINDS };
 /* What a stream's end counts as. */
 enum soft_end { SOFT_END_LOST, SOFT_END_REFUSED_PEER, SOFT_END_REFUSED_FRAME, SOFT_END_CONNECT, SOFT_END_UNUSED };
 
+/* Where a link's peer begins with each system call that moves data: the first memory that it reaches. In a page of its
+ * own, and shut by taking all rights to that page. */
+struct soft_gate {
+    uint8_t probe[SOFT_NONCE]; /* the peer writes its nonce here, once, from outside of the process */
+    uint8_t byte;              /* that it brings or takes along, with any value */
+};
+
 /* One page of words that a link shares with its peer: what each direct request may still do. */
 struct soft_lease_page {
     _Atomic uint64_t words[SOFT_LEASES]; /* the peer may write anything here */
@@ -85,6 +92,7 @@ struct soft_stream {
     char reason[96]; /* progress: why it ended last */
     int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */
     struct soft_lease_page *leases; /* served: progress. Links: const since the first connection, written under tx */
+    uint64_t gate;                  /* served: progress: where the byte of its gate is in the peer's memory */
 
     struct soft_mutex tx;
     uint8_t *out; /* tx, like all that follows: [out_begin, out_end) of it waits for room in the socket */
@@ -116,7 +124,7 @@ struct soft_link {
     uint32_t serials[SOFT_LEASES];     /* tx: the last one of each */
     bool overdue;                      /* tx: the peer kept memory that it was to leave: there are no leases any more */
     int leases_fd;                     /* progress: to be sent with HELLO, or -1 */
-    uint8_t probe[SOFT_NONCE];         /* the peer writes its nonce here, from outside of the process */
+    struct soft_gate *gate;            /* tx: NULL before the first offer; not to be touched when the peer is overdue */
 
     struct soft_licensor *_Atomic licensor; /* written under progress: whose licences count; read in grace sections */
     struct soft_licensor *licensors;        /* progress: the last one, and those before it that may still be read by */
@@ -315,7 +323,10 @@ uint32_t soft_handshake_handle(struct soft_stream *stream, const uint8_t *bytes,
 /* Link: offers to be moved to and from: false where it cannot be. Served: whether it works with this peer. */
 void soft_direct_offer(struct soft_link *link, struct soft_hello *hello);
 void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t nonce[SOFT_NONCE]);
-void soft_direct_invite(void); /* others of this user, where the system wants that to be said */
+bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NONCE]); /* whether it wrote that */
+void soft_direct_shut(struct soft_link *link); /* under tx: from here on it begins to move nothing */
+void soft_direct_end(struct soft_link *link);  /* the link is freed */
+void soft_direct_invite(void);                 /* others of this user, where the system wants that to be said */
 bool soft_process_gone(int pidfd);
 int soft_process_open(uint32_t pid); /* a descriptor that is owned, or -1 */
 

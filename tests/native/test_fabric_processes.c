@@ -19,6 +19,7 @@ struct shared {
     atomic_int error;
     union ibv_gid gid[2];
     atomic_ullong address;
+    atomic_bool stopped, at; /* who is to move data does not, as if it were stopped; and is about to */
 };
 
 static struct shared *shared;
@@ -244,6 +245,8 @@ static bool move_request(struct soft_stream *from, const struct soft_frame *fram
 
     if (!(frame->flags & SOFT_FRAME_DIRECT))
         return false;
+    for (atomic_store(&shared->at, true); atomic_load(&shared->stopped);)
+        sleep_us(100);
     error = soft_direct_move(from, frame, payload, local, 2, frame->opcode == IBV_WR_RDMA_WRITE);
     atomic_store(&shared->error, error);
     atomic_fetch_add(&shared->go, 1);
@@ -433,6 +436,44 @@ static void data_moves_directly(void)
     free(expected);
 }
 
+/* A peer that was stopped before the system call, for longer than it is waited for, moves nothing when it goes on. */
+static void nothing_moves_after_the_peer_was_given_up(void)
+{
+    enum ibv_wr_opcode opcodes[2] = {IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE};
+    uint8_t *data = calloc(1, LARGE);
+    unsigned int i;
+
+    REQUIRE(data != NULL);
+    for (i = 0; i < 2; i++) {
+        struct soft_frame_segment segment = {(uintptr_t)data, LARGE};
+        struct soft_link *link;
+        uint32_t serial;
+        uint16_t lease;
+        pid_t child;
+
+        begin();
+        shared->stopped = true;
+        child = start(serve_directly);
+        EVENTUALLY(shared->ready);
+        link = connect_directly();
+        REQUIRE(soft_link_direct(link));
+        REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+        CHECK_EQ(send_direct(link, opcodes[i], lease, serial, &segment, 1), 0);
+        EVENTUALLY(shared->at);
+        soft_lease_give_up(link); /* the word says that it may, as it did when the peer looked */
+        shared->stopped = false;
+        EVENTUALLY(shared->go == 1);
+        CHECK_EQ(shared->error, EFAULT);
+        CHECK(!data[0] && !memcmp(data, data + 1, LARGE - 1));
+        CHECK(soft_lease_close(link, lease, serial));
+        CHECK_EQ(answered, 0);
+        end_directly(link);
+        end(child);
+        finish();
+    }
+    free(data);
+}
+
 static void all_leases_can_be_had(void)
 {
     static uint16_t leases[SOFT_LEASES];
@@ -561,5 +602,5 @@ static void nothing_moves_without_a_lease(void)
 }
 
 CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),
-                CASE(all_leases_can_be_had), CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease),
-                CASE(a_fork_keeps_no_sockets))
+                CASE(nothing_moves_after_the_peer_was_given_up), CASE(all_leases_can_be_had),
+                CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease), CASE(a_fork_keeps_no_sockets))

@@ -83,9 +83,10 @@ class Keeper:
         return [self._hear() for _ in range(count)]
 
     def _hear(self) -> Asked:
-        fields = FRAME.unpack(self._take(FRAME.size))
-        self._take(fields[8])
-        return Asked(*fields[9:14], bool(fields[2] & DIRECT_FRAME), fields[-3], fields[-1])
+        _, _, flags, _, _, _, _, _, size, *numbers, lease, _, serial = FRAME.unpack(self._take(FRAME.size))
+        self._take(size)
+        to, sender, token, psn, packets, *_ = numbers
+        return Asked(to, sender, token, psn, packets, bool(flags & DIRECT_FRAME), lease, serial)
 
     def _take(self, size: int) -> bytes:
         taken = b""

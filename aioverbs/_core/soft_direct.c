@@ -67,7 +67,7 @@ static int put_nonce(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
     struct soft_gate *gate;
     int error = 0;
 
-    pthread_mutex_lock(&link->stream.tx);
+    soft_mutex_take(&link->stream.tx);
     gate = link->gate;
     if (link->overdue)
         error = EPERM;
@@ -79,7 +79,7 @@ static int put_nonce(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
         memcpy(gate->probe, nonce, SOFT_NONCE);
         link->gate = gate;
     }
-    pthread_mutex_unlock(&link->stream.tx);
+    soft_mutex_give(&link->stream.tx);
     return error;
 }
 
@@ -87,9 +87,9 @@ bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NON
 {
     bool found;
 
-    pthread_mutex_lock(&link->stream.tx);
+    soft_mutex_take(&link->stream.tx);
     found = link->gate && !link->overdue && !memcmp(link->gate->probe, nonce, SOFT_NONCE);
-    pthread_mutex_unlock(&link->stream.tx);
+    soft_mutex_give(&link->stream.tx);
     return found;
 }
 

@@ -279,9 +279,11 @@ static void close_all(struct soft_fabric *fabric)
         for (link = fabric->table[i]; link; link = link->next)
             link->unused_since = 0;
     soft_mutex_give(&fabric->links);
-    soft_links_sweep(fabric, UINT64_MAX);
 }
 
+/* For good: the process ends, beside threads that may be sending. One that sends a datagram may be in a section, and ask
+ * for a link, which waits for setup (soft_fabric_start): so nobody waits for sections here. The links, which wait for
+ * sections before they go, stay until there are no queue pairs any more. */
 static void stop(struct soft_fabric *fabric, bool for_good)
 {
     soft_mutex_take(&fabric->setup);
@@ -298,6 +300,11 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         drop_descriptors(fabric);
         soft_mutex_give(&fabric->progress);
         fabric->running = false;
+    }
+    if (!for_good && grace_ready()) {
+        soft_mutex_take(&fabric->progress);
+        soft_links_sweep(fabric, UINT64_MAX);
+        soft_mutex_give(&fabric->progress);
     }
     soft_mutex_give(&fabric->setup);
 }

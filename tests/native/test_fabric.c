@@ -594,6 +594,53 @@ static void a_peer_falls_silent(void)
     close_both();
 }
 
+/* ---- The end of the process ----------------------------------------------------------------------------------- */
+
+static struct {
+    atomic_bool ready;
+    struct soft_link *link;
+    int error;
+} asked;
+
+/* As who sends datagrams does, in the middle of the end: another queue pair's way leads elsewhere. */
+static void *ask_for_a_way(void *argument)
+{
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    struct grace_reader *grace;
+
+    REQUIRE(grace_ready());
+    grace = grace_enter();
+    atomic_store(&asked.ready, true);
+    while (soft_fabric_has_begun(&a->device) && now_ns() < end)
+        sched_yield();
+    asked.link = soft_link_get(&a->device, &b->device.gids[1]);
+    asked.error = errno;
+    grace_leave(grace);
+    return argument;
+}
+
+static void who_halts_waits_for_no_sender(void)
+{
+    struct sender sender;
+    pthread_t thread;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[1], 5);
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(a->responses == 1);
+    REQUIRE(atomic_load(&sender.link->licensor) != NULL); /* nobody may be reading by it when it goes */
+    sender_close(&sender);
+    atomic_store(&asked.ready, false);
+    REQUIRE_EQ(pthread_create(&thread, NULL, ask_for_a_way, NULL), 0);
+    EVENTUALLY(atomic_load(&asked.ready));
+    soft_fabric_halt(&a->device);
+    REQUIRE_EQ(pthread_join(thread, NULL), 0);
+    CHECK(asked.link == NULL);
+    CHECK_EQ(asked.error, ECANCELED);
+    close_both();
+}
+
 CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may_come_later),
                 CASE(a_peer_may_go_and_come_back), CASE(who_is_forgotten_is_not_kicked),
                 CASE(a_peer_that_does_not_read_is_waited_for), CASE(a_peer_that_does_not_take_answers_is_not_served),
@@ -601,4 +648,4 @@ CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may
                 CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(peers_take_turns),
                 CASE(threads_send_over_one_link), CASE(who_polls_reads), CASE(answers_to_messages_wait),
                 CASE(who_goes_to_sleep_says_so), CASE(many_read_at_once), CASE(unused_links_are_closed),
-                CASE(connections_are_cut), CASE(a_peer_falls_silent))
+                CASE(connections_are_cut), CASE(a_peer_falls_silent), CASE(who_halts_waits_for_no_sender))

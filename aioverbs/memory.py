@@ -318,7 +318,8 @@ class MemoryWindow(Handled[engine.MemoryWindow]):
     `QueuePair.bind_window` binds it to a part of a region, for as long as that is to be granted to a peer.
 
     :param mw_type: of type 1, which is bound and unbound by a verb, or of type 2, which is bound by a work request,
-        used through that queue pair alone, and unbound by invalidating its key.
+        used through that queue pair alone, and unbound by invalidating its key. Reset does not unbind it: invalidate
+        or close it before the queue pair is connected to another peer that is not to have what it grants.
     """
 
     def __init__(self, pd: Resource, handle: engine.ProtectionDomain, mw_type: MwType) -> None:

@@ -173,7 +173,9 @@ bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint
 
 /* ---- Access by peers ------------------------------------------------------------------------------------- */
 
-/* Under the window's lock. */
+/* Under the window's lock. A window of type 2 is a queue pair's in all of its lives: ibv_alloc_mw(3) says what ends a
+ * binding, and RESET is not among that, nor is it with soft-RoCE. A serial number is nobody else's, ever: when its queue
+ * pair is destroyed the key leads nowhere. */
 static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
                      uint64_t address, uint64_t length, int access)
 {

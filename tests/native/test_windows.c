@@ -309,6 +309,31 @@ static void another_queue_pair(void)
     field_close(&field);
 }
 
+/* What a window grants does not end with a connection: ibv_alloc_mw(3) says what it ends by, and RESET is not among
+ * that. So the queue pair's next peer has it, until the window is invalidated there, or goes. */
+static void reset_ends_no_binding(void)
+{
+    struct field field;
+    struct end next;
+    uint32_t rkey;
+
+    field_open(&field, IBV_MW_TYPE_2);
+    rkey = field.mw->rkey ^ 1;
+    CHECK_EQ(bind2(&field.pair.a, field.mw, rkey, part_of(&field.pair.a, 0, WINDOW)), IBV_WC_SUCCESS);
+    CHECK_EQ(qp_to(field.pair.a.qp, IBV_QPS_RESET), 0);
+    CHECK_EQ(soft_verbs.dereg_mr(field.pair.a.mr), EBUSY);
+    TYPED_OPEN(&next, &field.pair.own, .type = IBV_QPT_RC);
+    qp_connect(field.pair.a.qp, &default_link, next.qp->qp_num);
+    qp_connect(next.qp, &default_link, field.pair.a.qp->qp_num);
+    CHECK_EQ(poke(&(struct pair){.a = field.pair.a, .b = next}, rkey, 0, 99), IBV_WC_SUCCESS);
+    CHECK_EQ(field.pair.a.memory[0], 99);
+    CHECK_EQ(invalidate(&field.pair.a, rkey), IBV_WC_SUCCESS);
+    CHECK_EQ(poke(&(struct pair){.a = field.pair.a, .b = next}, rkey, 0, 98), IBV_WC_REM_ACCESS_ERR);
+    CHECK_EQ(field.pair.a.memory[0], 99);
+    end_close(&next);
+    field_close(&field);
+}
+
 /* Keys that are not a bound window's. */
 static void nothing_to_invalidate(void)
 {
@@ -595,5 +620,5 @@ static void shut_under_fire(void)
 }
 
 CHECK_MAIN(CASE(type_1), CASE(rights), CASE(type_2), CASE(no_empty_binding), CASE(send_with_invalidate),
-           CASE(another_queue_pair), CASE(nothing_to_invalidate), CASE(breaches), CASE(foreign_window),
-           CASE(refused_at_post), CASE(region_is_held), CASE(window_gone), CASE(shut_under_fire))
+           CASE(another_queue_pair), CASE(reset_ends_no_binding), CASE(nothing_to_invalidate), CASE(breaches),
+           CASE(foreign_window), CASE(refused_at_post), CASE(region_is_held), CASE(window_gone), CASE(shut_under_fire))

@@ -97,6 +97,12 @@ cdef extern from *:
     """
     const bint AIOVERBS_OPTIMIZED
 
+cdef extern from "section.h":
+    struct section:
+        pass
+    void section_enter(section *, PyObject *of) noexcept
+    void section_leave(section *) noexcept
+
 cdef extern from "running_loop.h":
     int running_loop_prepare()
     PyObject *running_loop_run()

@@ -60,6 +60,9 @@ cdef class Context(Handle):
     Any thread may use it, and what is made from it as far as no thread domain is involved.
     """
 
+    def __cinit__(self, *_, **__):
+        self._ports = {}
+
     def __init__(self):
         raise TypeError("use Context.open_software or Context.adopt")
 
@@ -222,14 +225,20 @@ cdef class Context(Handle):
     @property
     def attributes(self):
         """What `query_device` told first: what a device can do does not change while it is open."""
-        if self._attributes is None:
-            self._attributes = self.query_device()
-        return self._attributes
+        cdef section within
+        section_enter(&within, <PyObject *>self)    # any thread may ask first
+        attributes = self._attributes
+        section_leave(&within)
+        if attributes is None:
+            attributes = self.query_device()
+            section_enter(&within, <PyObject *>self)
+            if self._attributes is None:
+                self._attributes = attributes
+            section_leave(&within)
+        return attributes
 
     def max_message(self, port_num=1):
         """How many bytes a message by a port has at most; asked once, likewise."""
-        if self._ports is None:
-            self._ports = {}
         found = self._ports.get(port_num)
         if found is None:
             found = self._ports[port_num] = self.query_port(port_num).max_msg_sz

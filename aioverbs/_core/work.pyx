@@ -1,13 +1,21 @@
-# cython: language_level=3, embedsignature=False, auto_pickle=False, autotestdict=False
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+# cython: auto_pickle=False, autotestdict=False
 """Work requests: how they are posted, waited for, and end.
 
 What stands here is the data path: `Operation` is what is awaited, a `WorkQueue` posts and keeps the order, a
 `Completer` takes completions and gives them to those who wait. Handles come from the engine; what is opened, closed and
 owned is told by the resources above.
 
-Who may touch what: all of it is touched with the GIL, which is given up only inside of verbs and between two polls.
-Objects of one owner are touched by its thread alone, which every entry checks; of those that any thread may use, each
-is whole whenever the GIL is given up, and whenever Python code may run.
+Who may touch what: objects of one owner are touched by its thread alone, which every entry checks. Those that any
+thread may use are touched with the GIL, which is given up only inside of verbs and between two polls; each is whole
+then, and whenever Python code may run. Where there is no GIL, each entry enters the section of all such objects
+(`section.h`), which is given up likewise: see `_section`. Apart from that stand
+
+- `Pins`, which any thread changes, whosever the queues are: each has a section of its own;
+- the order of those that wait for a place, since an operation is dropped in whatever thread forgets it last, a
+  collector's among them: `_Extra`;
+- what has ended, which any thread may look at: what it ended by is written before `state` says so, and stays;
+- `_requests` of who posts, and `Requests.broken`, which change while others look: sections of their own.
 """
 
 import asyncio
@@ -96,6 +104,22 @@ cdef extern from "taking.h" nogil:
     int poll_take(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *)
     int poll_spin(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *, uint64_t until)
 
+cdef extern from "section.h":
+    const bint FREE_THREADED
+    struct section:
+        pass
+    void section_enter(section *, PyObject *of) noexcept
+    void section_leave(section *) noexcept
+    struct finalizer_lock:
+        pass
+    void finalizer_lock_begin(finalizer_lock *) noexcept
+    void finalizer_lock_take(finalizer_lock *) noexcept
+    void finalizer_lock_give(finalizer_lock *) noexcept
+    object weak_reference(object)
+    PyObject *still_there(PyObject *weak, PyObject *) noexcept
+    uint8_t byte_read(const uint8_t *) noexcept
+    void byte_write(uint8_t *, uint8_t) noexcept
+
 cdef extern from "request.h" nogil:
     enum:
         REQUEST_SGES
@@ -162,6 +186,10 @@ cdef class WorkQueue
 cdef class Completer
 cdef class Requests
 cdef class Sending
+
+cdef list _of_all = []                  # whose section it is that those enter who use what any thread may
+cdef PyObject *_section_of_all = <PyObject *>_of_all
+Py_INCREF(_of_all)                      # it outlives this module's variables, which go before the last finalizers run
 
 # One extension, since these use each other's insides; a file per idea.
 include "work_memory.pxi"

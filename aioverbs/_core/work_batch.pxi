@@ -23,9 +23,11 @@ cdef class Batch(Sending):
     cdef Operation operation            # since it was posted
 
     def __init__(self, Requester queue_pair not None):
-        if queue_pair._requests is None:
+        cdef section within
+        cdef Requests requests = _requests_of(queue_pair, &within)
+        if requests is None:
             raise ClosedResourceError(f"{queue_pair!r} is not open")
-        self._requests = queue_pair._requests
+        self._requests = requests
         self._loose = True
         self.elements = []
         self.runs = []
@@ -93,7 +95,8 @@ cdef class Batch(Sending):
         return self._post(True)
 
     cdef Operation _post(self, bint nowait):
-        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation
         try:
             if self.operation is not None:
@@ -117,6 +120,7 @@ cdef class Batch(Sending):
             self.operation = operation
         finally:
             requests.handle._unuse()
+            section_leave(&within)
         return operation
 
     cdef int _pin(self) except -1:
@@ -180,9 +184,9 @@ cdef int _end_elements(Operation batch) except -1:
     cdef Operation element
     for each in batch.extra.elements:
         element = <Operation>each
-        element.state = DONE
         if batch.raises and not element.raises:
             element._fail(batch.value)
         elif element.status == SUCCESS and not element.raises:
             element._take_old_value()
+        byte_write(&element.state, DONE)
     return 0

@@ -43,6 +43,7 @@ cdef class Completer:
     cdef slots slots
     cdef int model
     cdef readonly uint64_t spin_ns
+    cdef bint anybodys                  # see `_is_anybodys`
     cdef bint turn_comes                # `_turn` will be called
     cdef uint64_t turn_number           # in which that was arranged
     cdef bint armed
@@ -67,6 +68,7 @@ cdef class Completer:
 
     def __init__(self, CompletionQueue handle not None, loop, Affinity home not None, int model, uint64_t spin_ns):
         self.handle = handle
+        self.anybodys = not _is_bound(handle.affinity)
         self.loop = loop
         self.home = home
         self.model = model
@@ -85,13 +87,16 @@ cdef class Completer:
     def __dealloc__(self):
         slots_end(&self.slots)
 
+    cdef PyObject *_section(self) noexcept:
+        return _section_of_all if FREE_THREADED and self.anybodys else NULL
+
     # ---- Waiting
 
     cdef int _need_turn(self) except -1:
         # In whatever thread. An armed queue wakes its home by itself.
         if self.turn_comes or self.loop is None:
             return 0
-        if _is_bound(self.handle.affinity) or self.home.owns():
+        if not self.anybodys or self.home.owns():
             self.loop.call_soon(self.turn)
             self.turn_comes = True
             self.turn_number = turn_now.number
@@ -107,9 +112,17 @@ cdef class Completer:
 
     def _turn(self):
         """At home, once in a turn of the loop."""
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            self._go_round()
+        finally:
+            section_leave(&within)
+
+    cdef int _go_round(self) except -1:
         self.turn_comes = False
         if self.loop is None or self.handle._is_inherited():
-            return
+            return 0
         turn_went_round(self.turn_number)
         try:
             self._wait()
@@ -120,29 +133,37 @@ cdef class Completer:
         except BaseException:
             self._need_turn()           # others still wait
             raise
+        return 0
 
     def readable(self):
         """At home: the channel has an event."""
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            self._read()
+        finally:
+            section_leave(&within)
+
+    cdef int _read(self) except -1:
         if self.loop is None or self.handle._is_inherited():
-            return
+            return 0
         self.wakeups += 1
         try:
             # One is all that an armed queue raises; were there more, the loop would come again. None where what woke
             # the loop was a peer of the software device, whose request it then did.
             if self.handle.channel.get_event() is None:
                 self.wakeups -= 1
-                return
+                return 0
             self.unacknowledged += 1
             self.armed = False
             self.acknowledge()
         except ConcurrentAccessError:
-            self._need_turn()
-            return
+            return self._need_turn()
         except VerbsError as error:
             self.loop.remove_reader(self.handle.channel.fileno())   # what cannot be read stays readable
             self.broke(error)
-            return
-        self._turn()
+            return 0
+        return self._go_round()
 
     def acknowledge(self):
         """Acknowledge the events that were taken."""
@@ -387,8 +408,13 @@ cdef class Completer:
 
     def drain(self):
         """Take all that has completed, even where that overtakes what is being told of: the queue ends."""
-        while self._drain_now(TURN) == TURN:
-            pass
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            while self._drain_now(TURN) == TURN:
+                pass
+        finally:
+            section_leave(&within)
 
     def broke(self, error):
         """Nothing completes here any more, by this error: whoever waits is told.
@@ -396,10 +422,18 @@ cdef class Completer:
         First the queue pairs that complete here are reset. Until then the device has the use of what they have under
         way, which stays pinned: a peer's next message would go to memory that is somebody else's by then.
         """
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            self._break(error)
+        finally:
+            section_leave(&within)
+
+    cdef int _break(self, object error) except -1:
         cdef Operation operation
         cdef uint32_t index
         if self.error is not None:
-            return
+            return 0
         self.error = error
         for requests in tuple(self.users):
             (<Requests>requests)._deafen(self)
@@ -412,6 +446,7 @@ cdef class Completer:
                 operation = <Operation>self.slots.at[index].work
                 if operation.queue.requests is None:
                     operation.queue._give_up_unended(operation, self.broken_by())
+        return 0
 
     def broken_by(self):
         """The error for who asks something of it."""

@@ -31,12 +31,20 @@ cdef class Inbox:
 
     def __len__(self):
         """How many came and were not asked for."""
-        return len(self.ready)
+        return len(self.ready)          # a deque, which is whole for any thread
 
     def __aiter__(self):
         return self
 
     def __anext__(self):
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            return self._ask()
+        finally:
+            section_leave(&within)
+
+    cdef Operation _ask(self):
         cdef Operation operation
         if self.end is None:            # what came before the end is still given
             self.queue._enter()
@@ -71,11 +79,11 @@ cdef class Inbox:
             operation.value = operation.extra.message = self.ready.popleft()
         else:
             operation._fail(self.end)
-        operation.state = DONE
+        byte_write(&operation.state, DONE)
         waiter = operation.waiter
         if waiter is not None:
             self.queue._count_awaited(-1)
-            _wake(waiter, self.queue.handle.affinity)
+            _wake(waiter, self.queue)
         return 0
 
     cdef int _arrived(self, Operation operation, object local) except -1:
@@ -104,13 +112,21 @@ cdef class Inbox:
 
     def close(self, error=None):
         """No more receives will come: the iterator ends after those that did, by that error if there is one."""
-        if self.end is None:
-            self.end = error if error is not None else StopAsyncIteration()
-            self._hand_over()
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            if self.end is None:
+                self.end = error if error is not None else StopAsyncIteration()
+                self._hand_over()
+        finally:
+            section_leave(&within)
 
     def reopen(self):
         """Receives come again."""
+        cdef section within
+        section_enter(&within, _section(self.queue))
         self.end = None
+        section_leave(&within)
 
 
 cdef class Message(Received):
@@ -140,7 +156,10 @@ cdef class Message(Received):
 
     def release(self):
         """Give its memory back; once is enough."""
+        cdef section within
+        section_enter(&within, <PyObject *>self)        # one thread of several that release it gives it back
         release, self._release = self._release, None
+        section_leave(&within)
         if release is None:
             return
         try:

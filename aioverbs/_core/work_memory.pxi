@@ -4,7 +4,9 @@
 cdef class Pins:
     """How many work requests have the use of some memory. They are counted for the memory that it is a part of, too.
 
-    Any thread counts: the GIL is kept from one line of a method to its last.
+    Any thread counts: the GIL is kept from one line of a method to its last, or this object's section where there is
+    none. Whoever closes it and then looks at the count misses nothing: an addition comes before, and is counted, or
+    after, and is refused.
 
     :param parent: of the memory that this is a part of.
     :param idle: called each time that nothing is under way any more, in whatever thread that is; it must not raise.
@@ -14,7 +16,7 @@ cdef class Pins:
     cdef Py_ssize_t _receives           # of these
     cdef bint _closed
     cdef object _idle
-    cdef public object bell             # rung likewise: for whoever waits
+    cdef object _bell
     cdef readonly Pins parent
 
     def __init__(self, Pins parent=None, idle=None):
@@ -33,13 +35,33 @@ cdef class Pins:
         return self._receives
 
     @property
+    def bell(self):
+        """Rung each time that nothing is under way any more; None: nobody waits."""
+        return self._get_bell()
+
+    @bell.setter
+    def bell(self, bell):
+        cdef section within
+        section_enter(&within, <PyObject *>self)
+        before, self._bell = self._bell, bell
+        section_leave(&within)
+
+    @cython.final
+    cdef object _get_bell(self):
+        cdef section within
+        section_enter(&within, <PyObject *>self)
+        bell = self._bell
+        section_leave(&within)
+        return bell
+
+    @property
     def closed(self):
         """Whether these were closed; the memory that this is a part of may be, without them."""
         return self._closed
 
     def close(self):
         """Let no work request have the use of the memory any more, beyond those that have it."""
-        self._closed = True
+        self._set_closed(True)
 
     def check(self):
         """Whether something may be done with the memory.
@@ -50,7 +72,7 @@ cdef class Pins:
 
     def reopen(self):
         """Take `close` back."""
-        self._closed = False
+        self._set_closed(False)
 
     def add(self):
         """A work request, or anything else, has the use of the memory.
@@ -64,6 +86,14 @@ cdef class Pins:
         self._discard(1, 0)
 
     @cython.final
+    cdef int _set_closed(self, bint closed) except -1:
+        cdef section within
+        section_enter(&within, <PyObject *>self)
+        self._closed = closed
+        section_leave(&within)
+        return 0
+
+    @cython.final
     cdef int _check(self) except -1:
         if self._closed and self.parent is not None:
             raise ClosedResourceError("this buffer was released to its pool: lease another one")
@@ -73,28 +103,48 @@ cdef class Pins:
 
     @cython.final
     cdef inline int _add(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        cdef section within
+        cdef bint closed
         if self._closed:
             self._check()
         if self.parent is not None:
             self.parent._add(count, receives)
-        self._count += count
-        self._receives += receives
-        return 0
+        section_enter(&within, <PyObject *>self)
+        closed = FREE_THREADED and self._closed
+        if not closed:
+            self._count += count
+            self._receives += receives
+        section_leave(&within)
+        return self._take_back(count, receives) if closed else 0
+
+    @cython.final
+    cdef int _take_back(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        # It was closed meanwhile, by another thread, after the parent counted.
+        if self.parent is not None:
+            self.parent._discard(count, receives)
+        self._check()
+        return self._add(count, receives)   # and opened again
 
     @cython.final
     cdef int _discard(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        cdef section within
+        cdef bint idle
+        section_enter(&within, <PyObject *>self)
         self._count -= count
         self._receives -= receives
+        idle = not self._count and (self._bell is not None or self._idle is not None)
+        section_leave(&within)
         if self.parent is not None:
             self.parent._discard(count, receives)
-        if not self._count and (self.bell is not None or self._idle is not None):
+        if idle:
             self._is_idle()
         return 0
 
     @cython.final
     cdef int _is_idle(self) except -1:
-        if self.bell is not None:
-            self.bell.ring()
+        bell = self._get_bell()
+        if bell is not None:
+            bell.ring()
         if self._idle is not None:
             self._idle()
         return 0

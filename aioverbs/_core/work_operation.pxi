@@ -8,7 +8,12 @@ cdef object _current_task = asyncio.current_task
 @cython.freelist(64)
 @cython.no_gc_clear                 # what waits with it is there until it is freed
 cdef class _Extra:
-    """What few operations have beside the rest. It comes and goes with its operation."""
+    """What few operations have beside the rest. It comes and goes with its operation.
+
+    An operation that waits for a place is dropped in whatever thread forgets it, and is taken out of the order there.
+    With a GIL that is one step. Without one `WorkQueue.order` is taken by everybody who is at the links, and only by
+    them; who looks for the first that waits passes over those that are being freed, which take themselves out.
+    """
 
     cdef v.ibv_sge *sges                # where those of the request are too few
     cdef request *requests              # of a batch, or of one that waits for a place
@@ -21,7 +26,9 @@ cdef class _Extra:
     cdef bint asks
     cdef object message                 # that it was given, and nobody took yet
     cdef WorkQueue queue                # that it waits in for a place; None: it does not
+    cdef uint32_t places                # that it needs there
     cdef PyObject *operation            # borrowed
+    cdef object weak                    # to that, since it waits
     cdef PyObject *earlier              # of those that wait, borrowed: who is dropped takes itself out
     cdef PyObject *later
     cdef list pinned                    # to be given back if it is dropped there
@@ -30,7 +37,7 @@ cdef class _Extra:
         cdef WorkQueue queue = self.queue
         cdef list pinned = self.pinned
         if queue is not None:
-            queue._unlink(self)
+            queue._withdraw(self)
             _discard_runs(pinned, queue.receives)
         if self.message is not None:
             self.inbox.ready.appendleft(self.message)
@@ -76,6 +83,7 @@ cdef class Operation:
     cdef bint atomic                    # gives what was there before, which the device writes to its scratch memory
     cdef bint held                      # its queue keeps it while it waits for a place: somebody awaits it
     cdef bint loose                     # a part of a batch, which pins its memory
+    cdef object __weakref__             # see _Extra
 
     def __init__(self):
         raise TypeError("operations come from the methods of a queue pair")
@@ -101,26 +109,41 @@ cdef class Operation:
 
         :raises AffinityError: another thread or event loop owns it.
         """
-        self.queue._look(self, False)
-        return self.state == DONE
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            self.queue._look(self, False)
+        finally:
+            section_leave(&within)
+        return self._settled()
 
     @property
     def ended(self):
         """Whether it is known to have ended. Unlike `done` this does not look, and any thread may ask."""
-        return self.state == DONE
+        return self._settled()
+
+    cdef inline bint _settled(self) noexcept:
+        # Whether it has ended, in whatever thread. What it ended by was written before, and stays.
+        return byte_read(&self.state) == DONE
 
     def result(self):
         """What awaiting it would give, or raise, where it is done; as often as you like.
 
         :raises asyncio.InvalidStateError: it is not done.
         """
-        if self.state != DONE:
+        if not self._settled():
             raise asyncio.InvalidStateError(f"{self!r} is not done")
         return self._outcome()
 
     cdef object _outcome(self):
-        if self.status != SUCCESS and not self.raises:
-            self._fail(self._failure())
+        cdef section within
+        if self.status != SUCCESS:
+            section_enter(&within, <PyObject *>self)    # several threads may ask: one error is given to all of them
+            try:
+                if not self.raises:
+                    self._fail(self._failure())
+            finally:
+                section_leave(&within)
         if self.raises:
             raise self.value
         return self.value
@@ -180,8 +203,9 @@ cdef class Operation:
 
     # ---- Awaiting
 
-    # Whoever finds the phase FRESH, with the GIL, takes it. While it is BEGINNING Python code runs, and everybody is
-    # refused; from then on only the task that awaits goes on or leaves, and that is at one place at a time.
+    # Whoever finds the phase FRESH, with the GIL or in the section, takes it. While it is BEGINNING Python code runs,
+    # and everybody is refused; from then on only the task that awaits goes on or leaves, and that is at one place at a
+    # time.
 
     def __await__(self):
         if self.phase != FRESH:
@@ -213,9 +237,14 @@ cdef class Operation:
 
         :raises RuntimeError: somebody else awaits it.
         """
-        if not self._may_leave():
-            self._refuse()
-        self._leave()
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            if not self._may_leave():
+                self._refuse()
+            self._leave()
+        finally:
+            section_leave(&within)
         if value is None:
             value = kind() if isinstance(kind, type) else kind
         raise value.with_traceback(traceback) if traceback is not None else value
@@ -225,10 +254,15 @@ cdef class Operation:
 
         :raises RuntimeError: somebody else awaits it.
         """
-        if self._may_leave() or self._is_deserted():
-            self._leave()
-        elif self.state != DONE:        # else whoever awaits it is given what it ended by, and has nothing to leave
-            self._refuse()
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            if self._may_leave() or self._is_deserted():
+                self._leave()
+            elif self.state != DONE:    # else whoever awaits it is given what it ended by, and has nothing to leave
+                self._refuse()
+        finally:
+            section_leave(&within)
 
     cdef bint _may_leave(self) except -1:
         # Whether whoever calls is who awaits it, or may await it.
@@ -337,6 +371,18 @@ cdef class Operation:
 cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result) except -1:
     # The `am_send` of Operation: what `await` calls, first with None and then with what the loop gives it.
     cdef Operation self = <Operation>operation
+    cdef PyObject *shared = _section(self.queue)
+    cdef section within
+    if shared == NULL:
+        return _go_on(self, result)
+    section_enter(&within, shared)
+    try:
+        return _go_on(self, result)
+    finally:
+        section_leave(&within)
+
+
+cdef inline int _go_on(Operation self, PyObject **result) except -1:
     result[0] = NULL
     if self.phase == FRESH:
         try:

@@ -29,6 +29,8 @@ cdef class WorkQueue:
     cdef Py_ssize_t awaited             # operations that somebody sleeps for
     cdef PyObject *first                # _Extra of the operations that wait, borrowed: who is dropped takes itself out
     cdef PyObject *last
+    cdef finalizer_lock order           # of these
+    cdef bint anybodys                  # of a shared receive queue: see `_is_anybodys`
     cdef list chain                     # operations to be posted together; None: there are none
     cdef request *links                 # their requests: room for CHAIN, or NULL
     cdef object idle                    # called when nothing is under way any more; None: nobody waits for that
@@ -43,6 +45,10 @@ cdef class WorkQueue:
     cdef readonly uint32_t high_water
     cdef dict errors                    # by status
     cdef list unended                   # memory of what was given up and the device may still write to: _Run; or None
+
+    def __cinit__(self):
+        slots_begin(&self.own_slots)
+        finalizer_lock_begin(&self.order)
 
     def __dealloc__(self):
         slots_end(&self.own_slots)
@@ -72,11 +78,16 @@ cdef class WorkQueue:
 
     def abandon(self, int status, error):
         """The object was destroyed: what was under way ends with that status or error."""
-        self.closing = True
-        self._abandon(status, error)
-        if self.unended is not None:
-            unended, self.unended = self.unended, None
-            _discard_runs(unended, self.receives)
+        cdef section within
+        section_enter(&within, _section(self))
+        try:
+            self.closing = True
+            self._abandon(status, error)
+            if self.unended is not None:
+                unended, self.unended = self.unended, None
+                _discard_runs(unended, self.receives)
+        finally:
+            section_leave(&within)
 
     # ---- Who awaits
 
@@ -182,37 +193,76 @@ cdef class WorkQueue:
             if extra.requests == NULL:
                 raise MemoryError
             request_move(extra.requests, made)
+        extra.weak = weak_reference(operation)
         extra.pinned = operation._all_pins()
+        extra.places = operation.requests
         extra.queue = self
-        extra.earlier = self.last
-        extra.later = NULL
-        if self.last != NULL:
-            (<_Extra>self.last).later = <PyObject *>extra
-        else:
-            self.first = <PyObject *>extra
-        self.last = <PyObject *>extra
         operation.state = WAITING
-        self.waiting += operation.requests
+        self._link(<PyObject *>extra)
+        if not self.used:               # there is a place: those before it are being dropped
+            self._stall()
         return self._need_turns()
 
-    cdef int _unlink(self, _Extra extra) except -1:
-        if extra.earlier != NULL:
-            (<_Extra>extra.earlier).later = extra.later
+    cdef void _link(self, PyObject *extra) noexcept:
+        finalizer_lock_take(&self.order)
+        (<_Extra>extra).earlier = self.last
+        (<_Extra>extra).later = NULL
+        if self.last != NULL:
+            (<_Extra>self.last).later = extra
         else:
-            self.first = extra.later
-        if extra.later != NULL:
-            (<_Extra>extra.later).earlier = extra.earlier
-        else:
-            self.last = extra.earlier
-        extra.earlier = extra.later = NULL
-        extra.queue = extra.pinned = None
-        self.waiting -= len(extra.elements) if extra.elements is not None else 1
-        return 0
+            self.first = extra
+        self.last = extra
+        self.waiting += (<_Extra>extra).places
+        finalizer_lock_give(&self.order)
 
-    cdef Operation _take_first(self):
-        # It waits no more.
-        cdef Operation operation = <Operation>(<_Extra>self.first).operation
-        self._unlink(operation.extra)
+    cdef void _unlink(self, PyObject *extra) noexcept:
+        # Whoever calls has `order`.
+        cdef PyObject *earlier = (<_Extra>extra).earlier
+        cdef PyObject *later = (<_Extra>extra).later
+        if earlier != NULL:
+            (<_Extra>earlier).later = later
+        else:
+            self.first = later
+        if later != NULL:
+            (<_Extra>later).earlier = earlier
+        else:
+            self.last = earlier
+        (<_Extra>extra).earlier = (<_Extra>extra).later = NULL
+        self.waiting -= (<_Extra>extra).places
+
+    cdef void _withdraw(self, _Extra extra) noexcept:
+        # It is being freed, in whatever thread.
+        finalizer_lock_take(&self.order)
+        self._unlink(<PyObject *>extra)
+        finalizer_lock_give(&self.order)
+
+    cdef bint _fits(self) noexcept:
+        # Whether there is a place for the first one.
+        cdef bint fits
+        finalizer_lock_take(&self.order)
+        fits = self.first != NULL and self.used + (<_Extra>self.first).places <= self.limit
+        finalizer_lock_give(&self.order)
+        return fits
+
+    cdef Operation _take_first(self, uint32_t room):
+        # It waits no more; None: there is none that needs no more room.
+        cdef Operation operation
+        cdef PyObject *at
+        cdef PyObject *found = NULL
+        finalizer_lock_take(&self.order)
+        at = self.first
+        while at != NULL and (<_Extra>at).places <= room:
+            found = still_there(<PyObject *>(<_Extra>at).weak, (<_Extra>at).operation)
+            if found != NULL:
+                self._unlink(at)
+                break
+            at = (<_Extra>at).later
+        finalizer_lock_give(&self.order)
+        if found == NULL:
+            return None
+        operation = <Operation>found
+        Py_DECREF(operation)            # which `found` was
+        operation.extra.queue = operation.extra.pinned = operation.extra.weak = None
         operation.state = NEW
         return operation
 
@@ -499,7 +549,7 @@ cdef class WorkQueue:
         cdef uint32_t requests = operation.requests
         if operation.state == DONE:     # meanwhile, by what ended the queue while Python code ran
             return 0
-        operation.state = DONE
+        byte_write(&operation.state, DONE)
         slots_give(self.slots, operation.number)
         self.used -= requests
         self.completed += requests
@@ -539,25 +589,26 @@ cdef class WorkQueue:
                     operation.extra.inbox._arrived(operation, local)
             finally:
                 if waiter is not None:
-                    _wake(waiter, self.handle.affinity)
+                    _wake(waiter, self)
         return 0
 
     cdef int _advance(self) except -1:
         # Places came back: those that wait get them, in their order.
         cdef Operation operation
-        while self.first != NULL:
-            if self.used + (<Operation>(<_Extra>self.first).operation).requests > self.limit:
-                return 0
+        while self._fits():
             refused = None
             try:
                 self._enter()
             except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
                 return self._stall()
             except Exception as error:
-                operation = self._take_first()
                 refused = error
-            else:
-                operation = self._take_first()
+            operation = self._take_first(self.limit - self.used)
+            if operation is None:           # dropped meanwhile
+                if refused is None:
+                    self.handle._unuse()
+                return 0
+            if refused is None:
                 try:
                     self._begin(operation, operation.extra.requests)
                 except Exception as error:
@@ -583,9 +634,9 @@ cdef class WorkQueue:
 
     cdef int _end(self, Operation operation) except -1:
         # It never had a place.
-        operation.state = DONE
         for each in _elements(operation):
             (<Operation>each).status = operation.status
+        byte_write(&operation.state, DONE)
         if _is_batch(operation):
             _end_elements(operation)
         return self._tell(operation)
@@ -593,14 +644,15 @@ cdef class WorkQueue:
     cdef int _refuse_waiting(self, int status, object error) except -1:
         # Nothing is posted here any more.
         cdef Operation operation
-        while self.first != NULL:
-            operation = self._take_first()
+        while True:
+            operation = self._take_first(0xFFFFFFFF)
+            if operation is None:
+                return 0
             operation.status = status
             if error is not None:
                 operation._fail(error)
             self._end(operation)
             self._unhold(operation)
-        return 0
 
     cdef int _unchain(self) noexcept:
         # What was to be posted together is not.
@@ -662,9 +714,51 @@ cdef inline list _elements(Operation operation):
     return operation.extra.elements if _is_batch(operation) else []
 
 
-cdef int _wake(object waiter, Affinity owner) except -1:
+cdef inline bint _is_anybodys(WorkQueue queue) noexcept:
+    # Whether any thread may be at what the queue is a part of. That is so of a completion queue or a shared receive
+    # queue without an owner, and of all that is used with it, as by a queue pair whose other completion queue has one:
+    # what completes is told of in whatever thread takes it. All else is touched by its owner's thread alone.
+    return queue.completer.anybodys if queue.completer is not None else queue.anybodys
+
+
+cdef inline PyObject *_section(WorkQueue queue) noexcept:
+    return _section_of_all if FREE_THREADED and queue is not None and _is_anybodys(queue) else NULL
+
+
+cdef int _join(list parts) except -1:
+    # They are used together from here on: where one of them is anybody's, all are, and what they were used with before.
+    # Those that have an owner have one and the same, whose thread this is: nobody else is at them yet.
+    for part in parts:
+        if (<Completer>part).anybodys if isinstance(part, Completer) else (<WorkQueue>part).anybodys:
+            for each in parts:
+                _make_anybodys(each)
+            break
+    return 0
+
+
+cdef int _make_anybodys(object part) except -1:
+    cdef Completer completer
+    cdef WorkQueue queue
+    if isinstance(part, WorkQueue):
+        queue = part
+        if not queue.anybodys:
+            queue.anybodys = True
+            for each in queue._completers():
+                _make_anybodys(each)
+        return 0
+    completer = part
+    if not completer.anybodys:
+        completer.anybodys = True
+        for requests in completer.users:
+            for each in (<Requests>requests)._parts():
+                _make_anybodys(each)
+    return 0
+
+
+cdef int _wake(object waiter, WorkQueue queue) except -1:
     # Whoever awaits goes on, on its own loop.
-    bound = _is_bound(owner)
+    cdef Affinity owner = queue.handle.affinity
+    bound = _is_bound(owner) and not _is_anybodys(queue)
     loop = owner.loop if bound else waiter.get_loop()
     try:
         if bound or loop is asyncio._get_running_loop():

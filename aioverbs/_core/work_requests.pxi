@@ -79,7 +79,7 @@ cdef class Requests:
     cdef ProtectionDomain pd
     cdef uint32_t opcodes               # bits of those that its type has
     cdef uint32_t read_sge
-    cdef readonly object broken         # the first cause
+    cdef object _cause                  # see `broken`
     cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
     cdef object deaf                    # by what its completions are lost, as long as it is not reset; else None
     cdef WorkQueue shared               # the shared receive queue that it takes from; None: it has its own, or none
@@ -98,6 +98,7 @@ cdef class Requests:
         uint32_t read_sge=0xFFFFFFFF,
         make_scratch=None,
     ):
+        cdef section within
         self.handle = handle
         self.qp_num = handle.pointer.qp_num
         self.read_sge = read_sge
@@ -117,13 +118,45 @@ cdef class Requests:
             self.receive_queue.scratch_bytes = GRH
             if handle._type == UD:
                 self.receive_queue.max_sge -= 1         # the first one is for the route
-        for completer in (sends, receives):
-            if completer is not None:
+        completers = [completer for completer in (sends, receives) if completer is not None]
+        _join(completers)
+        section_enter(&within, self._section())
+        try:
+            for completer in completers:
                 (<Completer>completer).users.add(self)
+        finally:
+            section_leave(&within)
+
+    cdef PyObject *_section(self) noexcept:
+        # Its queues are in one.
+        return _section(self.send_queue if self.send_queue is not None else self.receive_queue)
+
+    cdef list _parts(self):
+        # What it is used with.
+        parts = [(<WorkQueue>queue).completer for queue in self.queues()]
+        if self.shared is not None:
+            parts.append(self.shared)
+        return parts
 
     def queues(self):
         """Those that it has of its own."""
         return [queue for queue in (self.send_queue, self.receive_queue) if queue is not None]
+
+    @property
+    def broken(self):
+        """The first cause of its being broken; None: it is not."""
+        cdef section within
+        section_enter(&within, <PyObject *>self)    # any thread may look
+        cause = self._cause
+        section_leave(&within)
+        return cause
+
+    cdef int _set_cause(self, object cause) except -1:
+        cdef section within
+        section_enter(&within, <PyObject *>self)
+        before, self._cause = self._cause, cause
+        section_leave(&within)
+        return 0
 
     @property
     def under_way(self):
@@ -137,14 +170,24 @@ cdef class Requests:
 
     def when_idle(self, callback):
         """Call this each time that a queue of it has nothing under way any more; None: nothing."""
-        for queue in self.queues():
-            (<WorkQueue>queue).idle = callback
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            for queue in self.queues():
+                (<WorkQueue>queue).idle = callback
+        finally:
+            section_leave(&within)
 
     def close(self):
         """Nothing is posted any more; what waits for a place ends as if it were flushed."""
-        for queue in self.queues():
-            (<WorkQueue>queue).closing = True
-            (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            for queue in self.queues():
+                (<WorkQueue>queue).closing = True
+                (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+        finally:
+            section_leave(&within)
 
     def reopen(self):
         """Take `close` back."""
@@ -153,9 +196,14 @@ cdef class Requests:
 
     def abandon(self, error):
         """The queue pair was destroyed: what it had under way ends with that error."""
-        for queue in self.queues():
-            (<WorkQueue>queue).completer.users.discard(self)
-        self._abandon(error)
+        cdef section within
+        section_enter(&within, self._section())
+        try:
+            for queue in self.queues():
+                (<WorkQueue>queue).completer.users.discard(self)
+            self._abandon(error)
+        finally:
+            section_leave(&within)
 
     cdef int _abandon(self, object error) except -1:
         # It was destroyed or reset.
@@ -165,7 +213,7 @@ cdef class Requests:
 
     cdef int _lose(self, object error) except -1:
         # Requests were posted without a completion, and those refused that would have told of them.
-        self.broken = error
+        self._set_cause(error)
         self.torn = True
         return self._unsettle(self.send_queue.completer)
 
@@ -173,7 +221,7 @@ cdef class Requests:
         # That one broke: what completes there is lost.
         error = completer.broken_by()
         if self.broken is None:
-            self.broken = error
+            self._set_cause(error)
         self.torn = True
         self.deaf = error
         for queue in self.queues():
@@ -224,10 +272,14 @@ cdef class Requests:
 
     def settle(self):
         """On its owner's loop: what its completion queue's loop may not do."""
+        cdef section within
+        section_enter(&within, self._section())
         try:
             self._settle()
         except ConcurrentAccessError:   # a verb is under way: in a moment it is not
             self._settle_at_owner()
+        finally:
+            section_leave(&within)
 
     cdef object _unknown(self):
         # What became of requests when it was reset.
@@ -237,7 +289,7 @@ cdef class Requests:
 
     def recovered(self):
         """It was reset: it is as new."""
-        self.broken = None
+        self._set_cause(None)
 
     cdef int _broke(self, Operation operation) except -1:
         # A completion had another status than success: the queue pair is in an error state, by this or before.
@@ -245,7 +297,7 @@ cdef class Requests:
         if state == ERR or (state == SQE and not operation.queue.receives):
             return 0
         connected = self.handle._type in (RC, XRC_SEND)
-        self.broken = operation._failure()
+        self._set_cause(operation._failure())
         if connected or operation.queue.receives or operation.status == FLUSHED:
             self.handle._state = ERR
             for queue in self.queues():
@@ -272,7 +324,6 @@ cdef class Requests:
 
 cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, limit, max_sge, make_scratch):
     cdef WorkQueue queue = WorkQueue.__new__(WorkQueue)
-    slots_begin(&queue.own_slots)
     queue.handle = handle
     queue.requests = requests
     queue.qp_num = (<QueuePair>handle).pointer.qp_num if requests is not None else 0
@@ -360,20 +411,45 @@ cdef int _gather(Operation operation, request *made, object local, ProtectionDom
     return 0
 
 
-cdef inline Requests _entered(Sending sending, str verb):
+cdef inline Requests _requests_of(Sending sending, section *within):
+    # Another thread may open or close it meanwhile.
+    cdef Requests requests
+    section_enter(within, <PyObject *>sending)
+    requests = sending._requests
+    section_leave(within)
+    return requests
+
+
+cdef inline Requests _entered(Sending sending, str verb, section *within):
     # The check; each success is followed by one `_posted`.
-    if sending._requests is None:
+    cdef Requests requests = _requests_of(sending, within)
+    if requests is None:
         raise ClosedResourceError(f"{sending!r} is not open")
-    sending._requests.handle._use(verb)
-    return sending._requests
+    _use_within(requests.handle, verb, within, requests._section())
+    return requests
 
 
-cdef inline int _posted(Handle handle, Operation operation) except -1:
-    # Or not: then what it has is given back.
-    handle._unuse()
-    if operation is not None and operation.state == NEW and not operation.loose:
-        return operation._unpin()
+cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *of) except -1:
+    # Where it fails, the section is left.
+    cdef bint used = False
+    if not FREE_THREADED:
+        return handle._use(verb)
+    section_enter(within, of)
+    try:
+        handle._use(verb)
+        used = True
+    finally:
+        if not used:
+            section_leave(within)
     return 0
+
+
+cdef inline int _posted(Handle handle, Operation operation, section *within) except -1:
+    # Or not: then what it has is given back.
+    cdef bint refused = operation is not None and operation.state == NEW and not operation.loose
+    handle._unuse()
+    section_leave(within)
+    return operation._unpin() if refused else 0
 
 
 cdef inline int _check_answered(Requests requests, request *made) except -1:
@@ -431,7 +507,8 @@ cdef class Sending:
         self, int opcode, object local, RemoteRegion remote, immediate, unsigned int flags, object srq_number,
         bint nowait,
     ):
-        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -460,14 +537,15 @@ cdef class Sending:
                 _to_srq(requests, made, srq_number)
             self._go(operation, made, nowait)
         finally:
-            _posted(requests.handle, operation)
+            _posted(requests.handle, operation, &within)
         return operation
 
     cdef Operation _message(
         self, int opcode, object local, object immediate, uint32_t rkey, unsigned int flags, Way to,
         object srq_number, bint nowait,
     ):
-        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -491,14 +569,15 @@ cdef class Sending:
                 _to_srq(requests, made, srq_number)
             self._go(operation, made, nowait)
         finally:
-            _posted(requests.handle, operation)
+            _posted(requests.handle, operation, &within)
         return operation
 
     cdef Operation _atomic(
         self, int opcode, RemoteRegion remote, object add, object swap, unsigned int flags, object srq_number,
         bint nowait,
     ):
-        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -524,11 +603,12 @@ cdef class Sending:
                 _to_srq(requests, made, srq_number)
             self._go(operation, made, nowait)
         finally:
-            _posted(requests.handle, operation)
+            _posted(requests.handle, operation, &within)
         return operation
 
     cdef Operation _invalidate(self, object rkey, unsigned int flags, bint nowait):
-        cdef Requests requests = _entered(self, "ibv_post_send")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -540,11 +620,12 @@ cdef class Sending:
             made.send.invalidate_rkey = _number(rkey, 32, "rkey")
             self._go(operation, made, nowait)
         finally:
-            _posted(requests.handle, operation)
+            _posted(requests.handle, operation, &within)
         return operation
 
     cdef Operation _bind(self, MemoryWindow window, RegionSlice piece, object access, unsigned int flags, bint nowait):
-        cdef Requests requests = _entered(self, "ibv_bind_mw")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_bind_mw", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -566,7 +647,7 @@ cdef class Sending:
             made.send.send_flags = flags
             self._go(operation, made, nowait)
         finally:
-            _posted(requests.handle, operation)
+            _posted(requests.handle, operation, &within)
         return operation
 
     # ---- Their names
@@ -643,7 +724,10 @@ cdef class Requester(Sending):
 
     def _requests_begin(self, Requests requests):
         # From its opening on; None: it is closed.
-        self._requests = requests
+        cdef section within
+        section_enter(&within, <PyObject *>self)
+        before, self._requests = self._requests, requests
+        section_leave(&within)
 
     def write_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
         """`write`, where there is a place."""
@@ -712,7 +796,8 @@ cdef class Requester(Sending):
         return self._receive(local, True, inbox)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
-        cdef Requests requests = _entered(self, "ibv_post_recv")
+        cdef section within
+        cdef Requests requests = _entered(self, "ibv_post_recv", &within)
         cdef Operation operation = None
         cdef request own
         try:
@@ -725,7 +810,7 @@ cdef class Requester(Sending):
                 _extra(operation).inbox = inbox
             self._go(operation, &own, nowait)
         finally:
-            _posted(requests.handle, operation)
+            _posted(requests.handle, operation, &within)
         return operation
 
 
@@ -745,12 +830,18 @@ cdef class ReceiveRequester:
 
     def _receives_begin(self, SharedReceiveQueue handle not None, ProtectionDomain pd not None, max_wr, max_sge, cq):
         # From its opening on.
+        cdef section within
         cdef WorkQueue queue = _queue(handle, None, cq, max_wr, max_sge, None)
         queue.receives = True
         queue.kind = SLOTS_RECEIVE if cq is not None else SLOTS_RECEIVE | SLOTS_SHARED
         queue.completers = []
+        queue.anybodys = not _is_bound(handle.affinity)
+        if cq is not None:
+            _join([queue, cq])
+        section_enter(&within, <PyObject *>self)
         self._queue_pd = pd
-        self._queue = queue
+        before, self._queue = self._queue, queue
+        section_leave(&within)
         return queue
 
     def receive(self, local):
@@ -767,12 +858,16 @@ cdef class ReceiveRequester:
         return self._receive(local, True, inbox)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
-        cdef WorkQueue queue = self._queue
+        cdef WorkQueue queue
         cdef Operation operation = None
         cdef request own
+        cdef section within
+        section_enter(&within, <PyObject *>self)
+        queue = self._queue             # another thread may open it meanwhile
+        section_leave(&within)
         if queue is None:
             raise ClosedResourceError(f"{self!r} is not open")
-        queue.handle._use("ibv_post_srq_recv")
+        _use_within(queue.handle, "ibv_post_srq_recv", &within, _section(queue))
         try:
             request_begin(&own)
             operation = _new(queue, 0, False)
@@ -781,33 +876,44 @@ cdef class ReceiveRequester:
                 _extra(operation).inbox = inbox
             queue._submit(operation, &own, nowait)
         finally:
-            _posted(queue.handle, operation)
+            _posted(queue.handle, operation, &within)
         return operation
 
 
 def attach(WorkQueue queue not None, Completer completer not None, Requests requests not None):
     """A queue pair's receives are those of a shared receive queue from here on, and complete there."""
-    cdef bint known = _serves(completer, queue)
-    completer.shared[requests.qp_num] = queue
-    completer.users.add(requests)
-    requests.shared = queue
-    if not known:
-        queue.completers.append(completer)
-        completer.under_way += queue.used
-        completer.awaited += queue.awaited
-        if queue.used:
-            completer._need_turn()
+    cdef section within
+    _join([queue, completer, *requests._parts()])
+    section_enter(&within, _section(queue))
+    try:
+        known = _serves(completer, queue)
+        completer.shared[requests.qp_num] = queue
+        completer.users.add(requests)
+        requests.shared = queue
+        if not known:
+            queue.completers.append(completer)
+            completer.under_way += queue.used
+            completer.awaited += queue.awaited
+            if queue.used:
+                completer._need_turn()
+    finally:
+        section_leave(&within)
 
 
 def detach(WorkQueue queue not None, Completer completer not None, Requests requests not None):
     """Take `attach` back: the queue pair was destroyed."""
-    completer.shared.pop(requests.qp_num, None)
-    completer.users.discard(requests)
-    queue._end_if_deaf()
-    if not _serves(completer, queue):
-        queue.completers.remove(completer)
-        completer.under_way -= queue.used
-        completer.awaited -= queue.awaited
+    cdef section within
+    section_enter(&within, _section(queue))
+    try:
+        completer.shared.pop(requests.qp_num, None)
+        completer.users.discard(requests)
+        queue._end_if_deaf()
+        if not _serves(completer, queue):
+            queue.completers.remove(completer)
+            completer.under_way -= queue.used
+            completer.awaited -= queue.awaited
+    finally:
+        section_leave(&within)
 
 
 cdef bint _serves(Completer completer, WorkQueue queue) except -1:

@@ -3,16 +3,26 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 import pytest
 
-from aioverbs import AffinityError, BrokenResourceError, ConcurrentAccessError, Device, MessageModel, ThreadModel
-from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
+from aioverbs import (
+    AffinityError,
+    BrokenResourceError,
+    ConcurrentAccessError,
+    Device,
+    MessageModel,
+    ThreadModel,
+)
+from tests.data_path.ends import PATIENT
+from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, open_pair, pair_on, until
 from tests.pace import fewer, patience
 
 TURNS = fewer(300, least=100)
+TURNS_OF_TWO = fewer(20, least=10)
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
@@ -117,6 +127,131 @@ async def test_each_waiter_of_a_shared_queue_is_woken_on_its_own_loop(device: De
             await asyncio.gather(*(one(8 * (8 * number + each)) for each in range(8)))
 
         await asyncio.gather(use(0), *(elsewhere(partial(use, each)) for each in range(1, 4)))
+        await pair.check_idle()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+async def test_who_waits_on_another_loop_than_that_which_takes_what_completes(device: Device, shared: bool) -> None:
+    """The completion queue is anybody's, and this loop watches it; the queue pair's owner sleeps."""
+    async with (
+        device.protection_domain() as pd,
+        pd.completion_queue(64) as cq,
+        pd.register(64, ACCESS) as memory,
+        device.thread_domain() as td,
+        pd.parent_domain(td) as domain,
+        domain.completion_queue(64) as own_cq,
+        domain.queue_pair(own_cq) as near,
+    ):
+
+        async def wait() -> None:
+            async with device.thread_domain() as td, pd.parent_domain(td) as domain, AsyncExitStack() as own:
+                srq = await own.enter_async_context(domain.shared_receive_queue(4)) if shared else None
+                far = await own.enter_async_context(domain.queue_pair(cq, srq=srq))
+                far.connect(near.local_endpoint(), ACCESS, **PATIENT)
+                ends.append(far.local_endpoint())
+                for _ in range(TURNS_OF_TWO):
+                    receive = (srq or far).receive(memory[:8])
+                    asyncio.get_running_loop().call_soon(asked.set)
+                    async with asyncio.timeout(PATIENCE_S):
+                        assert (await receive).byte_len == 8
+
+        ends: list[Any] = []
+        asked = threading.Event()
+        waiting = asyncio.ensure_future(elsewhere(wait))
+        await until(lambda: ends or waiting.done())
+        near.connect(ends[0], ACCESS, **PATIENT)
+        for _ in range(TURNS_OF_TWO):
+            await until(lambda: asked.is_set() or waiting.done())
+            asked.clear()
+            await asyncio.wait_for(near.send(memory[8:16]), PATIENCE_S)
+        await waiting
+
+
+async def test_a_receive_that_another_loop_posts_for_the_owner_of_what_it_completes_in(device: Device) -> None:
+    loop = asyncio.get_running_loop()
+    async with (
+        device.protection_domain() as pd,
+        pd.register(64, ACCESS) as memory,
+        pd.shared_receive_queue(4) as srq,
+        device.thread_domain() as td,
+        pd.parent_domain(td) as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as near,
+        domain.queue_pair(cq, srq=srq) as far,
+    ):
+        near.connect(far.local_endpoint(), ACCESS, **PATIENT)
+        far.connect(near.local_endpoint(), ACCESS, **PATIENT)
+
+        async def post() -> Any:
+            return srq.receive(memory[:8])
+
+        loop.set_debug(True)  # refuses what is asked of it from other threads in ways that would not wake it
+        try:
+            receive = await elsewhere(post)
+        finally:
+            loop.set_debug(False)
+        await asyncio.wait_for(near.send(memory[8:16]), PATIENCE_S)
+        await until(lambda: receive.ended)
+        assert receive.result().byte_len == 8
+
+
+@every_model
+async def test_threads_that_forget_what_waits_for_a_place(device: Device, model: MessageModel) -> None:
+    """Operations end, wait, are withdrawn, asked for their result and forgotten, in whatever thread, all at once."""
+    async with pair_on(device, model, ThreadModel.SAFE, sends=4) as pair:
+
+        async def use(number: int) -> None:
+            for _ in range(fewer(100, least=40)):
+                operations = [pair.write(8 * number) for _ in range(8)]
+                dropped.extend(operations[3:])
+                await asyncio.gather(*operations[:3])
+                del operations
+                await asyncio.sleep(0)
+
+        def forget() -> None:
+            while not over.is_set() or dropped:
+                try:
+                    operation = dropped.pop()
+                except IndexError:
+                    over.wait(0.0005)
+                    continue
+                if operation.ended:
+                    assert operation.result() is None
+
+        dropped: list[Any] = []
+        over = threading.Event()
+        forgetting = [asyncio.ensure_future(asyncio.to_thread(forget)) for _ in range(2)]
+        try:
+            await asyncio.gather(use(0), *(elsewhere(partial(use, each)) for each in range(1, 4)))
+        finally:
+            over.set()
+            await asyncio.gather(*forgetting)
+        await pair.check_idle()
+
+
+async def test_an_owner_beside_threads_that_forget_its_operations(device: Device) -> None:
+    async with pair_on(device, sends=4) as pair:
+
+        def forget() -> None:
+            while not over.is_set() or dropped:
+                try:
+                    dropped.pop()
+                except IndexError:
+                    over.wait(0.0005)
+
+        dropped: list[Any] = []
+        over = threading.Event()
+        forgetting = asyncio.ensure_future(asyncio.to_thread(forget))
+        try:
+            for _ in range(fewer(200, least=80)):
+                operations = [pair.write() for _ in range(8)]
+                dropped.extend(operations[3:])
+                await asyncio.gather(*operations[:3])
+                del operations
+                await asyncio.sleep(0)
+        finally:
+            over.set()
+            await forgetting
         await pair.check_idle()
 
 

@@ -3,6 +3,9 @@
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 
+cdef extern from "whole_numbers.h":     # of all extensions, which cimport this
+    pass
+
 cdef extern from "<arpa/inet.h>" nogil:
     uint32_t htonl(uint32_t)
     uint32_t ntohl(uint32_t)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AccessFlags, QpState, QpType, SendOpcode, VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core import allocators, domains, engine, work
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children, opened
 from tests.core.family import Family, make_all
@@ -24,7 +24,7 @@ def there() -> Iterator[Objects]:
         family: Family = make_all(context)
         names = {name.replace(" ", "_"): handle for name, handle in family.items()}
         elsewhere = {f"other_{name.replace(' ', '_')}": handle for name, handle in make_all(other).items()}
-        yield SimpleNamespace(**names, **elsewhere, none=None, text="16", call=lambda kind: kind())
+        yield SimpleNamespace(**names, **elsewhere, none=None, text="16", half=0.5, call=lambda kind: kind())
 
 
 def of_cases(cases: dict[str, tuple[Call, type[Exception], str]]) -> pytest.MarkDecorator:
@@ -170,6 +170,34 @@ def fields(value: AddressVector) -> dict[str, object]:
 def test_methods(there: Objects, call: Call, error: type[Exception], text: str) -> None:
     counts, qp = there.context.counts(), there.qp.query()
     with pytest.raises(error, match=text):
+        call(there)
+    assert there.context.counts() == counts
+    assert there.qp.query() == qp
+
+
+FRACTIONS: dict[str, Call] = {
+    "places of a completion queue": lambda o: engine.CompletionQueue(o.context, 1 + o.half),
+    "places to resize to": lambda o: o.queue.resize(16.5),
+    "completions to poll": lambda o: o.queue.poll(1.5),
+    "events to acknowledge": lambda o: o.queue.ack_events(0.5),
+    "port": lambda o: o.context.query_port(1.5),
+    "delay": lambda o: o.context.set_delay(0.5),
+    "wr_id": lambda o: o.qp.post_recv((), wr_id=0.5),
+    "immediate data": lambda o: o.qp.post_send(SendOpcode.SEND_WITH_IMM, imm_data=0.5),
+    "PSN": lambda o: o.qp.modify(rq_psn=0.5),
+    "a number that is whole": lambda o: engine.CompletionQueue(o.context, 32 * o.half),
+    "descriptor": lambda o: domains.XrcDomain(o.context, 1 + o.half),
+    "NUMA node": lambda o: allocators.NumaAllocator(o.half),
+    "size of pages": lambda o: allocators.HugePageAllocator(page_bytes=(4 << 20) * o.half),
+    "units of a turn": lambda o: work.spend(o.half),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("call", FRACTIONS.values(), ids=FRACTIONS)
+def test_what_is_no_integer_is_not_cut_off(there: Objects, call: Call) -> None:
+    counts, qp = there.context.counts(), there.qp.query()
+    with pytest.raises(TypeError, match="integer"):
         call(there)
     assert there.context.counts() == counts
     assert there.qp.query() == qp

@@ -422,6 +422,15 @@ cdef inline Requests _requests_of(Sending sending, section *within):
 
 cdef inline Requests _entered(Sending sending, str verb, section *within):
     # The check; each success is followed by one `_posted`.
+    if FREE_THREADED:
+        return _entered_section(sending, verb, within)
+    if sending._requests is None:
+        raise ClosedResourceError(f"{sending!r} is not open")
+    sending._requests.handle._use(verb)
+    return sending._requests
+
+
+cdef Requests _entered_section(Sending sending, str verb, section *within):
     cdef Requests requests = _requests_of(sending, within)
     if requests is None:
         raise ClosedResourceError(f"{sending!r} is not open")

@@ -56,7 +56,7 @@ class Refiller:
             except BaseException as error:
                 self._free.appendleft(local)
                 if isinstance(error, BrokenResourceError):
-                    self.inbox.close(error)
+                    self.inbox._close(error)
                 if isinstance(error, StateError | ClosedResourceError | BrokenResourceError):
                     return
                 raise

@@ -283,7 +283,7 @@ class QueuePair(Connectable, Requester):
         if state in (QpState.RESET, QpState.RTS) and self._work is not None:
             self._work.recovered()
         if self._refiller is not None and state is QpState.RESET:
-            self._refiller.inbox.reopen()
+            self._refiller.inbox._reopen()
         if self._refiller is not None and state is QpState.INIT:
             self._refiller.fill()
 
@@ -392,6 +392,6 @@ class _End:
         if self._work is not None:
             self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this was done"))
         if self.inbox is not None:
-            self.inbox.close()
+            self.inbox._close()
         if self._leave is not None:
             self._leave()

@@ -162,7 +162,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
                     await asyncio.wait([filler])
             finally:
                 posted.release()
-                inbox.close()
+                inbox._close()
                 while len(inbox):
                     (await anext(inbox)).release()
 
@@ -174,7 +174,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
                 if event.event_type is EventType.SRQ_LIMIT_REACHED:
                     await self._fill(pool, inbox, posted, low)
         except Exception as error:  # as of a pool that was closed: whoever reads messages is told
-            inbox.close(error)
+            inbox._close(error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
         while self.work.under_way + self.work.queued < self.depth:

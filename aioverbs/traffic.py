@@ -181,13 +181,13 @@ class Traffic:
         with contextlib.suppress(ClosedResourceError, VerbsError, AffinityError):
             if self.qp._work is not None and self.qp._work.broken is None:
                 self.qp.to_error()
-        self.inbox.close(self.broken)
+        self.inbox._close(self.broken)
         self._wake_all()
 
     def close(self) -> None:
         """It is being closed here."""
         self.closed = True
-        self.inbox.close(ClosedResourceError("the connection was closed"))
+        self.inbox._close(ClosedResourceError("the connection was closed"))
         self._wake_all()
 
     def _wake_all(self) -> None:
@@ -268,7 +268,7 @@ class Traffic:
         if kind == FrameKind.END:
             self.ended = True
             self._assembly.drop()
-            self.inbox.close()
+            self.inbox._close()
             self._control(FrameKind.END, number, b"")
         elif kind != FrameKind.CREDITS:
             try:

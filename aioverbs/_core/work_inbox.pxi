@@ -16,7 +16,7 @@ cdef class Inbox:
     :param unused: called with the memory of each receive that failed.
     """
 
-    cdef readonly WorkQueue queue
+    cdef WorkQueue queue
     cdef object wrap
     cdef object unused
     cdef object ready                   # deque of what came and was not asked for
@@ -110,7 +110,9 @@ cdef class Inbox:
             return self._hand_over()    # somebody else may have asked meanwhile
         return 0
 
-    def close(self, error=None):
+    # For the resources above. Whoever closes a queue may be another than its owner, where that is gone.
+
+    def _close(self, error=None):
         """No more receives will come: the iterator ends after those that did, by that error if there is one."""
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -121,7 +123,7 @@ cdef class Inbox:
         finally:
             section_leave(&within)
 
-    def reopen(self):
+    def _reopen(self):
         """Receives come again."""
         cdef section within
         section_enter(&within, _section(self.queue))

@@ -143,8 +143,10 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
 
         :param pool: where the memory of the receives comes from; where it has none, senders wait until it has.
         :param low: how many receives are few; None: half of them.
+        :raises AffinityError: another event loop owns it; nothing was done.
         :raises ValueError: `low` is not from 1 to one less than its depth.
         """
+        self._life.check_owner("messages")  # first: where the pool has no buffers it would wait for one
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"low is from 1 to {self.depth - 1}, of {self.depth} receives, not {low}")

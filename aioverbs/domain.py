@@ -46,6 +46,15 @@ class Domain(Handled[engine.ProtectionDomain]):
         """Where its queues are made."""
         raise NotImplementedError
 
+    def _check_caller(self, what: str) -> None:
+        """See that its owner calls, where it is one loop's: before anything begins that ends with queues made on it.
+
+        :raises AffinityError: another loop, or none, is running here.
+        """
+        owner = self.owner
+        if owner is not None and owner.bound:
+            owner.check(self, what)
+
     @functools.cached_property
     def _common(self) -> dict[object, object]:
         """Resources that were made from it for all who need such a thing, by what they are for; closed with it."""

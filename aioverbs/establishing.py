@@ -156,6 +156,7 @@ def connect(
     :param secret: what both ends know, and prove to each other without telling it.
     :param settings: sizes and times; None: those of `ConnectionSettings()`.
     :param timeout_s: the longest that all of it may take, in seconds.
+    :raises AffinityError: another event loop owns the domain; nothing was done.
     :raises HandshakeError: one end refuses the other.
     :raises OSError: nobody listens there; of these, `ssl.SSLError`: TLS does not come about.
     :raises TimeoutError: it took too long; the text says what was waited for.
@@ -167,6 +168,7 @@ def connect(
     sure = transport == "rdmacm"
 
     async def make() -> Connection:
+        domain._check_caller("connect")  # before the peer hears of it
         limit = asyncio.timeout(timeout_s)
         progress = _Progress()
         before = ""

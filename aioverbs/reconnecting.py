@@ -52,10 +52,12 @@ async def reconnecting(
 
     :param backoff: when to try again; None: that of `Backoff()`.
     :param steady_s: how long a connection lasts, in seconds, before it counts as one that came about.
+    :raises AffinityError: another event loop owns the domain; nothing was done.
     :raises HandshakeError: the peer refuses for a reason that stays, as another secret.
     :raises OSError: the last attempt's error, where `backoff` has no further one; TimeoutError and BrokenResourceError
         likewise.
     """
+    domain._check_caller("reconnecting")
     policy = backoff if backoff is not None else Backoff()
     chance = random.Random()
     waits = policy.waits(chance)

@@ -35,6 +35,7 @@ class _Accepting(anyio.abc.AsyncResource):
 
     def __init__(self, where: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor) -> None:
         self._where = where
+        self._domain = where[-1]
         self._acceptor = acceptor
         self._owner: Affinity | None = None  # from its opening on
         self._over = False  # it was closed
@@ -45,11 +46,13 @@ class _Accepting(anyio.abc.AsyncResource):
     async def open(self) -> Self:
         """Begin to listen.
 
+        :raises AffinityError: the domain is another event loop's, on which nobody could be served here.
         :raises ClosedResourceError: it was opened before, or closed; if it listens, it goes on.
         :raises OSError: the address is in use, or not this machine's.
         """
         if self._owner is not None or self._over:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
+        self._check_caller("open")
         self._owner = Affinity.of_running_loop()
         try:
             await self._acceptor.open(*self._where)
@@ -59,9 +62,16 @@ class _Accepting(anyio.abc.AsyncResource):
         return self
 
     def _check_caller(self, what: str) -> None:
-        """See that its owner calls, before anything is done: what it does is in the tasks and futures of that loop."""
-        if self._owner is not None and not self._over:
+        """See that its owner calls, before anything is done: what it does is in the tasks and futures of that loop.
+
+        Before it is opened that is the owner of its domain, if that is one loop's.
+        """
+        if self._over:
+            return
+        if self._owner is not None:
             self._owner.check(self, what)
+        elif self._domain is not None:
+            self._domain._check_caller(what)
 
     @property
     def _inherited(self) -> bool:
@@ -103,7 +113,6 @@ class ConnectionListener(_Accepting):
         self, host: str | None, port: int, domain: Domain, transport: Transport, terms: Terms, backlog: int
     ) -> None:
         super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived))
-        self._domain = domain
         self._terms = terms
         self._ready: deque[Connection] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -112,6 +121,7 @@ class ConnectionListener(_Accepting):
     async def open(self) -> Self:
         """Listen.
 
+        :raises AffinityError: the domain is another event loop's.
         :raises ClosedResourceError: it was opened before, or closed; if it listens, it goes on.
         :raises OSError: the address is in use, or not this machine's.
         """
@@ -120,6 +130,7 @@ class ConnectionListener(_Accepting):
         return self
 
     async def _arrived(self, arrival: Arrival) -> str:
+        assert self._domain is not None
         connection, why = await answered(arrival.line(self._terms), arrival.peer, self._domain, self._terms)
         if connection is None:
             return why
@@ -175,7 +186,7 @@ class ConnectionListener(_Accepting):
 
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
-        if self._inherited:
+        if self._inherited or self._over:
             return
         self._check_caller("aclose")
         self._open = False
@@ -273,7 +284,6 @@ class Server(_Accepting):
             raise ValueError("a TLS context cannot go to other processes: give a function of a module that makes it")
         super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived))
         self._service = service
-        self._domain = domain
         self._pool = pool
         self._errand = pool._errand(handle_on_worker, service) if pool is not None else None
         self._key = key
@@ -285,6 +295,7 @@ class Server(_Accepting):
     async def open(self) -> Self:
         """Begin to listen.
 
+        :raises AffinityError: the domain is another event loop's.
         :raises ClosedResourceError: the pool is not open; or this was opened before, or closed: if it listens, it goes
             on.
         :raises OSError: the address is in use, or not this machine's.

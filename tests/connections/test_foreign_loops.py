@@ -1,23 +1,19 @@
-"""Connections, listeners and servers belong to a loop: another one is refused, before anything has changed."""
+"""Connections belong to a loop, wherever they are made: another one is refused, before anything has changed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import anyio
 import pytest
 
-from aioverbs import AccessFlags, AffinityError, Connection, Device, ForkedProcessError, ThreadModel, connect, listen
+from aioverbs import AffinityError, Connection, Device, ThreadModel, connect, listen
 from aioverbs.domain import Domain
 from tests.connections.ends import HOST, SMALL, pair
-from tests.connections.serving import asked, served
-from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until
 
 pytestmark = pytest.mark.once
 
-READ = AccessFlags.REMOTE_READ
 Call = Callable[[], Awaitable[object]]
 
 
@@ -88,111 +84,3 @@ async def test_a_call_that_is_made_here_and_awaited_elsewhere(device: Device) ->
         sent = await asyncio.to_thread(lambda: ends.near.send(b"y"))
         await sent
         assert await ends.far.receive() == b"y"
-
-
-async def test_the_end_of_sending(device: Device) -> None:
-    async with pair(device) as ends:
-        await refused(ends.near.send_eof, ends.near.as_byte_stream().send_eof)
-        await works(ends.near, ends.far)
-        await ends.near.send_eof()
-        with pytest.raises(anyio.EndOfStream):
-            await ends.far.receive()
-
-
-async def test_what_is_left_of_a_message_as_bytes(device: Device) -> None:
-    async with pair(device) as ends:
-        stream = ends.near.as_byte_stream()
-        await ends.far.send(b"abcdef")
-        assert await stream.receive(2) == b"ab"
-        await refused(stream.receive, lambda: stream.send(b"x"), stream.aclose)
-        assert await stream.receive() == b"cdef"
-
-
-async def test_grants(device: Device) -> None:
-    """One that is there, one that is waited for, and taking one back."""
-    async with pair(device) as ends, ends.domain.register(64) as memory, ends.domain.register(64) as local:
-        memory.buffer[:5] = b"hello"
-        grant = await ends.near.grant(memory, READ)
-        objects = ends.near.statistics()
-        await refused(lambda: ends.near.grant(memory, READ), grant.revoke)
-        assert ends.near.statistics() == objects
-        assert not grant.revoked
-        await until(lambda: ends.far._grants is not None and ends.far._grants._news)
-        await refused(ends.far.receive_grant)
-        granted = await ends.far.receive_grant()
-        waiting = asyncio.create_task(ends.far.receive_grant())
-        await asyncio.sleep(0)
-        await refused(ends.far.receive_grant)
-        async with asyncio.timeout(patience(10)):
-            second = await ends.near.grant(memory, READ)
-            assert (await waiting).remote == second.remote
-            await ends.far.read(local[:5], granted[:5])
-            assert bytes(local.buffer[:5]) == b"hello"
-            await grant.revoke()
-            await second.revoke()
-        assert granted.revoked
-        await works(ends.near, ends.far)
-
-
-# ---- Listeners and servers
-
-
-async def test_a_listener(device: Device) -> None:
-    """With a connection that is ready, while the owner waits for one, and after its end."""
-    async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
-        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near:
-            await until(lambda: listener.statistics().connections)
-            await refused(listener.accept, lambda: anext(aiter(listener)), listener.aclose)
-            async with await listener.accept() as far:
-                await works(near, far)
-        accepting = asyncio.create_task(listener.accept())
-        await asyncio.sleep(0)
-        await refused(listener.accept, listener.aclose)
-        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near, await accepting as far:
-            await works(near, far)
-        await listener.aclose()
-        await asyncio.to_thread(asyncio.run, listener.aclose())  # which is fine, as it is twice here
-
-
-async def test_a_server(device: Device) -> None:
-    async with device.resource_domain() as domain, served(domain) as server:
-        await refused(server.wait_closed)
-        waiting = asyncio.create_task(server.wait_closed())
-        async with asyncio.timeout(patience(20)), asked(server, domain) as connection:
-            await refused(server.stop, lambda: server.stop(0), server.wait_closed, server.aclose)
-            assert not waiting.done()
-            await connection.send(b"hello")
-            assert await connection.receive() == b"hello"
-            async with asked(server, domain) as another:
-                await another.send(b"still served")
-                assert await another.receive() == b"still served"
-            await connection.send_eof()
-            with pytest.raises(anyio.EndOfStream):
-                await connection.receive()
-        async with asyncio.timeout(patience(10)):
-            await server.stop()
-            await waiting
-        await asyncio.to_thread(asyncio.run, server.aclose())
-
-
-async def test_the_child_of_a_fork(device: Device) -> None:
-    """Closing there does nothing: both are the parent's."""
-    async with (
-        device.resource_domain() as domain,
-        served(domain) as server,
-        listen(HOST, domain=domain, settings=SMALL) as listener,
-    ):
-
-        async def close() -> None:
-            async with asyncio.timeout(patience(5)):
-                await listener.aclose()
-                await server.aclose()
-                with pytest.raises(ForkedProcessError):
-                    await server.stop()
-
-        in_child(lambda: asyncio.run(close()))
-        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as near, await listener.accept() as far:
-            await works(near, far)
-        async with asked(server, domain) as connection:
-            await connection.send(b"hello")
-            assert await connection.receive() == b"hello"

@@ -1,0 +1,337 @@
+"""What of the public names there is to be called, with what, and what of it is anybody's: found by introspection."""
+
+import ast
+import dataclasses
+import enum
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aioverbs
+from aioverbs import AccessFlags
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from tests.manager.affinity_scene import Scene
+
+sys.path.append(str(ROOT / "aioverbs" / "_docs"))
+
+import stubs
+
+__all__ = ["FOR_ALL", "FOR_ALL_KINDS", "FOR_ALL_TO_CHANGE", "arguments", "is_value", "members", "returned_kinds"]
+
+_CORE = "aioverbs._core."
+_MODULES = re.compile(r"(?:\b[a-z_]\w*\.)+")  # before the name of what is in them
+_WORD = re.compile(r"\w+")
+_PROTOCOLS = (
+    "__aenter__", "__aexit__", "__aiter__", "__anext__", "__await__", "__bool__", "__enter__", "__exit__",
+    "__getitem__", "__iter__", "__len__", "__next__", "__repr__",
+)  # fmt: skip
+
+# Kinds of which all is anybody's, and why.
+FOR_ALL_KINDS = {
+    "AddressHandle": "any event loop may use it: `Domain.address_handle`",
+    "Affinity": "tells who owns something, and refuses others",
+    "Backoff": "a value",
+    "BufferPool": "any event loop may use it",
+    "Device": "SAFE",
+    "ImportedMemoryRegion": "any event loop may use it",
+    "LeasedBuffer": "goes back to its pool from any thread",
+    "Leasing": "of a pool of buffers, which is any event loop's",
+    "LeastLoaded": "a policy, called under its pool's lock",
+    "MemoryRegion": "any event loop may use it",
+    "MemoryWindow": "any event loop may use it",
+    "Monitor": "any event loop may begin and end it",
+    "Pins": "any thread adds and discards, any loop waits",
+    "ProtectionDomain": "SAFE",
+    "Received": "a value",
+    "RegionSlice": "a value",
+    "RegistrationCache": "any event loop may use it",
+    "RemoteRegion": "a value",
+    "RoundRobin": "a policy, called under its pool's lock",
+    "SharedProtectionDomain": "any event loop may use it",
+    "StartedCall": "waited for on any loop or in any thread",
+    "UseDefault": "a value",
+    "Way": "a value",
+    "Worker": "attributes of what is checked by itself",
+    "XrcDomain": "any event loop may use it",
+}
+
+# Members that are anybody's, of all kinds or of one, and why: they are called, and must leave everything as it was.
+_MAKES = "makes what is not open: its opening is checked"
+_KNOWN = "tells what is known"
+FOR_ALL = {
+    "__len__": _KNOWN,
+    "__repr__": _KNOWN,
+    "access": _KNOWN,
+    "adopt_memory_region": _MAKES,
+    "address_handle": _MAKES,
+    "addresses": _KNOWN,
+    "allocator": _KNOWN,
+    "as_byte_stream": "makes what checks by itself",
+    "base": _KNOWN,
+    "batch": "makes what checks by itself",
+    "buffer_pool": _MAKES,
+    "cache": "any event loop may use it",
+    "capabilities": _KNOWN,
+    "closed": _KNOWN,
+    "completion_queue": _MAKES,
+    "context": _KNOWN,
+    "depth": _KNOWN,
+    "ended": _KNOWN,
+    "events": "any event loop may listen",
+    "extra": _KNOWN,
+    "extra_attributes": _KNOWN,
+    "gid_index": _KNOWN,
+    "import_memory_region": _MAKES,
+    "label": _KNOWN,
+    "local_address": _KNOWN,
+    "local_endpoint": _KNOWN,
+    "memory_window": _MAKES,
+    "message_model": _KNOWN,
+    "moderated": _KNOWN,
+    "native": _KNOWN,
+    "native_allocators": _KNOWN,
+    "owner": _KNOWN,
+    "parent": _KNOWN,
+    "parent_domain": _MAKES,
+    "path_to": _KNOWN,
+    "pd": _KNOWN,
+    "peer": _KNOWN,
+    "port": _KNOWN,
+    "qp": "gives what checks by itself",
+    "qp_num": _KNOWN,
+    "qp_state": _KNOWN,
+    "qp_type": _KNOWN,
+    "queue_pair": _MAKES,
+    "register": "a region is anybody's, wherever it is registered",
+    "remote": _KNOWN,
+    "remote_address": _KNOWN,
+    "remote_endpoint": _KNOWN,
+    "revoked": _KNOWN,
+    "settings": _KNOWN,
+    "share": _MAKES,
+    "shared_memory": "an allocator, which is anybody's",
+    "shared_receive_queue": _MAKES,
+    "state": _KNOWN,
+    "statistics": _KNOWN,
+    "td": _KNOWN,
+    "thread_model": _KNOWN,
+    "traffic": _KNOWN,
+    # Of one kind.
+    "Granted.__getitem__": "makes a value",
+    "Inbox.__aiter__": "is itself",
+    "Message.byte_len": _KNOWN,
+    "Message.data": "its bytes",
+    "Message.immediate": _KNOWN,
+    "Message.invalidated_rkey": _KNOWN,
+    "Message.local": "its memory",
+    "Message.route": _KNOWN,
+    "Message.src_qp": _KNOWN,
+    "MessageByteStream.__aiter__": "is itself",
+    "QueuePair.messages": "gives what checks by itself",
+    "Batch.__aenter__": "does nothing: what the end of the block does is checked",
+    "Batch.__aexit__": "does nothing but posting, which is checked",
+    "Connection.__aenter__": "does nothing: what the end of the block does is checked",
+    "Connection.__aiter__": "is itself",
+    "Connection.open": "does nothing",
+    "Grant.__aenter__": "does nothing: what the end of the block does is checked",
+    "Message.__enter__": "does nothing: what the end of the block does is checked",
+    "MessageByteStream.__aenter__": "does nothing: what the end of the block does is checked",
+    "Operation.__iter__": "is itself",
+    "Operation.result": "what it ended by",
+    "WorkerPool.grace_s": _KNOWN,
+    "WorkerPool.processes": _KNOWN,
+    "WorkerPool.size": _KNOWN,
+}
+
+# Members that anybody may call, and that do something: they are not called.
+FOR_ALL_TO_CHANGE = {
+    "Connecting.__aexit__": "ends a block that was entered",
+    "ResourceDomain.run": "goes to the owner, and waits for it",
+    "WorkerPool.drain": "any event loop may wait for its calls",
+    "WorkerPool.map": "any event loop may call there",
+    "WorkerPool.run": "any event loop may call there",
+    "WorkerPool.start_soon": "any thread may call there",
+}
+
+# Arguments by their name, for types that say little, and by the first type of their annotation that is here.
+_BY_NAME: dict[str, Callable[["Scene"], object]] = {
+    "add": lambda of: 1,
+    "attribute": lambda of: None,
+    "compare": lambda of: 0,
+    "count": lambda of: 1,
+    "depth": lambda of: 512,
+    "error": lambda of: None,
+    "exc_tb": lambda of: None,
+    "exc_type": lambda of: None,
+    "exc_val": lambda of: None,
+    "immediate": lambda of: 1,
+    "kind": lambda of: None,
+    "max_wr": lambda of: 4,
+    "memory": lambda of: 64,
+    "mr": lambda of: None,
+    "rkey": lambda of: of.region.rkey,
+    "share_key": lambda of: 7,
+    "size": lambda of: 64,
+    "swap": lambda of: 1,
+    "traceback": lambda of: None,
+    "value": lambda of: None,
+    "Domain.import_memory_region.key": lambda of: 1,
+    "Operation.throw.kind": lambda of: ValueError,
+}
+_BY_TYPE: dict[str, Callable[["Scene"], object]] = {
+    "AccessFlags": lambda of: AccessFlags.REMOTE_WRITE,
+    "Buffer": lambda of: b"from elsewhere",
+    "BufferPool": lambda of: of.pool,
+    "CompletionQueue": lambda of: of.cq,
+    "Endpoint": lambda of: of.endpoint,
+    "MemoryWindow": lambda of: of.window,
+    "RegionSlice": lambda of: of.region[:8],
+    "RemoteRegion": lambda of: of.region.remote()[8:16],
+    "bytes": lambda of: b"from elsewhere",
+    "slice": lambda of: slice(0, 8),
+}
+
+
+def members(subject: object) -> Iterator[str]:
+    """What users may ask of an object: attributes, methods, and the protocols that their syntax uses."""
+    kind = type(subject)
+    ours = kind.__module__.startswith("aioverbs.")
+    for name in dir(subject):
+        if name.startswith("_") and name not in _PROTOCOLS:
+            continue
+        if not ours and name not in ("__aenter__", "__anext__"):
+            continue
+        static = inspect.getattr_static(kind, name, None)
+        if isinstance(static, staticmethod | classmethod) or _is_internal(kind, name, static):
+            continue
+        yield name
+
+
+def _is_internal(kind: type, name: str, static: object) -> bool:
+    """Whether it takes or gives parts of the compiled core, as what the modules of the package have for each other."""
+    if name.startswith("__"):
+        return False
+    words = {word for _, annotation in _annotations(kind, name, static) for word in _WORD.findall(annotation)}
+    return name == "handle" or any(
+        each.__module__.startswith(_CORE) and each.__name__ not in aioverbs.__all__
+        for each in map(_classes().get, words)
+        if each is not None
+    )
+
+
+def arguments(kind: type, name: str, of: "Scene") -> list[object]:
+    """What to call a method with: something fitting for each argument that has no default."""
+    static = inspect.getattr_static(kind, name)
+    return [
+        _argument(kind, name, parameter, annotation, of)
+        for parameter, annotation in _annotations(kind, name, static)
+        if parameter != "return"
+    ]
+
+
+def _argument(kind: type, name: str, parameter: str, annotation: str, of: "Scene") -> object:
+    owners = (f"{base.__name__}.{name}.{parameter}" for base in kind.__mro__)
+    for key in (*owners, parameter):
+        if key in _BY_NAME:
+            return _BY_NAME[key](of)
+    for word in _WORD.findall(annotation):
+        if word in _BY_TYPE:
+            return _BY_TYPE[word](of)
+    raise AssertionError(
+        f"nothing to call {kind.__name__}.{name} with: say in tests/manager/affinity_surface.py what its argument "
+        f"`{parameter}: {annotation}` may be, in _BY_NAME or _BY_TYPE"
+    )
+
+
+@functools.cache
+def _annotations(kind: type, name: str, static: object) -> tuple[tuple[str, str], ...]:
+    """The arguments without a default that a member is called with, and what it returns, as text."""
+    for base in kind.__mro__:
+        if name not in vars(base):
+            continue
+        if base.__module__.startswith(_CORE):  # compiled code knows no types
+            return _in_stub(base, name)
+        break
+    function = static.fget if isinstance(static, property) else static
+    if not inspect.isroutine(function):
+        return ()
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of object's own
+        return ()
+    found = [
+        (each.name, _text(each.annotation))
+        for each in signature.parameters.values()
+        if each.default is each.empty
+        and each.name != "self"
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    return (*found, ("return", _text(signature.return_annotation)))
+
+
+def _text(annotation: object) -> str:
+    return _MODULES.sub("", inspect.formatannotation(annotation).replace("'", ""))
+
+
+def _in_stub(kind: type, name: str) -> tuple[tuple[str, str], ...]:
+    stub = _stub(kind.__module__)
+    known = f"{kind.__name__}.{name}"
+    if known in stub.properties:
+        return (("return", stub.properties[known]),)
+    if known not in stub.signatures:
+        return ()
+    signature = stub.signatures[known]
+    (function,) = ast.parse(f"def function{signature.arguments}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    plain = [*function.args.posonlyargs, *function.args.args]
+    required = plain[: len(plain) - len(function.args.defaults)]
+    found = [(each.arg, ast.unparse(each.annotation) if each.annotation else "") for each in required]
+    return (*found, ("return", signature.returns or ""))
+
+
+@functools.cache
+def _stub(module: str) -> Any:
+    path = Path(str(importlib.import_module(module).__file__))
+    return stubs.read(path.with_name(f"{module.removeprefix(_CORE)}.pyi"))
+
+
+@functools.cache
+def _classes() -> dict[str, type]:
+    """Every class of the package, by its name."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("aioverbs.")]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__.startswith("aioverbs.")
+    }
+
+
+def is_value(kind: type) -> bool:
+    """Whether it is anybody's by what it is: immutable, an error, a protocol, or without a loop or a verb."""
+    return (
+        issubclass(kind, BaseException | enum.Enum | tuple)
+        or kind.__name__.endswith("Allocator")  # called by providers, from whatever thread
+        or getattr(kind, "_is_protocol", False)
+        or (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+        or "PURE" in (sys.modules[kind.__module__].__doc__ or "")
+    )
+
+
+def returned_kinds(kind: type) -> Iterator[tuple[str, type]]:
+    """Classes of the package that members of a class give, and the member."""
+    for name in dir(kind):
+        static = inspect.getattr_static(kind, name)
+        if name.startswith("_") or isinstance(static, staticmethod | classmethod) or _is_internal(kind, name, static):
+            continue
+        for what, annotation in _annotations(kind, name, static):
+            for word in _WORD.findall(annotation) if what == "return" else ():
+                if word in _classes():
+                    yield name, _classes()[word]

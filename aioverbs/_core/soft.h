@@ -80,7 +80,7 @@ struct soft_context;
 
 /* The last of a run of acknowledgements to one queue pair, which tells of all of them. */
 struct soft_gathered {
-    bool some;
+    const struct soft_stream *stream; /* that asked, or NULL: nothing is gathered */
     struct soft_frame frame;
 };
 
@@ -105,7 +105,6 @@ struct soft_device {
     uint32_t next_share;           /* the next identifier of a shared protection domain */
     struct soft_fabric *fabric;    /* const: the way to the devices of others */
     struct soft_gathered gathered; /* under the fabric's progress */
-    atomic_uint tokens;            /* the next life's of a queue pair */
     atomic_uint moving;            /* parts of requests of which a peer moves the bytes itself */
 };
 

@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 
 /* ---- Sizes ----------------------------------------------------------------------------------------------- */
 
@@ -172,9 +173,14 @@ static void refer(struct soft_qp *qp, int by)
 /* Under both locks, but where nobody knows it yet. */
 static void begin_life(struct soft_qp *qp)
 {
-    /* Answers to an earlier life, and to other queue pairs that had its number, are none. */
-    uint32_t token = (uint32_t)atomic_fetch_add(&qp->context->device->tokens, 1);
+    /* Answers to an earlier life, and to other queue pairs that had its number, are none; and nobody guesses it who was
+     * not asked. Interrupted, it is tried again: the device has its GIDs from there, so it works. */
+    uint32_t token;
+    ssize_t filled;
 
+    do
+        filled = getrandom(&token, sizeof(token), 0);
+    while (filled != (ssize_t)sizeof(token));
     qp->out = (struct soft_outbound){.token = token, .deadline = UINT64_MAX};
 }
 

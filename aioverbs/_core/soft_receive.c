@@ -214,7 +214,7 @@ static void handle(struct soft_stream *stream, int64_t *left)
 
         if (stream->stage == SOFT_OPEN) {
             done = handle_frame(stream, bytes, size, &handled, left);
-            if (handled.answers && handled.moved >= ANSWER_BYTES && !stream->refusal) {
+            if (handled.answers && handled.moved >= ANSWER_BYTES) {
                 stream->fabric->user->batch_ends(stream);
                 send_answers(stream);
                 handled = (struct handled){0};
@@ -224,7 +224,7 @@ static void handle(struct soft_stream *stream, int64_t *left)
         }
         stream->in_begin += done;
     } while (done && *left > 0 && !stream->refusal);
-    if (handled.answers && !stream->refusal)
+    if (handled.answers) /* refused or not: what was gathered for this stream goes out over no other */
         stream->fabric->user->batch_ends(stream);
     grace_leave(grace);
     if (handled.answers && (handled.urgent || stream->refusal))
@@ -251,7 +251,7 @@ bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame
         return false;
     grace = grace_enter();
     use(stream, frame, payload);
-    if (!stream->is_link && !stream->refusal)
+    if (!stream->is_link)
         stream->fabric->user->batch_ends(stream);
     grace_leave(grace);
     if (!stream->is_link)

@@ -4,6 +4,8 @@
  * Acknowledgements are gathered: the last of a run of them tells of all. */
 #include "soft_execute.h"
 
+#include <assert.h>
+
 /* What one request needs beside what those of this device do. */
 struct remote {
     struct soft_carrier carrier;
@@ -33,24 +35,26 @@ static uint32_t last_psn(const struct soft_frame *frame)
     return (frame->psn + frame->packets - 1) & SOFT_PSN_MASK;
 }
 
-/* What was gathered goes out. */
+/* What was gathered goes out, over the stream that asked: the fabric ends a batch before it reads from another one, and
+ * also where it refuses the stream. A frame that went out over another one would be believed there. */
 static void batch_ends(struct soft_stream *stream)
 {
     struct soft_gathered *gathered = &soft_stream_device(stream)->gathered;
 
-    if (gathered->some)
+    assert(!gathered->stream || gathered->stream == stream);
+    if (gathered->stream)
         soft_stream_answer(stream, &gathered->frame, NULL, 0);
-    gathered->some = false;
+    gathered->stream = NULL;
 }
 
 static void acknowledge(struct soft_stream *stream, const struct soft_frame *frame, uint32_t psn)
 {
     struct soft_gathered *gathered = &soft_stream_device(stream)->gathered;
 
-    if (gathered->some && (gathered->frame.to != frame->from || gathered->frame.from != frame->to ||
-                           gathered->frame.token != frame->token))
+    if (gathered->stream && (gathered->frame.to != frame->from || gathered->frame.from != frame->to ||
+                             gathered->frame.token != frame->token))
         batch_ends(stream);
-    gathered->some = true;
+    gathered->stream = stream;
     gathered->frame = answer_to(frame, SOFT_FRAME_ACK);
     gathered->frame.psn = psn;
 }

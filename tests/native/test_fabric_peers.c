@@ -236,6 +236,25 @@ static void frames_that_are_none(void)
     close_all();
 }
 
+/* What was gathered for it is not left for the next stream: the batch of one that is refused ends, too. */
+static void a_batch_ends_where_its_stream_is_refused(void)
+{
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
+    uint8_t bytes[2 * SOFT_FRAME_SIZE];
+    int fd;
+
+    open_all();
+    fd = raw_open(b);
+    soft_frame_pack(&frame, bytes);
+    memset(bytes + SOFT_FRAME_SIZE, 0xee, SOFT_FRAME_SIZE);
+    CHECK_EQ(b->batches, 1);
+    CHECK_EQ(send(fd, bytes, sizeof(bytes), MSG_NOSIGNAL), (ssize_t)sizeof(bytes));
+    expect_refused(fd, "out of range", 0, 1, HERE);
+    CHECK_EQ(b->requests, 2);
+    CHECK_EQ(b->batches, 2);
+    close_all();
+}
+
 /* Frames that are cut off by the peer's end are not handled. */
 static void half_frames(void)
 {
@@ -510,6 +529,7 @@ static void a_peer_that_cannot_write(void)
 }
 
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
-                CASE(frames_that_are_none), CASE(half_frames), CASE(reasons_are_kept), CASE(secrets),
+                CASE(frames_that_are_none), CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames),
+                CASE(reasons_are_kept), CASE(secrets),
                 CASE(who_connects_proves_first), CASE(a_peer_of_another_version), CASE(a_peer_that_does_not_prove),
                 CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

@@ -653,7 +653,15 @@ uint64_t soft_ask(struct soft_qp *qp)
 
 /* ---- Answers ----------------------------------------------------------------------------------------------- */
 
-/* The peer made progress: what is left has all its time and all its repetitions again. */
+/* What is left has all its time again. An answer gives it only where it tells of more than any one since what is in
+ * flight left: else a peer that repeats itself would keep a request from ending for as long as it likes. */
+static void put_off(struct soft_qp *qp)
+{
+    qp->out.deadline = UINT64_MAX;
+    expect_answer(qp);
+}
+
+/* The peer made progress that it never made before: what is left has all its time and all its repetitions again. */
 static void progressed(struct soft_qp *qp)
 {
     qp->retries_left = qp->attr.retry_cnt;
@@ -719,6 +727,7 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
     uint32_t packets = soft_window_locate(&qp->window, frame->psn), length;
     enum ibv_wc_status status = IBV_WC_SUCCESS;
     const struct soft_wqe *wqe;
+    bool more;
 
     if (!packets)
         return true;
@@ -740,10 +749,11 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
             qp->out.rewind = true; /* it fails when it is to be sent again */
         return true;
     }
-    soft_window_receive(&qp->window, frame->part);
+    more = soft_window_receive(&qp->window, frame->part);
+    put_off(qp);
     if (qp->window.received == length)
         finish(qp, wqe, length);
-    if (atomic_load(&qp->state) != IBV_QPS_ERR)
+    if (more && atomic_load(&qp->state) != IBV_QPS_ERR)
         progressed(qp);
     return true;
 }
@@ -778,8 +788,8 @@ static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, cons
         qp->out.rewind = true;
         return true;
     }
-    qp->out.deadline = UINT64_MAX; /* the peer is there: of a long message, each part has all the time */
-    expect_answer(qp);
+    if (soft_window_hear(&qp->window, packets))
+        put_off(qp); /* of a long message, each part has all the time */
     if (data) {
         acknowledge(qp, packets - data);
         return atomic_load(&qp->state) == IBV_QPS_ERR || answer(qp, frame, payload);

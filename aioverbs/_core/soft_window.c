@@ -5,7 +5,7 @@ void soft_window_begin(struct soft_window *window, uint32_t psn)
 {
     assert(soft_window_is_idle(window));
     window->first_psn = psn;
-    window->known = 0;
+    window->known = window->reached = 0;
     soft_window_check(window);
 }
 
@@ -34,11 +34,25 @@ uint32_t soft_window_locate(const struct soft_window *window, uint32_t psn)
     return before < window->packets ? before + 1 : 0;
 }
 
-void soft_window_receive(struct soft_window *window, uint32_t bytes)
+bool soft_window_hear(struct soft_window *window, uint32_t packets)
+{
+    assert(packets && packets <= window->packets);
+    if (packets <= window->heard_of)
+        return false;
+    window->heard_of = packets;
+    soft_window_check(window);
+    return true;
+}
+
+bool soft_window_receive(struct soft_window *window, uint32_t bytes)
 {
     assert(!soft_window_is_idle(window) && window->reads);
     assert(window->sent != window->taken || bytes <= window->offset - window->received);
     window->received += bytes;
+    if (window->received <= window->reached)
+        return false;
+    window->reached = window->received;
+    return true;
 }
 
 void soft_window_acknowledge(struct soft_window *window, uint32_t packets, bool is_read)
@@ -49,7 +63,8 @@ void soft_window_acknowledge(struct soft_window *window, uint32_t packets, bool 
     window->first_psn = (window->first_psn + packets) & SOFT_PSN_MASK;
     window->packets -= packets;
     window->known -= packets;
-    window->received = 0;
+    window->heard_of = window->heard_of > packets ? window->heard_of - packets : 0;
+    window->received = window->reached = 0;
     window->reads -= is_read;
     soft_window_check(window);
 }
@@ -63,7 +78,7 @@ void soft_window_refuse(struct soft_window *window)
 void soft_window_rewind(struct soft_window *window)
 {
     window->sent = window->taken;
-    window->offset = window->received = window->reads = window->packets = 0;
+    window->offset = window->received = window->reads = window->packets = window->heard_of = 0;
     soft_window_check(window);
 }
 

@@ -28,9 +28,11 @@ struct soft_window {
     uint32_t taken;     /* requests before it are finished: completed, or not to be told of */
     uint32_t offset;    /* bytes of the request at `sent` that left */
     uint32_t received;  /* bytes of the answer to the read or atomic at `taken` that came */
+    uint32_t reached;   /* the most that `received` was for the request at `taken`, however often it was sent */
     uint32_t reads;     /* reads and atomics in flight, that at `sent` included when a part of it left */
     uint32_t first_psn; /* of the request at `taken` */
     uint32_t packets;   /* in flight */
+    uint32_t heard_of;  /* packets from `first_psn` on up to the last one that an answer told of; <= packets */
     uint32_t known;     /* packets from `first_psn` on that left at some time, so the peer may know them; >= packets */
 };
 
@@ -46,6 +48,7 @@ static inline void soft_window_check(const struct soft_window *window)
     assert((window->packets == 0) == (!sent && !window->offset));
     assert(window->packets || !window->received);
     assert(window->reads <= sent + !!window->offset);
+    assert(window->heard_of <= window->packets && window->received <= window->reached);
     assert(window->packets <= window->known && window->known <= SOFT_WINDOW_PACKETS);
     assert(window->first_psn <= SOFT_PSN_MASK);
 }
@@ -87,6 +90,7 @@ static inline void soft_window_pass(struct soft_window *window, uint32_t packets
 {
     assert(soft_window_is_idle(window) && window->taken != window->posted);
     window->sent = ++window->taken;
+    window->reached = 0;
     window->first_psn = (window->first_psn + packets) & SOFT_PSN_MASK;
     window->known = window->known > packets ? window->known - packets : 0;
     soft_window_check(window);
@@ -102,8 +106,13 @@ void soft_window_send(struct soft_window *window, uint32_t bytes, uint32_t packe
 /* Return how many packets are in flight up to the one with this PSN, including it; 0: none in flight has it. */
 uint32_t soft_window_locate(const struct soft_window *window, uint32_t psn);
 
-/* Count bytes of the answer to the read or atomic at `taken`. */
-void soft_window_receive(struct soft_window *window, uint32_t bytes);
+/* Note that an answer told of so many packets in flight. Return whether none told of as many since they left: one that
+ * tells nothing new gives no more time. */
+bool soft_window_hear(struct soft_window *window, uint32_t packets);
+
+/* Count bytes of the answer to the read or atomic at `taken`. Return whether more than ever came, however often it was
+ * sent: who sends the beginning again and again gets no further repetitions by that. */
+bool soft_window_receive(struct soft_window *window, uint32_t bytes);
 
 /* Finish the request at `taken`, which left whole in so many packets, and was answered. */
 void soft_window_acknowledge(struct soft_window *window, uint32_t packets, bool is_read);

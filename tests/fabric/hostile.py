@@ -41,17 +41,21 @@ class Request:
         """
         return self._answer(_Answer.ACK, (self.psn + self.packets - 1 + ahead) % _PSNS)
 
+    def answered(self, data: bytes, packets: int) -> bytes:
+        """Encode the beginning of what a read brings, which takes so many packets."""
+        return self._answer(_Answer.ACK, (self.psn + packets - 1) % _PSNS, data=data)
+
     def refused(self, status: WcStatus) -> bytes:
         """Encode a NAK of this request, or, for ``RNR_RETRY_EXC_ERR``, an RNR NAK."""
         if status is WcStatus.RNR_RETRY_EXC_ERR:
             return self._answer(_Answer.RNR, self.psn, delay_ns=1000)
         return self._answer(_Answer.NAK, self.psn, status=status)
 
-    def _answer(self, answer: _Answer, psn: int, *, status: int = 0, delay_ns: int = 0) -> bytes:
+    def _answer(self, answer: _Answer, psn: int, *, status: int = 0, delay_ns: int = 0, data: bytes = b"") -> bytes:
         head = (_RESPONSE, answer, 0, 0, status, 0, 0, 0)
-        return _HEADER.pack(
-            *head, 0, self.sender, self.to, self.token, psn, 0, 0, 0, 0, 0, delay_ns, 0, 0, 0, 0, 0, 0, 0, 0, 0
-        )
+        size, rest = len(data), (0,) * 9
+        frame = _HEADER.pack(*head, size, self.sender, self.to, self.token, psn, 0, 0, 0, size, 0, delay_ns, *rest)
+        return frame + data
 
 
 @dataclass

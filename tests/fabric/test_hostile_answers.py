@@ -1,5 +1,6 @@
 """Answers that no honest peer gives: they change nothing but what they are about, whoever executes."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -165,6 +166,45 @@ async def test_nothing_is_done_behind_a_part_that_is_refused(scene: Scene) -> No
         scene.peer.go_on.set()
         assert await outcomes([write]) == [WcStatus.REM_ACCESS_ERR]
         assert pair.near.query().qp_state is QpState.ERR
+
+
+QUICK: dict[str, Any] = {"timeout": 10, "retry_cnt": 2}  # 4 ms, three times
+
+
+async def ends_beside(peer: HostilePeer, operation: Operation[None], answer: bytes) -> WcStatus:
+    """Have the peer give one answer again and again, until the operation ends: how it does."""
+    ended = asyncio.ensure_future(outcomes([operation]))
+    for _ in range(20000):
+        if ended.done():
+            break
+        peer.say(answer)
+        await asyncio.sleep(0.001)  # more often than the time of an answer passes
+    else:
+        ended.cancel()
+        pytest.fail("the operation does not end")
+    (status,) = await ended
+    return status
+
+
+async def test_a_request_whose_beginning_is_acknowledged_for_ever_ends(scene: Scene) -> None:
+    """The same acknowledgement again is no sign of life: retries run out as with a peer that is silent."""
+    async with ends(scene.device, path_mtu=Mtu.MTU_1024, **QUICK) as pair, bystanders(pair) as (_, region):
+        await pair.write(b"honest")
+        scene.take_over()
+        write = pair.near.write(region[:8192], RemoteRegion(0, 8192, 1))
+        (first,) = await scene.peer.hear(1)
+        assert first.packets == 8
+        assert await ends_beside(scene.peer, write, first.done(-7)) is WcStatus.RETRY_EXC_ERR
+
+
+async def test_a_read_whose_beginning_is_answered_for_ever_ends(scene: Scene) -> None:
+    """Each repetition brings the same bytes, and the retries are not given back for them."""
+    async with ends(scene.device, path_mtu=Mtu.MTU_1024, **QUICK) as pair, bystanders(pair) as (_, region):
+        await pair.write(b"honest")
+        scene.take_over()
+        read = pair.near.read(region[:8192], RemoteRegion(0, 8192, 1))
+        (first,) = await scene.peer.hear(1)
+        assert await ends_beside(scene.peer, read, first.answered(b"x" * 1024, 1)) is WcStatus.RETRY_EXC_ERR
 
 
 async def test_datagrams_are_not_answered(scene: Scene) -> None:

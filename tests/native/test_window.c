@@ -27,10 +27,11 @@ struct flying {
 struct model {
     struct request requests[REQUESTS]; /* of the one with number n at n % REQUESTS */
     uint64_t posted, sent, taken;
-    uint32_t part; /* the next one of the request at `sent` */
-    uint64_t psn;  /* of the first packet of the request at `taken` */
-    uint64_t seen; /* the first one that the peer cannot know */
-    uint32_t received;
+    uint32_t part;  /* the next one of the request at `sent` */
+    uint64_t psn;   /* of the first packet of the request at `taken` */
+    uint64_t seen;  /* the first one that the peer cannot know */
+    uint64_t heard; /* answers told of those before it, since they left */
+    uint32_t received, reached;
     struct flying flying[PARTS];
     unsigned int count;
 };
@@ -157,6 +158,7 @@ static void send(struct soft_window *window, struct model *model)
 static void rewind_model(struct model *model)
 {
     model->count = model->part = model->received = 0;
+    model->heard = 0;
     model->sent = model->taken;
 }
 
@@ -170,7 +172,7 @@ static void take_first(struct model *model)
     model->count -= parts;
     memmove(model->flying, model->flying + parts, model->count * sizeof(model->flying[0]));
     model->taken++;
-    model->received = 0;
+    model->received = model->reached = 0;
 }
 
 /* A peer claims that all up to some packet was done, which need not be in flight, nor ever have been: as the requester
@@ -182,6 +184,13 @@ static void answer(struct soft_window *window, struct model *model)
     psn &= SOFT_PSN_MASK;
     packets = soft_window_locate(window, psn);
     REQUIRE_EQ(packets, located(model, psn));
+    if (packets) {
+        bool more = model->psn + packets > model->heard;
+
+        REQUIRE_EQ(soft_window_hear(window, packets), more);
+        if (more)
+            model->heard = model->psn + packets;
+    }
     while (window->sent != window->taken) {
         const struct request *request = request_at(model, model->taken);
         uint32_t count = packets_of(request);
@@ -201,8 +210,10 @@ static void receive(struct soft_window *window, struct model *model)
         return;
     if (window->sent == window->taken && model->received == window->offset)
         return; /* all that was asked for came */
-    soft_window_receive(window, 64);
     model->received += 64;
+    REQUIRE_EQ(soft_window_receive(window, 64), model->received > model->reached);
+    if (model->reached < model->received)
+        model->reached = model->received;
 }
 
 static void refuse(struct soft_window *window, struct model *model)
@@ -212,6 +223,7 @@ static void refuse(struct soft_window *window, struct model *model)
     soft_window_refuse(window);
     rewind_model(model);
     model->sent = ++model->taken;
+    model->reached = 0;
 }
 
 static void pass(struct soft_window *window, struct model *model)
@@ -222,6 +234,7 @@ static void pass(struct soft_window *window, struct model *model)
         return;
     soft_window_pass(window, packets);
     model->sent = ++model->taken;
+    model->reached = 0;
     model->psn += packets;
     if (model->seen < model->psn)
         model->seen = model->psn;
@@ -247,6 +260,7 @@ static void begin(struct soft_window *window, struct model *model)
         return;
     soft_window_begin(window, psn);
     model->psn = model->seen = psn;
+    model->heard = model->reached = 0;
 }
 
 static void whatever_happens(void)

@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from aioverbs._core import engine
 from aioverbs.affinity import running_loop
@@ -19,7 +19,7 @@ from aioverbs.sharing import ImportedShare, Share, SoftShare, check_device, impo
 __all__ = ["Given", "GivenSoft", "answer", "receive"]
 
 _INT = array.array("i").itemsize
-_TAKEN = 8  # descriptors that are taken from a message, to be counted; what is beyond, the kernel closes
+_TAKEN = 253  # all that a message may have (SCM_MAX_FD): what is beyond would be closed by the kernel, in this thread
 
 
 class Given:
@@ -83,14 +83,17 @@ class GivenSoft:
 
 
 @contextlib.contextmanager
-def _descriptors() -> Iterator[list[int]]:
-    """A list of descriptors; those that are in it at the end are closed."""
+def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
+    """A list of descriptors; those that are in it at the end are closed.
+
+    :param close: how: those of a peer by `engine.discard_descriptor`, as their close may take as long as he likes.
+    """
     held: list[int] = []
     try:
         yield held
     finally:
         for each in held:
-            os.close(each)
+            close(each)
 
 
 async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given | GivenSoft:
@@ -105,7 +108,7 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given 
     _check(sock)
     request = Request.make(shared_id, share_key, os.urandom(16))
     await _send(sock, request.pack(), [])
-    with _descriptors() as attached:
+    with _descriptors(engine.discard_descriptor) as attached:
         reply = Reply.parse(await _receive(sock, Reply.SIZE, attached))
         if reply.status == errno.EXDEV:
             raise other_device(shared_id, reply.device)
@@ -135,10 +138,10 @@ async def answer(sock: socket.socket, context: engine.Context, shared: Share | S
     """
     _check(sock)
     refused: VerbsError | ClosedResourceError | None = None
-    with _descriptors() as attached:
+    with _descriptors(engine.discard_descriptor) as attached:
         data = await _receive(sock, Request.SIZE, attached)
         strays = len(attached)
-    with _descriptors() as given:
+    with _descriptors(os.close) as given:
         try:
             request = Request.parse(data)
             if strays:

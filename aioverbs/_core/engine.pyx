@@ -125,6 +125,11 @@ _ledger = {}
 _inherited = []
 
 
+def discard_descriptor(int descriptor):
+    """Close a file descriptor that a stranger sent, in a thread: its last close may take as long as he likes."""
+    v.soft_descriptor_discard(descriptor)
+
+
 def is_optimized():
     """Whether the compiler optimized this extension: CFLAGS that are set take the place of Python's own."""
     return <bint>AIOVERBS_OPTIMIZED

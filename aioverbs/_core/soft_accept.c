@@ -118,8 +118,8 @@ static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, 
         return "the peer's user cannot be told";
     if (is_unix && !soft_settings_allow(&fabric->settings, peer->uid))
         return "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others";
-    if (fabric->streams_of[is_unix ? SOFT_SERVED_UNIX : SOFT_SERVED_TCP] >= SOFT_MAX_SERVED)
-        return "too many peers are connected";
+    if (is_unix && soft_descriptors_are_stuck())
+        return "descriptors that a peer sent cannot be closed";
     return NULL;
 }
 
@@ -134,7 +134,10 @@ static void serve(struct soft_fabric *fabric, int fd, bool is_unix)
         wrong = "no memory for another peer";
     }
     if (wrong) {
-        soft_descriptor_close(fd);
+        if (is_unix)
+            soft_descriptor_hang_up(fd);
+        else
+            soft_descriptor_close(fd);
         soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, wrong);
         return;
     }

@@ -1,17 +1,29 @@
+#define _GNU_SOURCE
 #include "soft_descriptors.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
-#include <stdbool.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "soft_lock.h"
 
-enum { LIMIT = 1 << 20, WORD = sizeof(unsigned long) * CHAR_BIT };
+enum {
+    LIMIT = 1 << 20,
+    WORD = sizeof(unsigned long) * CHAR_BIT,
+    MESSAGE = 253, /* descriptors of one message at most: SCM_MAX_FD of the kernel */
+};
 
-static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
-static int highest = -1;                  /* of all that were ever owned; under the lock */
+static unsigned long owned[LIMIT / WORD];  /* under the lock, a bit for each descriptor */
+static int highest = -1;                   /* of all that were ever owned; under the lock */
+static unsigned long doomed[LIMIT / WORD]; /* under the lock, like the next two: the closing thread closes these */
+static unsigned int doomed_count;
+static bool closing; /* that thread runs */
 static struct soft_mutex lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DESCRIPTORS);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int watch_error;
@@ -44,19 +56,20 @@ static void after_fork(void)
     soft_descriptors_release();
 }
 
-/* In the child, by the thread that held the lock in the parent. */
+/* In the child, by the thread that held the lock in the parent. What was to be closed by a thread is left to the one
+ * that the next such descriptor begins here. */
 static void close_all(void)
 {
     int fd;
 
     for (fd = 0; fd <= highest; fd++)
-        if (owned[fd / WORD] >> fd % WORD & 1)
-            close(fd);
-        else if (!owned[fd / WORD])
+        if (!owned[fd / WORD])
             fd |= WORD - 1;
+        else if (owned[fd / WORD] & ~doomed[fd / WORD] & 1ul << fd % WORD)
+            close(fd);
     for (fd = 0; fd <= highest; fd += WORD)
-        owned[fd / WORD] = 0;
-    highest = -1;
+        owned[fd / WORD] = doomed[fd / WORD];
+    closing = false;
     after_fork();
 }
 
@@ -94,4 +107,166 @@ void soft_descriptor_close(int fd)
     owned[fd / WORD] &= ~(1ul << fd % WORD);
     close(fd); /* under the lock: the number may be another's right after */
     soft_descriptors_release();
+}
+
+/* ---- What strangers send -------------------------------------------------------------------------------------- */
+
+/* The number of one that is to be closed, which is nobody's from here on; -1: there is none. */
+static int take_doomed(void)
+{
+    int fd = -1;
+
+    soft_descriptors_hold();
+    if (!doomed_count)
+        closing = false;
+    else
+        for (fd = 0; !(doomed[fd / WORD] >> fd % WORD & 1); fd++)
+            if (!doomed[fd / WORD])
+                fd |= WORD - 1;
+    if (fd >= 0) {
+        doomed_count--;
+        doomed[fd / WORD] &= ~(1ul << fd % WORD);
+        owned[fd / WORD] &= ~(1ul << fd % WORD);
+    }
+    soft_descriptors_release();
+    return fd;
+}
+
+/* Takes what waits in a Unix socket; descriptors among it are discarded, too. It is shut down, so that it ends. */
+static bool empty(int fd)
+{
+    char bytes[4096];
+    bool unwanted = false;
+
+    while (!unwanted && soft_descriptors_receive(fd, bytes, sizeof(bytes), NULL, &unwanted) > 0)
+        ;
+    return !unwanted;
+}
+
+static void *close_doomed(void *unused)
+{
+    static const struct linger none = {0};
+    int fd, family;
+    socklen_t size;
+
+    (void)unused;
+    prctl(PR_SET_NAME, "aioverbs-close");
+    while ((fd = take_doomed()) >= 0) {
+        size = sizeof(family);
+        setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* most are no sockets */
+        if (!getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) && family == AF_UNIX) {
+            shutdown(fd, SHUT_RDWR);
+            while (!empty(fd))
+                ;
+        }
+        close(fd);
+    }
+    return NULL;
+}
+
+/* Under the lock. Where the thread does not start they wait for the next attempt. */
+static void begin_closing(void)
+{
+    pthread_attr_t detached;
+    sigset_t all, before;
+    pthread_t thread;
+
+    if (closing || pthread_attr_init(&detached))
+        return;
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all); /* signals are for the user's threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    closing = !pthread_create(&thread, &detached, close_doomed, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+}
+
+/* Under the lock. */
+static void doom(int fd)
+{
+    if (fd < 0)
+        return;
+    if (fd >= LIMIT) { /* there are none where few files may be open */
+        close(fd);
+        return;
+    }
+    doomed[fd / WORD] |= 1ul << fd % WORD;
+    doomed_count++;
+    begin_closing();
+}
+
+void soft_descriptor_discard(int fd)
+{
+    soft_descriptors_hold();
+    doom(fd);
+    soft_descriptors_release();
+}
+
+bool soft_descriptors_are_stuck(void)
+{
+    bool stuck;
+
+    soft_descriptors_hold();
+    stuck = doomed_count > MESSAGE;
+    soft_descriptors_release();
+    return stuck;
+}
+
+/* Under the lock: those of one header. */
+static void take_descriptors(const struct cmsghdr *header, int *kept, bool *unwanted)
+{
+    size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int), i;
+
+    for (i = 0; i < count; i++) {
+        int fd;
+
+        memcpy(&fd, CMSG_DATA(header) + i * sizeof(fd), sizeof(fd));
+        fd = soft_descriptor_own(fd);
+        if (kept && *kept < 0 && fd >= 0 && fcntl(fd, F_GET_SEALS) >= 0) {
+            *kept = fd;
+            continue;
+        }
+        doom(fd);
+        *unwanted = true;
+    }
+}
+
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted)
+{
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(MESSAGE * sizeof(int))];
+    } control;
+    struct iovec piece = {to, size};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+    bool held = kept;
+    struct cmsghdr *header;
+    ssize_t got;
+
+    if (held)
+        soft_descriptors_hold();
+    got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    header = got > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (header && !held) {
+        soft_descriptors_hold();
+        held = true;
+    }
+    for (; header; header = CMSG_NXTHDR(&message, header))
+        if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
+            take_descriptors(header, kept, unwanted);
+    if (held)
+        soft_descriptors_release();
+    return got;
+}
+
+void soft_descriptor_hang_up(int fd)
+{
+    if (fd < 0)
+        return;
+    shutdown(fd, SHUT_RDWR);
+    if (empty(fd))
+        soft_descriptor_close(fd);
+    else
+        soft_descriptor_discard(fd); /* more may come of what waits there than is good to have open at once */
 }

@@ -3,6 +3,9 @@
 #ifndef AIOVERBS_SOFT_DESCRIPTORS_H
 #define AIOVERBS_SOFT_DESCRIPTORS_H
 
+#include <stdbool.h>
+#include <sys/types.h>
+
 /* Once, before the first of them: 0 or an errno. */
 int soft_descriptors_watch_forks(void);
 
@@ -14,5 +17,26 @@ void soft_descriptors_release(void);
  * and then it is closed. */
 int soft_descriptor_own(int fd);
 void soft_descriptor_close(int fd); /* anywhere; nothing where it is negative */
+
+/* ---- What strangers send -------------------------------------------------------------------------------------- */
+
+/* The last close of a file takes as long as who made it likes: a TCP socket lingers for the time that was set for it, a
+ * file of FUSE waits for its server. So a stranger's descriptor is closed by a thread that has nothing else to do, and
+ * never by the kernel in the thread that reads: not where a message finds no room for its descriptors, nor where a Unix
+ * socket is closed that has messages left. */
+
+/* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. The first descriptor that comes goes to `*kept` where that is
+ * -1 and it is a memory file, whose close does not wait; all others are discarded, and `*unwanted` becomes true. Where
+ * `kept` is NULL none is taken, and a child that is forked meanwhile may keep one that nobody asked for. */
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted);
+
+/* Closes one by that thread, some time. A child that is forked while it is being closed keeps it. */
+void soft_descriptor_discard(int fd);
+
+/* Closes a Unix socket to a stranger. Nothing is sent or comes any more after it. */
+void soft_descriptor_hang_up(int fd);
+
+/* Whether so many wait to be closed that no more should come: the thread waits for one of them. */
+bool soft_descriptors_are_stuck(void);
 
 #endif

@@ -202,6 +202,23 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
     return error;
 }
 
+/* Those that connected and were not accepted: what they sent is not the kernel's to close, either. */
+static void hang_up_all(int listener)
+{
+    int fd;
+
+    if (listener < 0)
+        return;
+    shutdown(listener, SHUT_RDWR); /* nobody connects any more */
+    do {
+        soft_descriptors_hold();
+        fd = soft_descriptor_own(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
+        soft_descriptors_release();
+        soft_descriptor_hang_up(fd);
+    } while (fd >= 0);
+    soft_descriptor_close(listener);
+}
+
 void soft_directory_leave(struct soft_entry *entry)
 {
     struct stat found;
@@ -211,7 +228,7 @@ void soft_directory_leave(struct soft_entry *entry)
         if (entry->names[i][0] && !lstat(entry->names[i], &found) && found.st_dev == entry->device &&
             found.st_ino == entry->inode)
             unlink(entry->names[i]);
-    soft_descriptor_close(entry->fd);
+    hang_up_all(entry->fd);
     memset(entry, 0, sizeof(*entry));
     entry->fd = -1;
 }

@@ -18,35 +18,16 @@
 #define TURN_BYTES (1 << 20)
 #define FRAME_COST 4096
 
-/* A page comes beside the first bytes. What else comes the kernel closes, as there is room for one descriptor only:
- * CMSG_SPACE would be room for two where the header is aligned to 8 bytes. */
-static ssize_t receive_with_descriptor(struct soft_stream *stream, void *to, size_t size)
+/* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
+ * close what comes nevertheless, in this thread. */
+static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
-    union {
-        struct cmsghdr header;
-        char bytes[CMSG_SPACE(sizeof(int))];
-    } control;
-    struct iovec piece = {to, size};
-    struct msghdr message = {
-        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_LEN(sizeof(int))};
-    struct cmsghdr *header;
-    ssize_t got;
-    int fd;
+    bool unwanted = false;
+    ssize_t got = soft_descriptors_receive(stream->watch.fd, to, size,
+                                           stream->stage == SOFT_GREETING ? &stream->came_fd : NULL, &unwanted);
 
-    soft_descriptors_hold();
-    got = recvmsg(stream->watch.fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    header = got > 0 ? CMSG_FIRSTHDR(&message) : NULL;
-    fd = -1;
-    if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
-        header->cmsg_len == CMSG_LEN(sizeof(fd))) {
-        memcpy(&fd, CMSG_DATA(header), sizeof(fd));
-        fd = soft_descriptor_own(fd);
-    }
-    soft_descriptors_release();
-    if (stream->came_fd < 0)
-        stream->came_fd = fd;
-    else
-        soft_descriptor_close(fd);
+    if (unwanted)
+        soft_stream_refuse(stream, "descriptors came that nobody asked for");
     return got;
 }
 
@@ -57,8 +38,8 @@ static ssize_t receive(struct soft_stream *stream)
     ssize_t got;
 
     do
-        got = stream->is_unix && stream->stage == SOFT_GREETING ? receive_with_descriptor(stream, to, room)
-                                                                : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
+        got = stream->is_unix ? receive_with_descriptors(stream, to, room)
+                              : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
     if (got > 0) {
         stream->in_end += (uint32_t)got;
@@ -286,6 +267,8 @@ bool soft_stream_receive(struct soft_stream *stream)
                               got ? strerror(errno) : "the peer closed the connection");
             return true;
         }
+        if (stream->refusal)
+            break; /* for what came beside the bytes */
         handle(stream, &left);
         if ((uint32_t)got < room)
             break; /* there was no more */

@@ -45,6 +45,14 @@ void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage)
     soft_mutex_give(&stream->tx);
 }
 
+static void hang_up(int fd, bool is_unix)
+{
+    if (is_unix)
+        soft_descriptor_hang_up(fd);
+    else
+        soft_descriptor_close(fd);
+}
+
 int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum soft_stage stage)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -66,7 +74,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     if (!stream->in || !stream->out || epoll_ctl(fabric->epoll, EPOLL_CTL_ADD, fd, &event)) {
         int error = stream->in && stream->out ? errno : ENOMEM;
 
-        soft_descriptor_close(fd);
+        hang_up(fd, is_unix);
         return error;
     }
     if (is_unix) /* TCP finds out by itself what it needs */
@@ -177,7 +185,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     }
     soft_mutex_give(&stream->tx);
     epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
-    soft_descriptor_close(fd);
+    hang_up(fd, stream->is_unix);
     if (link) {
         struct grace_reader *grace = grace_enter();
 

@@ -619,6 +619,10 @@ cdef extern from "soft_device.h" nogil:
     uint32_t soft_fork_count()
 
 
+cdef extern from "soft_descriptors.h" nogil:
+    void soft_descriptor_discard(int)
+
+
 cdef extern from "soft_fault.h" nogil:
     enum soft_verb:
         SOFT_ANY_VERB

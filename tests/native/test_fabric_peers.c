@@ -157,12 +157,13 @@ static void send_with_descriptors(int fd, void *byte, int passed, unsigned int c
     CHECK_EQ(sendmsg(fd, &message, MSG_NOSIGNAL), 1);
 }
 
-/* Each byte of HELLO comes with some. None is kept when nobody offered to move data directly, nor afterwards. */
+/* All that come where none is asked for are closed, and the stream with them: in HELLO, behind it, and in what nobody
+ * reads any more. */
 static void descriptors_that_nobody_asked_for(void)
 {
-    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
+    unsigned int before, each;
+    uint8_t hello[SOFT_HELLO_SIZE];
     struct soft_hello said = {.flags = 0};
-    unsigned int before, each, i;
     int fd;
 
     open_all();
@@ -171,19 +172,92 @@ static void descriptors_that_nobody_asked_for(void)
     soft_hello_pack(&said, hello);
     for (each = 1; each <= 8; each++) {
         fd = raw_connect(b);
-        for (i = 0; i < sizeof(hello); i++)
-            send_with_descriptors(fd, hello + i, fd, each);
-        CHECK(raw_read(fd, welcome, sizeof(welcome)));
-        CHECK_EQ(open_descriptors(), before + 2); /* both ends */
+        send_with_descriptors(fd, hello, fd, each);
+        CHECK(raw_is_closed(fd));
+        CHECK(last_reason_is(b, "descriptors came that nobody asked for"));
         close(fd);
         EVENTUALLY(open_descriptors() == before);
-        fd = raw_connect(b); /* one that goes away in the middle; b has none of its socket, or would wait for it */
-        for (i = 0; i < sizeof(hello) / 2; i++)
-            send_with_descriptors(fd, hello + i, STDERR_FILENO, each);
-        EVENTUALLY(stats_of(b).streams == 2);
+        fd = raw_open(b);
+        send_with_descriptors(fd, hello, STDERR_FILENO, each);
+        CHECK(raw_is_closed(fd));
         close(fd);
         EVENTUALLY(open_descriptors() == before);
     }
+    CHECK_EQ(stats_of(b).refused_peers + stats_of(b).refused_frames, 16);
+    close_all();
+}
+
+/* A socket whose last close takes longer than any test. */
+static int lingering(int *other)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    static const struct linger for_long = {1, 3 * WAIT_S};
+    socklen_t size = sizeof(address);
+    static uint8_t data[65536];
+
+    REQUIRE_EQ(bind(listener, (struct sockaddr *)&address, size), 0);
+    REQUIRE_EQ(listen(listener, 1), 0);
+    REQUIRE_EQ(getsockname(listener, (struct sockaddr *)&address, &size), 0);
+    REQUIRE_EQ(connect(fd, (struct sockaddr *)&address, size), 0);
+    *other = accept(listener, NULL, NULL);
+    REQUIRE(*other >= 0);
+    close(listener);
+    while (send(fd, data, sizeof(data), MSG_DONTWAIT) > 0)
+        ;
+    REQUIRE_EQ(setsockopt(fd, SOL_SOCKET, SO_LINGER, &for_long, sizeof(for_long)), 0);
+    return fd;
+}
+
+/* Whose last close waits keeps nobody waiting, wherever it comes. */
+static void descriptors_whose_close_waits(void)
+{
+    enum { GREETING, SEVERAL, OPEN, UNREAD, WAYS };
+    static const union ibv_gid stranger = {.raw = {7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7}}; /* raw_hello's */
+    struct soft_hello said = {.flags = 0};
+    uint8_t hello[SOFT_HELLO_SIZE];
+    struct soft_entry listener;
+    struct node *nobody;
+    unsigned int before, way;
+    int fd, passed, other;
+    uint64_t begin;
+
+    open_all();
+    before = open_descriptors();
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    for (way = GREETING; way < WAYS; way++) {
+        fd = way < OPEN ? raw_connect(b) : raw_open(b);
+        if (way == UNREAD) {
+            EVENTUALLY(stats_of(b).accepted == 3);
+            CHECK_EQ(soft_fabric_stall(&b->device, &stranger, true), 1);
+        }
+        passed = lingering(&other);
+        send_with_descriptors(fd, hello, passed, way == SEVERAL ? 8 : 1);
+        close(passed); /* the last one is on its way */
+        if (way == UNREAD)
+            CHECK_EQ(soft_fabric_cut(&b->device, &stranger), 1);
+        CHECK(raw_is_closed(fd));
+        close(fd);
+        sender_want(&honest, IBV_WR_SEND, 1, 100);
+        EVENTUALLY(a->responses == 2 + way);
+        EVENTUALLY(open_descriptors() == before + 1);
+        close(other);
+    }
+    /* One that was not accepted before the listener is closed. */
+    nobody = node_open();
+    listen_by_hand(nobody, &listener);
+    fd = raw_connect(nobody);
+    passed = lingering(&other);
+    send_with_descriptors(fd, hello, passed, 1);
+    close(passed);
+    begin = now_ns();
+    soft_directory_leave(&listener);
+    CHECK(now_ns() - begin < 2 * WAIT_S * 1000000000ull);
+    close(fd);
+    close(other);
+    node_close(nobody);
     close_all();
 }
 
@@ -529,7 +603,7 @@ static void a_peer_that_cannot_write(void)
 }
 
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
-                CASE(frames_that_are_none), CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames),
-                CASE(reasons_are_kept), CASE(secrets),
-                CASE(who_connects_proves_first), CASE(a_peer_of_another_version), CASE(a_peer_that_does_not_prove),
-                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))
+                CASE(descriptors_whose_close_waits), CASE(frames_that_are_none),
+                CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
+                CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
+                CASE(a_peer_that_does_not_prove), CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

@@ -7,12 +7,16 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include "soft_descriptors.h"
 #include "soft_sync.h"
 
-enum { AT_ONCE = 16 }; /* in one turn */
+enum {
+    AT_ONCE = 16, /* in one turn */
+    ASKED = 8,    /* how many queue pairs are looked for, to find one stream that may give way */
+};
 
 void soft_tcp_options(int fd)
 {
@@ -107,6 +111,57 @@ bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
     return first;
 }
 
+/* So many streams of each kind are served: half of the descriptors that the process may have are for them (and for one
+ * more for each process that moves data itself), and the others are the application's. */
+static uint32_t most_served(void)
+{
+    struct rlimit limit;
+
+    if (getrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur / 4 > SOFT_MAX_SERVED)
+        return SOFT_MAX_SERVED;
+    return limit.rlim_cur / 4 ? (uint32_t)(limit.rlim_cur / 4) : 1;
+}
+
+/* The stream of this kind whose time has been over for longest. */
+static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_kind kind, uint64_t now)
+{
+    struct soft_stream *stream, *first = NULL;
+
+    for (stream = fabric->streams; stream; stream = stream->next) {
+        uint64_t patience = is_unfinished(stream->stage) ? SOFT_HANDSHAKE_NS - SOFT_PATIENCE_NS : 0;
+
+        if (soft_stream_kind(stream) == kind && stream->deadline <= now + patience &&
+            (!first || stream->deadline < first->deadline))
+            first = stream;
+    }
+    return first;
+}
+
+/* Whether one more stream of this kind may be served, for which somebody waits. Where there are as many as may be, one
+ * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS; its peer connects again when it has
+ * something to send. One that a queue pair is connected to has as much time again before it is asked about anew. */
+static bool make_room(struct soft_fabric *fabric, enum soft_kind kind)
+{
+    uint64_t now = soft_now_ns();
+    struct soft_stream *stream;
+    unsigned int asked;
+
+    if (fabric->streams_of[kind] < most_served())
+        return true;
+    for (asked = 0; asked < ASKED && (stream = find_overdue(fabric, kind, now)); asked++) {
+        struct grace_reader *grace = grace_enter();
+        bool expected = stream->stage == SOFT_OPEN && fabric->user->expects(stream);
+
+        grace_leave(grace);
+        if (!expected) {
+            soft_stream_close(stream, SOFT_END_REFUSED_PEER, "no queue pair is connected to it, and another one waits");
+            return true;
+        }
+        stream->deadline = now + SOFT_HANDSHAKE_NS;
+    }
+    return false;
+}
+
 /* ---- Who may ------------------------------------------------------------------------------------------------- */
 
 /* NULL, or why the peer may not be one. */
@@ -167,9 +222,11 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
 
     assert_held(&fabric->progress);
     for (count = 0; count < AT_ONCE; count++) {
-        if (fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES && !is_waited_at(listener))
+        bool full = fabric->streams_of[kind] >= most_served();
+
+        if ((full || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) && !is_waited_at(listener))
             return;
-        if (!soft_handshake_make_place(fabric, kind)) {
+        if (!soft_handshake_make_place(fabric, kind) || !make_room(fabric, kind)) {
             set_rest(fabric, kind, true);
             return;
         }

@@ -39,6 +39,8 @@ struct soft_fabric_user {
     void (*batch_ends)(struct soft_stream *from);
     /* It waited for room or for the connection, and waits no more: it tries again. */
     void (*kick)(struct soft_qp *qp);
+    /* In a grace section: whether a queue pair is connected to the peer. */
+    bool (*expects)(const struct soft_stream *from);
 };
 
 extern const struct soft_fabric_user soft_remote_user;

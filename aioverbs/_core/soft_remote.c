@@ -293,4 +293,22 @@ static void kick(struct soft_qp *qp)
     soft_kick(qp);
 }
 
-const struct soft_fabric_user soft_remote_user = {request, soft_answered, batch_ends, kick};
+static bool expects(const struct soft_stream *stream)
+{
+    struct soft_device *device = soft_stream_device(stream);
+    uint32_t number, end = soft_table_end(&device->qps);
+    bool found = false;
+
+    for (number = SOFT_FIRST_QPN; number < end && !found; number++) {
+        struct soft_qp *qp = soft_table_find(&device->qps, number);
+
+        if (!qp || qp->qp.qp_type == IBV_QPT_UD)
+            continue;
+        soft_lock_take(&qp->rq_lock);
+        found = soft_listens(qp) && !qp->leads_here && soft_stream_is_from(stream, &qp->attr.ah_attr.grh.dgid);
+        soft_lock_give(&qp->rq_lock);
+    }
+    return found;
+}
+
+const struct soft_fabric_user soft_remote_user = {request, soft_answered, batch_ends, kick, expects};

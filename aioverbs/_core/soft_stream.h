@@ -29,8 +29,8 @@ _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SO
 #define SOFT_HANDSHAKE_NS 2000000000u
 #define SOFT_PATIENCE_NS 500000000u /* that a handshake has for itself, however many others wait for its place */
 #define SOFT_MAX_HANDSHAKES 256u    /* of each kind of streams at a time, like the next one */
-#define SOFT_MAX_SERVED 4096u
-#define SOFT_LINGER_NS 1000000000u /* how long a link stays connected that nobody uses */
+#define SOFT_MAX_SERVED 4096u       /* and no more than a quarter of the descriptors that the process may have */
+#define SOFT_LINGER_NS 1000000000u  /* how long a link stays connected that nobody uses */
 #define SOFT_TURN_BYTES SOFT_OUT_REQUEST
 
 /* What epoll tells of; embedded first. */
@@ -72,7 +72,7 @@ struct soft_stream {
     enum soft_stage stage;             /* both */
     bool is_unix;                      /* progress, like the next eleven */
     struct soft_stream *next, **place; /* of fabric->streams */
-    uint64_t deadline;                 /* of the handshake, CLOCK_MONOTONIC */
+    uint64_t deadline;                 /* of the handshake; served and open: till then it gives way to nobody */
     union ibv_gid peer[2];
     uint32_t pid, uid;
     int came_fd;   /* came beside the first bytes: served: of leases; link: of licences; or -1 */

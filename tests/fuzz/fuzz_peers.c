@@ -416,7 +416,12 @@ static void on_kick(struct soft_qp *qp)
     (void)qp; /* who sends tries again by himself */
 }
 
-static const struct soft_fabric_user hostile = {on_request, on_response, on_batch, on_kick};
+static bool is_expected(const struct soft_stream *from)
+{
+    return soft_stream_gid(from, 0)->raw[15] & 1;
+}
+
+static const struct soft_fabric_user hostile = {on_request, on_response, on_batch, on_kick, is_expected};
 
 /* ---- The device's user ------------------------------------------------------------------------------------- */
 

@@ -72,7 +72,12 @@ static void on_kick(struct soft_qp *qp)
     (void)qp;
 }
 
-static const struct soft_fabric_user user = {on_request, on_response, on_batch, on_kick};
+static bool is_expected(const struct soft_stream *from)
+{
+    return soft_stream_gid(from, 0)->raw[15] & 1;
+}
+
+static const struct soft_fabric_user user = {on_request, on_response, on_batch, on_kick, is_expected};
 
 /* The fabric without its thread: soft_fabric_look is called from here. */
 int LLVMFuzzerInitialize(int *argc, char ***argv)

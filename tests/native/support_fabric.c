@@ -104,7 +104,12 @@ static void on_kick(struct soft_qp *qp)
     go_on(sender);
 }
 
-static const struct soft_fabric_user user = {on_request, on_response, on_batch, on_kick};
+static bool is_expected(const struct soft_stream *from)
+{
+    return atomic_load(&node_of(from)->expects);
+}
+
+static const struct soft_fabric_user user = {on_request, on_response, on_batch, on_kick, is_expected};
 
 struct node *node_open_at(const union ibv_gid gids[2], uint16_t port)
 {

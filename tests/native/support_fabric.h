@@ -16,6 +16,7 @@ struct node {
     atomic_uint requests, responses, batches, wrong; /* how many came; how many had other data than their sender's */
     atomic_ullong bytes;
     atomic_bool deaf;       /* it does not answer */
+    atomic_bool expects;    /* a queue pair is connected to whoever is there */
     unsigned int leads[64]; /* written under progress: how many came from each queue pair number below 64 */
     unsigned int lead;      /* the largest distance between two of `leads` below `of`, so far */
     unsigned int of;

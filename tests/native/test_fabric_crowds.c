@@ -152,7 +152,7 @@ static void silent_peers_that_are_looked_for(void)
     free(silent);
 }
 
-/* Both ends of each are this process's. */
+/* As many as may be, and both ends of each are this process's. */
 static unsigned int allowed_pairs(unsigned int most)
 {
     struct rlimit limit;
@@ -160,7 +160,7 @@ static unsigned int allowed_pairs(unsigned int most)
     REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
     limit.rlim_cur = limit.rlim_max;
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
-    return limit.rlim_cur < 2 * most + 100 ? (unsigned int)(limit.rlim_cur - 100) / 2 : most;
+    return limit.rlim_cur < 4 * most ? (unsigned int)limit.rlim_cur / 4 : most; /* that are served */
 }
 
 /* All of them come while nobody is let in, and none is turned away. */
@@ -197,5 +197,56 @@ static void honest_peers_wait_and_all_get_in(void)
     close_both();
 }
 
+/* Those that are served are old, and another one waits. */
+static void accept_late(struct node *node)
+{
+    struct soft_fabric *fabric = node->device.fabric;
+    struct soft_stream *stream;
+
+    pthread_mutex_lock(&fabric->progress);
+    for (stream = fabric->streams; stream; stream = stream->next)
+        stream->deadline = 1;
+    soft_fabric_accept(fabric, &fabric->unix_watch);
+    pthread_mutex_unlock(&fabric->progress);
+}
+
+/* Those who have said who they are, and nothing more, leave most of the process's descriptors to it. Who comes after
+ * them waits, and is let in by the first one that no queue pair is connected to. */
+static void idle_peers_leave_descriptors(void)
+{
+    enum { LIMIT = 200, MOST = LIMIT / 4, HIGHEST = 2 * MOST + 100 };
+    struct rlimit before, limit;
+    int fds[MOST], fd;
+    unsigned int i;
+
+    REQUIRE(HIGHEST <= LIMIT && grace_ready());
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    limit = (struct rlimit){LIMIT, before.rlim_max};
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    atomic_store(&b->expects, true);
+    for (i = 0; i < MOST; i++)
+        fds[i] = raw_open(b);
+    EVENTUALLY(stats_of(b).accepted == MOST);
+    fd = raw_connect(b);
+    accept_late(b);
+    CHECK_EQ(stats_of(b).streams, MOST); /* queue pairs are connected to all of them */
+    CHECK_EQ(stats_of(b).refused_peers, 0);
+    atomic_store(&b->expects, false);
+    accept_late(b);
+    CHECK(last_reason_is(b, "no queue pair is connected to it, and another one waits"));
+    CHECK_EQ(stats_of(b).refused_peers, 1);
+    CHECK_EQ(stats_of(b).streams, MOST);
+    close(fd);
+    for (i = 0; i < MOST; i++)
+        close(fds[i]);
+    close_both();
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
 CHECK_MAIN_ONCE(CASE(silent_peers_keep_nobody_out), CASE(silent_peers_of_the_network),
-                CASE(silent_peers_that_are_looked_for), CASE(honest_peers_wait_and_all_get_in))
+                CASE(silent_peers_that_are_looked_for), CASE(honest_peers_wait_and_all_get_in),
+                CASE(idle_peers_leave_descriptors))

@@ -276,7 +276,13 @@ static void no_kick(struct soft_qp *qp)
     (void)qp;
 }
 
-static const struct soft_fabric_user movers = {move_request, move_response, nothing_to_do, no_kick};
+static bool is_expected(const struct soft_stream *from)
+{
+    (void)from;
+    return true;
+}
+
+static const struct soft_fabric_user movers = {move_request, move_response, nothing_to_do, no_kick, is_expected};
 
 static void serve_directly(void)
 {

@@ -188,6 +188,8 @@ static int connect_to(struct soft_link *link, const struct sockaddr *address, so
     return error;
 }
 
+/* Over TCP only where this device has an address itself: whoever tells us a GID, as an offer does, would else have any
+ * process connect to where he likes. */
 static void connect_link(struct soft_link *link)
 {
     struct soft_fabric *fabric = link->stream.fabric;
@@ -199,7 +201,11 @@ static void connect_link(struct soft_link *link)
     if (!error)
         error = connect_to(link, (struct sockaddr *)&path, sizeof(path));
     if (error == ENOENT || error == ECONNREFUSED) {
-        size = soft_gid_address(&link->remote, fabric->port ? fabric->port : SOFT_PORT, &address);
+        size = soft_gid_address(&link->remote, fabric->port, &address);
+        if (size && !fabric->port) {
+            failed(link, "it is at an address, and this device has none: AIOVERBS_SOFT_ADDRESS gives it one");
+            return;
+        }
         error = size ? connect_to(link, (struct sockaddr *)&address, size) : ENOENT;
     }
     if (error)

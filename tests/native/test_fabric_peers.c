@@ -585,7 +585,7 @@ static void a_peer_that_cannot_write(void)
     REQUIRE_EQ(bind(listener, (struct sockaddr *)&address, size), 0);
     REQUIRE_EQ(listen(listener, 1), 0);
     REQUIRE_EQ(getsockname(listener, (struct sockaddr *)&address, &size), 0);
-    a = node_open();
+    a = node_with_port(free_port());
     b = node_with_port(ntohs(address.sin_port));
     sender_open(&looking, a, &b->device.gids[1], 5);
     sender_want(&looking, IBV_WR_SEND, 1, 0);

@@ -326,7 +326,7 @@ static void over_tcp(void)
     CHECK_EQ(soft_fabric_listen(&other->device), EADDRINUSE);
     CHECK_EQ(files_in(directory()), 2);
     new_directory();
-    near = node_open();
+    near = node_with_port(free_port());
     sender_open(&sender, near, &far->device.gids[1], 5);
     sender_want(&sender, IBV_WR_RDMA_WRITE, 200, SOFT_FRAGMENT);
     CHECK(sender_finish(&sender));
@@ -347,6 +347,34 @@ static void over_tcp(void)
     node_close(near);
     node_close(far);
     node_close(other);
+    CHECK_EQ(rmdir(directory()), 0);
+    CHECK_EQ(rmdir(first), 0);
+}
+
+/* Whoever tells it a GID cannot have it connect to where he likes. */
+static void without_an_address_nothing_is_connected_over_tcp(void)
+{
+    struct node *near, *far;
+    struct soft_stream_stats stream;
+    struct sender sender;
+    char first[64];
+
+    new_directory();
+    strcpy(first, directory());
+    far = node_with_port(free_port());
+    REQUIRE_EQ(soft_fabric_listen(&far->device), 0);
+    new_directory();
+    near = node_open();
+    sender_open(&sender, near, &far->device.gids[1], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    EVENTUALLY(sender.error == EHOSTUNREACH || atomic_load(&near->responses));
+    CHECK_EQ(near->responses + far->requests, 0);
+    CHECK_EQ(stats_of(far).accepted, 0);
+    CHECK_EQ(soft_fabric_get_streams(&near->device, &stream, 1), 1);
+    CHECK(strstr(stream.reason, "this device has none: AIOVERBS_SOFT_ADDRESS") != NULL);
+    sender_close(&sender);
+    node_close(near);
+    node_close(far);
     CHECK_EQ(rmdir(directory()), 0);
     CHECK_EQ(rmdir(first), 0);
 }
@@ -408,7 +436,8 @@ static void gids_that_lead_nowhere(void)
 }
 
 CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(defaults), CASE(what_the_dead_left_is_replaced),
-                CASE(what_is_not_ours_is_left), CASE(over_tcp), CASE(an_address_is_listened_at_when_it_is_opened),
-                CASE(gids_that_lead_nowhere), CASE(directories_that_are_not_ours_alone),
-                CASE(a_shared_directory_keeps_each_users_sockets), CASE(a_link_in_the_sockets_place_is_not_followed),
+                CASE(what_is_not_ours_is_left), CASE(over_tcp), CASE(without_an_address_nothing_is_connected_over_tcp),
+                CASE(an_address_is_listened_at_when_it_is_opened), CASE(gids_that_lead_nowhere),
+                CASE(directories_that_are_not_ours_alone), CASE(a_shared_directory_keeps_each_users_sockets),
+                CASE(a_link_in_the_sockets_place_is_not_followed),
                 CASE(a_gid_that_is_listed_for_a_user_is_no_other_users))

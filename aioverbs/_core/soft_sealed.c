@@ -2,8 +2,10 @@
 #include "soft_sealed.h"
 
 #include <errno.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "soft_descriptors.h"
@@ -30,7 +32,12 @@ int soft_sealed_make(const char *name, off_t bytes, int more)
 off_t soft_sealed_bytes(int fd)
 {
     struct stat found;
+    struct statfs home;
     int seals = fcntl(fd, F_GET_SEALS);
 
-    return seals < 0 || (seals & SETTLED) != SETTLED || fstat(fd, &found) ? -1 : found.st_size;
+    /* One of huge pages has a size that is settled, and yet no memory where none of these is left. */
+    if (seals < 0 || (seals & SETTLED) != SETTLED || fstat(fd, &found) || fstatfs(fd, &home) ||
+        home.f_type == HUGETLBFS_MAGIC)
+        return -1;
+    return found.st_size;
 }

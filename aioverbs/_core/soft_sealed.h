@@ -13,7 +13,7 @@
  * seals besides: F_SEAL_SEAL, where none is to come later. */
 int soft_sealed_make(const char *name, off_t bytes, int more);
 
-/* How many bytes one has; -1: it is no such file. */
+/* How many bytes one has; -1: it is no such file, or one of huge pages, of which none may be left. */
 off_t soft_sealed_bytes(int fd);
 
 #endif

@@ -13,6 +13,7 @@
 
 #include "alloc.h"
 #include "soft.h"
+#include "soft_sealed.h"
 #include "soft_shared.h"
 
 #define KEY 0x1122334455667788ull
@@ -113,6 +114,21 @@ static void files_that_are_none(void)
     }
     CHECK_REFUSED(soft_import_shpd(shared.home.context, -1, KEY), ENOENT); /* as opening /proc/self/fd/-1 says */
     shared_close(&shared);
+}
+
+/* Its size is settled, but its memory is not: none may be left when it is touched. */
+static void files_of_huge_pages(void)
+{
+    int fd = memfd_create("likeness", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
+    struct stat own;
+
+    if (fd < 0)
+        return; /* this kernel has none */
+    REQUIRE_EQ(fstat(fd, &own), 0);
+    REQUIRE_EQ(ftruncate(fd, own.st_blksize), 0);
+    REQUIRE_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+    CHECK_EQ(soft_sealed_bytes(fd), -1);
+    close(fd);
 }
 
 static void it_cannot_be_cut_short(void)
@@ -486,6 +502,7 @@ static void a_child_has_none_of_it(void)
     shared_close(&shared);
 }
 
-CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(it_cannot_be_cut_short), CASE(no_slot_is_left), CASE(no_key_is_left),
-                CASE(no_memory_is_left), CASE(closed_with_a_piece_out), CASE(what_they_leave_is_cleared),
-                CASE(nobody_waits_for_ever), CASE(regions_go_under_fire), CASE(a_child_has_none_of_it))
+CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(files_of_huge_pages), CASE(it_cannot_be_cut_short),
+                CASE(no_slot_is_left), CASE(no_key_is_left), CASE(no_memory_is_left), CASE(closed_with_a_piece_out),
+                CASE(what_they_leave_is_cleared), CASE(nobody_waits_for_ever), CASE(regions_go_under_fire),
+                CASE(a_child_has_none_of_it))

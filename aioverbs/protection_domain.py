@@ -206,6 +206,10 @@ class SharedProtectionDomain(Resource):
         made of this device; on the software device all memory of `ProtectionDomain.shared_memory`.
         After a cancellation or an error other than a refusal the socket is of no more use.
 
+        The request proves that somebody knows the key who asked somewhere, and not that it is who holds this socket: a
+        process that others ask for the domain can pass their request on, and is given what they asked for. So know by
+        other means whose socket it is, as by its path's directory or by SO_PEERCRED.
+
         :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read
             and written by nobody else meanwhile.
         :raises VerbsError: the peer was refused, and told so: with ENOENT, EACCES or EXDEV for another id, key or

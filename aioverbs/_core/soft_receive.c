@@ -18,14 +18,39 @@
 #define TURN_BYTES (1 << 20)
 #define FRAME_COST 4096
 
+#if !defined(SO_PASSRIGHTS) && defined(SO_ZEROCOPY) && SO_ZEROCOPY == 60 /* the numbers of most architectures */
+#define SO_PASSRIGHTS 83
+#endif
+
+/* After the handshake no descriptors are to come. A kernel that knows SO_PASSRIGHTS (since 6.16) refuses those that are
+ * sent from there on. What was sent before may still be on its way, until nothing is left to read once: sending looks at
+ * the option and queues under the lock under which reading finds the queue empty. */
+static void end_rights(struct soft_stream *stream)
+{
+#ifdef SO_PASSRIGHTS
+    static const int none = 0;
+
+    if (stream->rights == SOFT_RIGHTS_COME)
+        stream->rights = setsockopt(stream->watch.fd, SOL_SOCKET, SO_PASSRIGHTS, &none, sizeof(none)) ? SOFT_RIGHTS_STAY
+                                                                                                      : SOFT_RIGHTS_END;
+#else
+    stream->rights = SOFT_RIGHTS_STAY;
+#endif
+}
+
 /* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
  * close what comes nevertheless, in this thread. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
+    int *kept = stream->stage == SOFT_GREETING ? &stream->came_fd : NULL;
     bool unwanted = false;
-    ssize_t got = soft_descriptors_receive(stream->watch.fd, to, size,
-                                           stream->stage == SOFT_GREETING ? &stream->came_fd : NULL, &unwanted);
+    ssize_t got;
 
+    if (stream->stage == SOFT_OPEN)
+        end_rights(stream);
+    got = soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_END)
+        stream->rights = SOFT_RIGHTS_ENDED;
     if (unwanted)
         soft_stream_refuse(stream, "descriptors came that nobody asked for");
     return got;
@@ -38,8 +63,8 @@ static ssize_t receive(struct soft_stream *stream)
     ssize_t got;
 
     do
-        got = stream->is_unix ? receive_with_descriptors(stream, to, room)
-                              : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
+        got = stream->is_unix && stream->rights != SOFT_RIGHTS_ENDED ? receive_with_descriptors(stream, to, room)
+                                                                     : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
     if (got > 0) {
         stream->in_end += (uint32_t)got;
@@ -270,7 +295,7 @@ bool soft_stream_receive(struct soft_stream *stream)
         if (stream->refusal)
             break; /* for what came beside the bytes */
         handle(stream, &left);
-        if ((uint32_t)got < room)
+        if ((uint32_t)got < room && stream->rights != SOFT_RIGHTS_END)
             break; /* there was no more */
     }
     if (stream->refusal) {

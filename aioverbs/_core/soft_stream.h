@@ -87,7 +87,9 @@ struct soft_stream {
     bool paused;           /* both. Served: no room for answers, so no requests are taken */
     bool stalled;          /* both: nothing is read, by order */
     bool unfinished;       /* both: its turn was over before all frames were handled that are at hand */
-    atomic_bool direct;    /* written under progress; read by who sends */
+    /* Progress. Descriptors may come over a Unix socket; the kernel cannot refuse them; it does; none is left. */
+    enum { SOFT_RIGHTS_COME, SOFT_RIGHTS_STAY, SOFT_RIGHTS_END, SOFT_RIGHTS_ENDED } rights;
+    atomic_bool direct; /* written under progress; read by who sends */
     char why_not_direct[64];
     char reason[96]; /* progress: why it ended last */
     int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */

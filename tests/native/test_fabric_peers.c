@@ -141,7 +141,8 @@ static unsigned int open_descriptors(void)
     return count;
 }
 
-static void send_with_descriptors(int fd, void *byte, int passed, unsigned int count)
+/* Whether they went: the kernel may know that the other side takes none. */
+static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int count)
 {
     union {
         struct cmsghdr header;
@@ -154,7 +155,10 @@ static void send_with_descriptors(int fd, void *byte, int passed, unsigned int c
     REQUIRE(count <= 8);
     while (count--)
         memcpy(CMSG_DATA(&control.header) + count * sizeof(int), &passed, sizeof(passed));
-    CHECK_EQ(sendmsg(fd, &message, MSG_NOSIGNAL), 1);
+    if (sendmsg(fd, &message, MSG_NOSIGNAL) == 1)
+        return true;
+    CHECK_EQ(errno, EPERM);
+    return false;
 }
 
 /* All that come where none is asked for are closed, and the stream with them: in HELLO, behind it, and in what nobody
@@ -172,18 +176,16 @@ static void descriptors_that_nobody_asked_for(void)
     soft_hello_pack(&said, hello);
     for (each = 1; each <= 8; each++) {
         fd = raw_connect(b);
-        send_with_descriptors(fd, hello, fd, each);
+        CHECK(send_with_descriptors(fd, hello, fd, each));
         CHECK(raw_is_closed(fd));
         CHECK(last_reason_is(b, "descriptors came that nobody asked for"));
         close(fd);
         EVENTUALLY(open_descriptors() == before);
         fd = raw_open(b);
-        send_with_descriptors(fd, hello, STDERR_FILENO, each);
-        CHECK(raw_is_closed(fd));
+        CHECK(!send_with_descriptors(fd, hello, STDERR_FILENO, each) || raw_is_closed(fd));
         close(fd);
         EVENTUALLY(open_descriptors() == before);
     }
-    CHECK_EQ(stats_of(b).refused_peers + stats_of(b).refused_frames, 16);
     close_all();
 }
 
@@ -222,6 +224,7 @@ static void descriptors_whose_close_waits(void)
     unsigned int before, way;
     int fd, passed, other;
     uint64_t begin;
+    bool sent;
 
     open_all();
     before = open_descriptors();
@@ -234,11 +237,14 @@ static void descriptors_whose_close_waits(void)
         if (way == UNREAD)
             CHECK_EQ(soft_fabric_stall(&b->device, &stranger, true), 1);
         passed = lingering(&other);
-        send_with_descriptors(fd, hello, passed, way == SEVERAL ? 8 : 1);
+        sent = send_with_descriptors(fd, hello, passed, way == SEVERAL ? 8 : 1);
+        CHECK(sent || way >= OPEN);
+        if (!sent)
+            CHECK_EQ(setsockopt(passed, SOL_SOCKET, SO_LINGER, &(struct linger){0}, sizeof(struct linger)), 0);
         close(passed); /* the last one is on its way */
         if (way == UNREAD)
             CHECK_EQ(soft_fabric_cut(&b->device, &stranger), 1);
-        CHECK(raw_is_closed(fd));
+        CHECK(!sent || raw_is_closed(fd));
         close(fd);
         sender_want(&honest, IBV_WR_SEND, 1, 100);
         EVENTUALLY(a->responses == 2 + way);
@@ -250,7 +256,7 @@ static void descriptors_whose_close_waits(void)
     listen_by_hand(nobody, &listener);
     fd = raw_connect(nobody);
     passed = lingering(&other);
-    send_with_descriptors(fd, hello, passed, 1);
+    CHECK(send_with_descriptors(fd, hello, passed, 1));
     close(passed);
     begin = now_ns();
     soft_directory_leave(&listener);

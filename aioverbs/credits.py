@@ -19,14 +19,14 @@ class Credits:
     :param ours: those that this end keeps posted.
     """
 
-    __slots__ = ("_ours", "_theirs", "_update_at", "free", "owed")
+    __slots__ = ("_left", "_theirs", "_update_at", "free", "owed")
 
     def __init__(self, theirs: int, ours: int) -> None:
         for count in (theirs, ours):
             if not 3 <= count <= CREDITS_MOST:
                 raise ValueError(f"an end of a connection has from 3 to {CREDITS_MOST} receives posted, not {count}")
         self._theirs = theirs
-        self._ours = ours
+        self._left = ours  # messages that the peer may send, for all that it was given back
         self._update_at = (ours + 1) // 2  # 2 at least, or two ends would tell each other of nothing else for ever
         self.free = theirs  # messages that may be sent
         self.owed = 0  # of the peer's: those that were taken in and not given back
@@ -46,12 +46,14 @@ class Credits:
         assert self.free > 0
         self.free -= 1
         owed, self.owed = self.owed, 0
+        self._left += owed
         return owed
 
     def untake(self, returned: int) -> None:
         """The message was not sent."""
         self.free += 1
         self.owed += returned
+        self._left -= returned  # nothing has arrived since they were taken
 
     def came(self, count: int) -> None:
         """The peer gave so many back.
@@ -62,7 +64,16 @@ class Credits:
             raise ValueError(f"it gives back {count} credits and had {self._theirs - self.free}")
         self.free += count
 
+    def arrived(self) -> None:
+        """A message of the peer's came. Each is `consumed` later, once: so no more of them lie here, or are owed, than
+        there are credits, whatever the peer sends.
+
+        :raises ValueError: it had no credit for that.
+        """
+        if self._left <= 0:
+            raise ValueError("it sends a message for which it has no credit")
+        self._left -= 1
+
     def consumed(self) -> None:
-        """A message was taken in, and its receive is posted again."""
-        assert self.owed < self._ours
+        """A message that arrived was taken in, and its receive is posted again."""
         self.owed += 1

@@ -268,6 +268,8 @@ class Grants:
     def _granted(self, number: int, notice: GrantNotice) -> None:
         if number in self._taken or len(self._taken) >= self._most:
             raise ValueError(f"it grants {number} where {len(self._taken)} of {self._most} are granted")
+        if self._traffic.is_to_be_told(FrameKind.REVOKED, number):
+            raise ValueError(f"it grants {number} again, and was not told yet that this end let go of that")
         granted = Granted(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
         self._taken[number] = granted
         self.revoked.pop(notice.rkey, None)

@@ -20,6 +20,7 @@ from aioverbs.errors import (
     BrokenResourceError,
     BusyResourceError,
     ClosedResourceError,
+    ConcurrentAccessError,
     DeviceRemovedError,
     StateError,
     VerbsError,
@@ -70,7 +71,8 @@ class Traffic:
 
     Each message takes a receive of the peer's, of which it has as many as the peer has posted: none is ever told to
     wait (RNR). A receive is posted again as soon as its bytes are copied; its credit goes back when the user took the
-    message, so that who does not read is sent no more.
+    message, so that who does not read is sent no more. A peer that sends without a credit breaks the connection: what
+    lies here unread is no more than its receives hold, and a message that is being put together.
 
     Until `begin` whole messages go as they are, for the handshake of queue pairs that were connected by other means.
 
@@ -109,7 +111,7 @@ class Traffic:
         self.fragment = 0  # bytes of a message that fit the buffers of both
         self._lock = asyncio.Lock()  # of messages that take more than one step
         self._waiter: asyncio.Future[None] | None = None  # who waits for a credit
-        self._controls: deque[tuple[int, bool]] = deque()  # that wait for a credit
+        self._controls: dict[int, bool] = {}  # headers that wait for a credit, each once, and whether they are fenced
         self._kept: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
         self._assembly = Assembly(settings.max_message)
         self._deferred = 0  # credits of fragments that came while the user had messages to read
@@ -178,11 +180,18 @@ class Traffic:
         kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
         self.broken = kind(f"the connection with {self.peer} is broken: {why}")
         self.broken.__cause__ = cause
-        with contextlib.suppress(ClosedResourceError, VerbsError, AffinityError):
-            if self.qp._work is not None and self.qp._work.broken is None:
-                self.qp.to_error()
+        self._end_queue_pair()
         self.inbox._close(self.broken)
         self._wake_all()
+
+    def _end_queue_pair(self) -> None:
+        try:
+            if self.qp._work is not None and self.qp._work.broken is None:
+                self.qp.to_error()
+        except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
+            self._loop.call_soon(self._end_queue_pair)
+        except (ClosedResourceError, VerbsError, AffinityError):
+            return  # it has ended, or its loop has
 
     def close(self) -> None:
         """It is being closed here."""
@@ -225,6 +234,7 @@ class Traffic:
         if funds is None or self._early:
             return self._arrived_early(receive, received.byte_len)
         try:
+            funds.arrived()
             if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS and not self.ended:
                 item: object = bytes(receive.view[: received.byte_len])
                 self._assembly.drop()
@@ -244,7 +254,10 @@ class Traffic:
             self._update()
         return None if item is _DEFERRED else item
 
-    def _arrived_early(self, receive: _Receive, length: int) -> bytes:
+    def _arrived_early(self, receive: _Receive, length: int) -> bytes | None:
+        if len(self.inbox) >= _HANDSHAKE:
+            self.fail(f"the peer does what it must not: it sends more than the {_HANDSHAKE} messages of a handshake")
+            return None
         self._early -= 1
         data = bytes(receive.view[:length])
         self._post(receive)
@@ -339,7 +352,8 @@ class Traffic:
         assert self._credits is not None
         self._credits.came(count)
         while self._controls and self._credits.sendable:
-            self._send_control(*self._controls.popleft())
+            immediate = next(iter(self._controls))
+            self._send_control(immediate, self._controls.pop(immediate))
         if self._credits.free:
             self._wake()
 
@@ -358,7 +372,11 @@ class Traffic:
         if self._credits.sendable and not self._controls:
             self._send_control(header(kind, 0, 0, number), fence)
         else:
-            self._controls.append((header(kind, 0, 0, number), fence))
+            self._controls[header(kind, 0, 0, number)] = fence
+
+    def is_to_be_told(self, kind: FrameKind, number: int) -> bool:
+        """Whether the peer is to be told that, and there was no credit for it yet."""
+        return header(kind, 0, 0, number) in self._controls
 
     def _send_control(self, immediate: int, fence: bool) -> None:
         assert self._credits is not None
@@ -519,3 +537,4 @@ class Traffic:
 
 _DEFERRED = object()
 _ALL = 1 << 30
+_HANDSHAKE = 4  # messages of one end, at most

@@ -12,7 +12,8 @@ cdef class Inbox:
     cancelled loses nothing: the next one gets what came.
 
     :param queue: that the receives are posted to.
-    :param wrap: makes of what was `Received` what the iterator gives; None where it took that for itself.
+    :param wrap: makes of what was `Received` what the iterator gives; None where it took that for itself. An error that
+        it raises ends the iterator, and the queue pair, by a `BrokenResourceError`.
     :param unused: called with the memory of each receive that failed.
     """
 
@@ -89,15 +90,33 @@ cdef class Inbox:
     cdef int _arrived(self, Operation operation, object local) except -1:
         # A receive is done.
         if not operation.raises and operation.status == SUCCESS:
-            message = self.wrap(operation.value)
+            try:
+                message = self.wrap(operation.value)
+            except Exception as error:
+                return self._spoil(error)
             if message is None:
                 return 0
             self.ready.append(message)
             return self._hand_over()
-        self.unused(local)
+        try:
+            self.unused(local)
+        except Exception as error:
+            return self._spoil(error)
         if self.end is None:
             closed = self.queue.closing and (operation.status == FLUSHED or operation.raises)
             self.end = StopAsyncIteration() if closed else operation._failure()
+        return self._hand_over()
+
+    cdef int _spoil(self, object error) except -1:
+        # Raised where completions are taken, it would reach whoever awaits another queue's. It ends this one alone.
+        cdef Requests requests = self.queue.requests
+        broken = BrokenResourceError(f"{self.queue.handle!r} is broken: what arrived could not be taken in: {error!r}")
+        broken.__cause__ = error
+        if self.end is None:
+            _log.error("%s", broken, exc_info=error)
+            self.end = broken
+        if requests is not None:
+            requests._spoil(broken)
         return self._hand_over()
 
     cdef int _withdraw(self, Operation operation) except -1:

@@ -81,6 +81,7 @@ cdef class Requests:
     cdef uint32_t read_sge
     cdef object _cause                  # see `broken`
     cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
+    cdef bint spoiled                   # what arrived could not be taken in: it is to be moved to ERR
     cdef object deaf                    # by what its completions are lost, as long as it is not reset; else None
     cdef WorkQueue shared               # the shared receive queue that it takes from; None: it has its own, or none
 
@@ -231,6 +232,17 @@ cdef class Requests:
         completer.unsettled.append(self)
         return 0
 
+    cdef int _spoil(self, object error) except -1:
+        # What arrived could not be taken in. Nothing is posted from here on, and home moves it to ERR.
+        if self.handle.closed or self.handle._state == ERR:
+            return 0
+        self.broken = error
+        self.handle._state = ERR
+        self.spoiled = True
+        for queue in self.queues():
+            (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+        return self._unsettle(self.receive_queue.completer)
+
     cdef int _unsettle(self, Completer completer) except -1:
         completer.unsettled.append(self)
         return completer._need_turn()
@@ -241,15 +253,17 @@ cdef class Requests:
         # being known, and soft-RoCE flushes such ones only then.
         cdef bint forgets = self.torn
         self.torn = False
-        if self.handle.closed or not (forgets or (self.receive_queue.used and self.handle._state == ERR)):
+        cdef bint ends = self.spoiled
+        self.spoiled = False
+        if self.handle.closed or not (forgets or ends or (self.receive_queue.used and self.handle._state == ERR)):
             return 0
         try:
             self.handle.modify(QpState.RESET if forgets else QpState.ERR)
         except ConcurrentAccessError:
-            self.torn = forgets
+            self.torn, self.spoiled = forgets, ends
             raise
         except AffinityError:           # of a completion queue that is anybody's
-            self.torn = forgets
+            self.torn, self.spoiled = forgets, ends
             return self._settle_at_owner()
         except VerbsError as error:
             if self.deaf is None or error.errno not in (EIO, ENODEV):
@@ -290,6 +304,7 @@ cdef class Requests:
     def recovered(self):
         """It was reset: it is as new."""
         self._set_cause(None)
+        self.spoiled = False
 
     cdef int _broke(self, Operation operation) except -1:
         # A completion had another status than success: the queue pair is in an error state, by this or before.

@@ -50,6 +50,7 @@ def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, 
             here.send(there, True)
         elif what == 1 and here.coming:
             returned, message = here.coming.popleft()
+            here.credits.arrived()
             here.credits.came(returned)
             if message:
                 here.unread += 1
@@ -66,6 +67,7 @@ def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, 
         for here, there in ((near, far), (far, near)):
             while here.coming:
                 returned, message = here.coming.popleft()
+                here.credits.arrived()
                 here.credits.came(returned)
                 here.credits.consumed()
                 here.update(there)
@@ -89,6 +91,21 @@ def test_more_credits_than_there_are() -> None:
     of.came(1)
     with pytest.raises(ValueError, match="had 0"):
         of.came(1)
+
+
+def test_more_messages_than_there_are_credits() -> None:
+    """Only what this end gives back may come again."""
+    of = Credits(4, 4)
+    for _ in range(4):
+        of.arrived()
+    with pytest.raises(ValueError, match="no credit"):
+        of.arrived()
+    of.consumed()
+    of.untake(of.take())
+    with pytest.raises(ValueError, match="no credit"):
+        of.arrived()
+    assert of.take() == 1
+    of.arrived()
 
 
 @pytest.mark.parametrize("depths", [(2, 4), (4, 2), (CREDITS_MOST + 1, 4)])

@@ -203,11 +203,11 @@ static void accept_late(struct node *node)
     struct soft_fabric *fabric = node->device.fabric;
     struct soft_stream *stream;
 
-    pthread_mutex_lock(&fabric->progress);
+    soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next)
         stream->deadline = 1;
     soft_fabric_accept(fabric, &fabric->unix_watch);
-    pthread_mutex_unlock(&fabric->progress);
+    soft_mutex_give(&fabric->progress);
 }
 
 /* Those who have said who they are, and nothing more, leave most of the process's descriptors to it. Who comes after

@@ -1,0 +1,167 @@
+"""Peers that got through the handshake, and then do what no end of ours does: they end their own connection."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import count
+
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    Connection,
+    Device,
+    QpState,
+    RegionSlice,
+    WorkCompletionError,
+    connect,
+)
+from aioverbs.frames import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
+from aioverbs.traffic import Traffic
+from tests.connections.ends import HOST, SMALL, Pair, pair, use_up
+from tests.waiting import until
+
+LOCAL, READ = AccessFlags.LOCAL_WRITE, AccessFlags.REMOTE_READ
+
+
+Talk = Callable[[], Awaitable[None]]
+
+
+def traffic_of(connection: Connection) -> Traffic:
+    assert connection._traffic is not None
+    return connection._traffic
+
+
+@contextlib.asynccontextmanager
+async def beside(ends: Pair) -> AsyncIterator[Talk]:
+    """Another connection, whose ends have the same completion queue; what sends something over it."""
+    async with (
+        connect(HOST, ends.listener.port, domain=ends.domain, settings=SMALL) as near,
+        await ends.listener.accept() as far,
+    ):
+
+        async def talk() -> None:
+            await near.send(b"as ever")
+            assert await far.receive() == b"as ever"
+
+        yield talk
+
+
+Frames = Iterator[tuple[int, bytes]]
+
+
+def credits_alone() -> Frames:
+    while True:
+        yield header(FrameKind.CREDITS), b""
+
+
+def messages() -> Frames:
+    while True:
+        yield WHOLE, b"unread"
+
+
+def fragments() -> Frames:
+    yield WHOLE, b"unread"
+    yield header(FrameKind.DATA, FIRST), TOTAL.pack(1 << 19) + b"x"
+    while True:
+        yield header(FrameKind.DATA), b"x"
+
+
+def grants() -> Frames:
+    for number in count():
+        yield header(FrameKind.GRANT, number=number), GrantNotice(4096, 64, number, READ).pack()
+        yield header(FrameKind.REVOKE, number=number), b""
+
+
+async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, after: Talk) -> int:
+    """As a peer that has no use for credits; how many were sent."""
+    near, far = traffic_of(ends.near), traffic_of(ends.far)
+    near._credited = lambda count: None  # type: ignore[method-assign]
+    near._update = lambda: None  # type: ignore[method-assign]
+    near._control = lambda *_: None
+    sent = 0
+    with contextlib.suppress(WorkCompletionError, BrokenResourceError):
+        for immediate, data in frames:
+            if far.broken is not None or sent == 100:
+                break
+            memory.buffer[: len(data)] = data
+            await ends.near.qp.send(memory[: len(data)] if data else None, immediate=immediate)
+            sent += 1
+            await after()
+    return sent
+
+
+@pytest.mark.parametrize("frames", [credits_alone, messages, fragments, grants])
+async def test_messages_without_credits(device: Device, frames: Callable[[], Frames]) -> None:
+    """However many come, no more is kept than there are credits, and other connections know nothing of it."""
+    async with pair(device) as ends, beside(ends) as talk, ends.domain.register(64, LOCAL) as memory:
+        far = traffic_of(ends.far)
+        sent = await send_until_broken(ends, frames(), memory[:], talk)
+        await until(lambda: far.broken is not None)
+        assert "no credit" in str(far.broken), far.broken
+        assert sent < 50
+        assert len(far.inbox) + far._deferred + len(far._controls) <= SMALL.receive_depth
+        for _ in range(len(far.inbox)):  # what came before is the user's
+            assert await ends.far.receive() == b"unread"
+        with pytest.raises(BrokenResourceError, match="must not"):
+            await ends.far.receive()
+        await talk()
+
+
+@pytest.mark.once
+async def test_more_than_a_handshake(device: Device) -> None:
+    """Where that goes over the queue pair: before the secret was proved nothing else is kept."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        far = traffic_of(ends.far)
+        far._early = 1 << 30  # as with rdma_cm, until the peer's offer is known
+        with contextlib.suppress(WorkCompletionError, BrokenResourceError):
+            for _ in range(20):
+                await ends.near.qp.send(memory[:8])
+        await until(lambda: far.broken is not None)
+        assert "handshake" in str(far.broken)
+        assert len(far.inbox) <= 4
+
+
+@pytest.mark.once
+async def test_what_fails_inside_breaks_one_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """An error in what takes messages in does not come out of others' awaits, and is not lost either."""
+    async with pair(device) as ends, beside(ends) as talk:
+        far = traffic_of(ends.far)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a planted mistake")
+
+        far._control = fail
+        receiving = asyncio.create_task(ends.far.receive())
+        await asyncio.sleep(0)
+        await traffic_of(ends.near).send_frame(FrameKind.REVOKE, 1)
+        await talk()
+        with pytest.raises(BrokenResourceError, match="a planted mistake"):
+            await receiving
+        await until(lambda: far.broken is not None)
+        assert "a planted mistake" in str(far.broken)
+        assert ends.far.qp.query().qp_state is QpState.ERR
+        with pytest.raises(BrokenResourceError):
+            await ends.far.send(b"too late")
+        with pytest.raises(BrokenResourceError):
+            await ends.near.receive()
+        await talk()
+    assert [record.exc_info is not None for record in caplog.records if "planted" in record.message] == [True]
+
+
+# ---- Grants
+
+
+@pytest.mark.once
+async def test_a_number_that_is_granted_again_too_early(device: Device) -> None:
+    """Answers that wait for a credit are one for each number, and no more."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        await use_up(ends.far)
+        grant = await ends.near.grant(memory, READ)
+        await grant.revoke(timeout_s=0)
+        await until(lambda: traffic_of(ends.far)._controls)
+        notice = GrantNotice(grant.remote.address, 64, grant.remote.rkey, READ)
+        await traffic_of(ends.near).send_frame(FrameKind.GRANT, grant._number, notice.pack())
+        with pytest.raises(BrokenResourceError, match="again"):
+            await ends.far.receive()

@@ -1,7 +1,6 @@
 """Memory that one end of a connection lets the other reach, and takes back."""
 
 import asyncio
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Self
 
@@ -10,7 +9,7 @@ import anyio
 from aioverbs._core import engine
 from aioverbs._core.work import RegionSlice, RemoteRegion
 from aioverbs.affinity import running_loop, to_the_end, wake
-from aioverbs.errors import BrokenResourceError, ClosedResourceError, GrantRevokedError, WorkCompletionError
+from aioverbs.errors import GrantRevokedError, VerbsError
 from aioverbs.frames import FrameKind, GrantNotice
 from aioverbs.memory import MemoryRegion, MemoryWindow
 from aioverbs.resource import Resource
@@ -209,10 +208,13 @@ class Grants:
             heard.result()
 
     async def _take_key(self, key: MemoryWindow | MemoryRegion) -> None:
-        if isinstance(key, MemoryWindow) and not key.closed:
-            with contextlib.suppress(BrokenResourceError, ClosedResourceError, WorkCompletionError):
-                await self._traffic.qp.invalidate(key.rkey)
-        await key.aclose()
+        # By a verb, which unbinds a window, too. Not by a request to invalidate it: that would wait in the send queue
+        # behind messages that the peer does not acknowledge, for as long as it likes.
+        try:
+            await key.aclose()
+        except VerbsError as error:  # a window of type 2 is of no use where its queue pair has ended
+            self._traffic.fail(f"a grant could not be taken back: {error}", error)
+            raise
 
     # ---- What the peer granted
 

@@ -14,12 +14,14 @@ from aioverbs import (
     Device,
     QpState,
     RegionSlice,
+    WcStatus,
     WorkCompletionError,
     connect,
 )
 from aioverbs.frames import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
 from aioverbs.traffic import Traffic
 from tests.connections.ends import HOST, SMALL, Pair, pair, use_up
+from tests.holding import hold, unhold
 from tests.waiting import until
 
 LOCAL, READ = AccessFlags.LOCAL_WRITE, AccessFlags.REMOTE_READ
@@ -151,6 +153,28 @@ async def test_what_fails_inside_breaks_one_connection(device: Device, caplog: p
 
 
 # ---- Grants
+
+
+async def test_a_peer_that_stalls_the_send_queue_does_not_keep_the_key(device: Device) -> None:
+    """What it acknowledges late, or never, is not what the end of a grant waits for."""
+    async with (
+        pair(device) as ends,
+        ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory,
+        ends.domain.register(64) as local,
+    ):
+        grant = await ends.near.grant(memory, READ)
+        granted = await ends.far.receive_grant()
+        hold(device, ends.near.qp)
+        try:
+            revoking = asyncio.create_task(grant.revoke(timeout_s=0.01))
+            await until(lambda: grant.revoked, 5)
+            with pytest.raises(WorkCompletionError) as caught:
+                await ends.far.qp.read(local, granted.remote)
+            assert caught.value.status is WcStatus.REM_ACCESS_ERR
+        finally:
+            unhold(device, ends.near.qp)
+        await asyncio.wait([revoking])
+        assert revoking.exception() is None or isinstance(revoking.exception(), BrokenResourceError)
 
 
 @pytest.mark.once

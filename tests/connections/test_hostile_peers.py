@@ -177,6 +177,17 @@ async def test_a_peer_that_stalls_the_send_queue_does_not_keep_the_key(device: D
         assert revoking.exception() is None or isinstance(revoking.exception(), BrokenResourceError)
 
 
+async def test_grants_that_nobody_asked_for_before_they_were_revoked(device: Device) -> None:
+    """They are news no more: else a peer could have any number of them kept."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        for _ in range(3):
+            async with await ends.near.grant(memory, READ):
+                pass
+        lasting = await ends.near.grant(memory[:32], READ)
+        granted = await ends.far.receive_grant()
+        assert (granted.remote, granted.revoked) == (lasting.remote, False)
+
+
 @pytest.mark.once
 async def test_a_number_that_is_granted_again_too_early(device: Device) -> None:
     """Answers that wait for a credit are one for each number, and no more."""

@@ -206,7 +206,7 @@ class Offer:
                 most,
                 known,
                 AtomicCap(atomics),
-                name.decode(errors="replace"),
+                _shown(name),
             )
         except ValueError as error:
             raise _wrong(f"an offer that cannot be: {error}") from None
@@ -233,12 +233,16 @@ class Refusal:
         """From what follows the head."""
         if not 2 <= len(body) <= 2 + _TEXT:
             raise _wrong(f"a refusal of {len(body)} bytes cannot be")
-        text = body[2:].decode(errors="replace")
-        return cls(int.from_bytes(body[:2]), "".join(each if each.isprintable() else "?" for each in text))
+        return cls(int.from_bytes(body[:2]), _shown(body[2:]))
 
     def as_error(self) -> HandshakeError:
         """What is raised at the end that was refused."""
         return HandshakeError(self.reason, self.text, by_peer=True)
+
+
+def _shown(data: bytes) -> str:
+    """Text of the other end's for people: neither lines of a log nor a terminal are its to write."""
+    return "".join(each if each.isprintable() else "?" for each in data.decode(errors="replace"))
 
 
 def rest_of(head: bytes) -> int:

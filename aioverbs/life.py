@@ -98,9 +98,10 @@ class ResourceInfo:
             yield from child._lines(indent + "  ")
 
     def __rich__(self) -> "Tree":
+        from rich.highlighter import ReprHighlighter
         from rich.tree import Tree
 
-        tree = Tree(self._text(), highlight=True)
+        tree = Tree(ReprHighlighter()(self._text()))  # not markup: a peer's words may be in it
         for child in self.children:
             tree.add(child.__rich__())
         return tree

@@ -3,6 +3,7 @@
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ offers = st.builds(
     st.integers(1, (1 << 64) - 1),
     st.sampled_from([Capabilities(bits) for bits in range(4)]),
     st.sampled_from(AtomicCap),
-    st.text(st.characters(codec="utf-8"), max_size=16),
+    st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=16),
 )
 secrets = st.none() | st.binary(min_size=1, max_size=80)
 OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20, Capabilities.ATOMICS, device="soft0")
@@ -214,6 +215,13 @@ def test_refusals(reason: int, text: str) -> None:
     error = heard.as_error()
     assert error.by_peer
     assert str(error)
+
+
+def test_names_of_devices_are_shown_in_one_line() -> None:
+    """Nothing that a peer says of itself ends a line, or is for a terminal."""
+    told = replace(OFFER, device="[/x]\x1b[2J\n2026 CRITICAL")
+    heard, _ = Offer.parse_body(told.pack(), 0)
+    assert heard.device == "[/x]?[2J?2026 CRITICAL"
 
 
 @pytest.mark.parametrize(

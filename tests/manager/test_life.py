@@ -21,6 +21,7 @@ from aioverbs import (
     ParentDomain,
     Resource,
     ResourceDomain,
+    ResourceInfo,
     State,
     VerbsError,
 )
@@ -338,6 +339,14 @@ async def test_the_tree(device: Device) -> None:
         assert Path(__file__).name in text
         assert text.count("\n") == 3
     assert device.resources().children == ()
+
+
+@pytest.mark.once
+def test_the_tree_is_shown_as_it_is() -> None:
+    """A label has words of a peer's, which are nobody's markup."""
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(ResourceInfo("Connection", "with [/x]", None, State.OPEN, "here:1", ()))
+    assert "Connection with [/x], open, opened at here:1" in shown.getvalue()
 
 
 @pytest.mark.once

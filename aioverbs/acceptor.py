@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from aioverbs.affinity import running_loop
+import anyio
+
+from aioverbs.affinity import running_loop, to_the_end
 from aioverbs.answering import Terms
 from aioverbs.cm_line import CmLine, SharedChannel
 from aioverbs.connection import Line
@@ -20,7 +22,7 @@ from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
 from aioverbs.establishing import Transport, by_manager
 from aioverbs.handshake import Reason, Refusal
 from aioverbs.identifier import Address, written
-from aioverbs.lifeline import adopt
+from aioverbs.lifeline import Lifeline, adopt
 from aioverbs.rdma_cm import Listener as CmListener
 
 __all__ = ["Acceptor", "AcceptorStatistics", "Arrival"]
@@ -28,6 +30,7 @@ __all__ = ["Acceptor", "AcceptorStatistics", "Arrival"]
 logger = logging.getLogger("aioverbs")
 
 _WHILE_S = 0.1  # after which accepting is tried again
+_PATIENCE_S = 0.5  # that each peer has for its handshake, however many others wait
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ class Arrival:
         self.worker: int | None = None
         """That it was given to, of a pool's."""
         self.until: asyncio.Timeout | None = None  # it has to be through
+        self.gives_way = False
         self._loop = running_loop()
+        self.since = 0.0  # by the loop's clock: when it was given the time to get through
+        self._line: Lifeline | None = None
         self._moved = moved
 
     @property
@@ -85,7 +91,21 @@ class Arrival:
         """What is said to it goes by this, on the loop that accepted it. For once."""
         way, self.way = self.way, None
         assert way is not None
-        return way if isinstance(way, CmLine) else await adopt(way, terms.context, terms.handshake_timeout_s)
+        if isinstance(way, CmLine):
+            return way
+        self._line = await adopt(way, terms.context, terms.handshake_timeout_s)
+        return self._line
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether it is known to have said something."""
+        return self._line is not None and self._line.has_heard
+
+    def give_way(self) -> None:
+        """Its time is over: another one waits for its place."""
+        self.gives_way = True
+        if self.until is not None and not self.until.expired():
+            self.until.reschedule(self._loop.time())
 
     def tell(self, is_open: bool) -> None:
         """It has become a connection, or that is closed. From any loop; the first time of each counts."""
@@ -127,6 +147,7 @@ class Acceptor:
         self._acceptors: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._manager: tuple[SharedChannel, CmListener] | None = None
+        self._left = asyncio.Event()  # a handshake or a connection ended
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
 
@@ -221,12 +242,22 @@ class Acceptor:
                     logger.warning("no peers are accepted for now: %s", error)
                     await asyncio.sleep(_WHILE_S)
                 continue
-            self._knocked(sock, address)
+            try:
+                has_place = await self._wait_for_place()
+            except BaseException:
+                sock.close()
+                raise
+            self._knocked(sock, address, has_place)
 
     async def _accept_by_manager(self, channel: SharedChannel, listener: CmListener) -> None:
         try:
             async for identifier in listener:
-                if self._busy():
+                try:
+                    has_place = await self._wait_for_place()
+                except BaseException:
+                    await to_the_end(identifier.aclose())
+                    raise
+                if not has_place:
                     await identifier.aclose()
                     continue
                 channel.use()
@@ -234,21 +265,47 @@ class Acceptor:
         except BrokenResourceError as error:
             logger.warning("peers are not heard by rdma_cm any more: %s", error)
 
-    def _knocked(self, sock: socket.socket, address: Address) -> None:
+    def _knocked(self, sock: socket.socket, address: Address, has_place: bool) -> None:
         sock.setblocking(False)
-        if self._busy():
-            self._refuse(sock)
-        else:
+        if has_place:
             self._take(sock, address)
+        else:
+            self._refuse(sock)
 
-    def _busy(self) -> bool:
-        most = self._terms.max_connections
-        if self._handshakes < self._terms.max_handshakes and (
-            most is None or self._handshakes + self._connections < most
-        ):
-            return False
-        self._refused["BUSY"] += 1
-        return True
+    # To connect and say nothing costs a peer next to nothing, so there may be very many who do. One peer of each
+    # listening socket waits here for a place, the others in its backlog. Where no handshake ends meanwhile, the oldest
+    # one gives way that has had _PATIENCE_S; one that has said nothing, for all that is known, before one that has. So
+    # those who are silent hold honest ones up for _PATIENCE_S for each `max_handshakes` of them that came before, and
+    # keep none out.
+
+    async def _wait_for_place(self) -> bool:
+        """Until a handshake may begin; whether it may, or there are as many connections as there may be."""
+        while True:
+            most = self._terms.max_connections
+            if most is not None and self._connections >= most:
+                self._refused["BUSY"] += 1
+                return False
+            if self._handshakes < self._terms.max_handshakes and (
+                most is None or self._handshakes + self._connections < most
+            ):
+                return True
+            self._left.clear()
+            with anyio.move_on_after(self._make_way()):
+                await self._left.wait()
+
+    def _make_way(self) -> float:
+        """Have the first one give way who may, and is not about to; how long to wait before another one may."""
+        waiting = [
+            each
+            for each in self._tasks.values()
+            if each.stage is Stage.KNOCKED and each.until is not None and not each.gives_way
+        ]
+        latest = running_loop().time() - _PATIENCE_S
+        ripe = [each for each in waiting if each.since <= latest]
+        if ripe:
+            min(ripe, key=lambda each: (each.has_spoken, each.since)).give_way()
+            return _PATIENCE_S
+        return min((each.since - latest for each in waiting), default=_PATIENCE_S)
 
     def _take(self, way: CmLine | socket.socket, address: Address | None) -> None:
         assert self._loop is not None
@@ -261,6 +318,7 @@ class Acceptor:
     async def _attend(self, arrival: Arrival) -> None:
         why = "cancelled"
         try:
+            arrival.since = running_loop().time()
             async with asyncio.timeout(self._terms.handshake_timeout_s) as arrival.until:
                 why = await self._arrived(arrival)
         except TimeoutError:
@@ -289,6 +347,7 @@ class Acceptor:
     # ---- What became of those that arrived
 
     def _moved(self, arrival: Arrival, before: Stage, why: str) -> None:
+        self._left.set()
         if before is Stage.OPEN:
             self._connections -= 1
             return

@@ -32,8 +32,8 @@ class Terms:
     :param secret: what peers are to know.
     :param settings: of the connections.
     :param handshake_timeout_s: the longest that a peer may take to get through.
-    :param max_handshakes: peers that may be on their way at once; who comes then is refused.
-    :param max_connections: open connections, at most; likewise.
+    :param max_handshakes: peers that may be on their way at once; who comes then waits, and the oldest gives way.
+    :param max_connections: open connections, at most; who comes then is refused.
     """
 
     ssl: TlsContext | None

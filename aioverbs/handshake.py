@@ -75,7 +75,7 @@ class Reason(enum.IntEnum):
     """One of them has a secret and the other has none, or another one."""
 
     BUSY = 3
-    """It has as many connections as it may, or as many peers that are not through yet."""
+    """It has as many connections as it may."""
 
     PROTOCOL = 4
     """What was said is none of these messages, or not the one that is due, or cannot be."""

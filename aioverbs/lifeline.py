@@ -25,6 +25,7 @@ class Lifeline(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.lost: Exception | None = None
+        self.has_heard = False  # the peer said something
         self._data = bytearray()
         self._waiter: asyncio.Future[None] | None = None
         self._when_lost: Callable[[Exception], object] | None = None
@@ -39,6 +40,7 @@ class Lifeline(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """The peer said something."""
+        self.has_heard = True
         if self._when_lost is not None:
             self._over(BrokenResourceError("the peer said something where nothing is to be said any more"))
             self.abort()

@@ -226,8 +226,9 @@ def listen(
     :param secret: what peers are to know.
     :param settings: sizes and times; None: those of `ConnectionSettings()`.
     :param handshake_timeout_s: the longest that a peer may take to get through, in seconds.
-    :param max_handshakes: peers that may be on their way at once; who comes then is refused.
-    :param max_connections: connections that may be open at once; likewise. None: any number.
+    :param max_handshakes: peers that may be on their way at once. Who comes then waits until one of them is through, or
+        has had half a second: then the oldest one gives way, those who have said nothing first.
+    :param max_connections: connections that may be open at once; who comes then is refused. None: any number.
     :param backlog: peers that the kernel keeps until they are accepted.
     """
     terms = _terms(transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)

@@ -213,20 +213,27 @@ async def test_who_vanishes_leaves_nothing(device: Device) -> None:
         await talks(listener, domain)
 
 
-async def test_a_flood_of_those_who_do_not_get_through(device: Device) -> None:
-    """No more than so many are listened to; the others are told at once, and when they are gone all is as before."""
+@pytest.mark.parametrize("limit", ["max_handshakes", "max_connections"])
+async def test_those_who_do_not_get_through_keep_nobody_out(device: Device, limit: str) -> None:
+    """No more than so many are listened to; then the oldest gives way, and those who have said nothing first."""
     async with (
-        listening(device, max_handshakes=3, handshake_timeout_s=patience(30)) as (listener, domain),
+        listening(device, **{limit: 3}, handshake_timeout_s=patience(60)) as (listener, domain),
         contextlib.AsyncExitStack() as stack,
     ):
-        for _ in range(3):
+        reader, writer = await stack.enter_async_context(stranger(listener))
+        writer.write(Handshake(True, os.urandom(16)).hello())
+        assert (await heard(reader))[0] is Kind.HELLO
+        for _ in range(2):
             await stack.enter_async_context(stranger(listener))
         await until(lambda: listener.statistics().handshakes == 3)
-        for _ in range(fewer(20)):
-            with pytest.raises(HandshakeError) as caught:
-                await connect(HOST, listener.port, domain=domain)
-            assert (caught.value.reason, caught.value.by_peer) == (Reason.BUSY, True)
-        assert listener.statistics().handshakes == 3
+        for arrival in listener._acceptor._tasks.values():
+            arrival.since -= patience(5)  # as if they had come so long ago
+        for _ in range(fewer(3)):
+            await talks(listener, domain)
+        await until(lambda: listener.statistics().handshakes == 2)
+        assert refused(listener) == {"TimeoutError": 1}
+        writer.write(b"what is no offer")
+        assert (await heard(reader))[0] is Kind.REFUSAL, "who has said something still has its place"
         await stack.aclose()
         await until(lambda: listener.statistics().handshakes == 0)
         await talks(listener, domain)

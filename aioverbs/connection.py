@@ -202,6 +202,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._offer: Offer | None = None
         self._peer: Offer | None = None
         self._came_open = False
+        self._guard: Affinity | None = None
 
     # ---- Life
 
@@ -217,6 +218,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert owner is not None
         end = _End(block, settings.keep_alive_s)
         self._life.hold(end)
+        placed = self._domain._placement().owner
+        self._guard = owner if placed is None or not placed.bound else None  # else its queue pair looks itself
         depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
         qp = QueuePair(
             self, self._domain._placement(), cq, None, depths, port=settings.port, gid_index=settings.gid_index
@@ -436,21 +439,21 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises GrantRevokedError: the peer took it back; so do the others here.
         """
-        return self._poster().write(local, self._reachable(remote), fence=fence)
+        return self._poster("write").write(local, self._reachable(remote), fence=fence)
 
     def read(self, local: Local, remote: "RemoteRegion | Granted", *, fence: bool = False) -> Operation[None]:
         """Read memory that the peer granted: `QueuePair.read`."""
-        return self._poster().read(local, self._reachable(remote), fence=fence)
+        return self._poster("read").read(local, self._reachable(remote), fence=fence)
 
     def compare_and_swap(
         self, remote: "RemoteRegion | Granted", compare: int, swap: int, *, fence: bool = False
     ) -> Operation[int]:
         """Swap 8 bytes that the peer granted, where they are as expected: `QueuePair.compare_and_swap`."""
-        return self._poster().compare_and_swap(self._reachable(remote), compare, swap, fence=fence)
+        return self._poster("compare_and_swap").compare_and_swap(self._reachable(remote), compare, swap, fence=fence)
 
     def fetch_and_add(self, remote: "RemoteRegion | Granted", add: int, *, fence: bool = False) -> Operation[int]:
         """Add to 8 bytes that the peer granted: `QueuePair.fetch_and_add`."""
-        return self._poster().fetch_and_add(self._reachable(remote), add, fence=fence)
+        return self._poster("fetch_and_add").fetch_and_add(self._reachable(remote), add, fence=fence)
 
     async def write_with_immediate(
         self, local: Local, remote: "RemoteRegion | Granted", immediate: int, *, fence: bool = False
@@ -470,10 +473,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             self._grants.check(region)
         return region
 
-    def _poster(self) -> QueuePair:
-        # What comes from another process than its own, or another loop, the queue pair refuses by itself.
+    def _poster(self, what: str) -> QueuePair:
+        # What comes from another process than its own, or from another loop than that of its domain, the queue pair
+        # refuses by itself. Of a domain that is nobody's, anybody may use the queue pair, but not the connection.
         if self._life.state is not OPEN:
             self._check_open()
+        if self._guard is not None:
+            self._guard.check(self, what)
         assert self._traffic is not None
         return self._traffic.qp
 

@@ -14,6 +14,8 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.once
 
+READ = AccessFlags.REMOTE_READ
+ALL = READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 Call = Callable[[], Awaitable[object]]
 
 
@@ -57,6 +59,25 @@ async def test_a_connection_is_its_loops_wherever_it_is_made(device: Device, whe
         await refused(lambda: near.send(b"x"), near.receive, near.send_eof, near.receive_grant, near.abort, near.aclose)
         assert near.traffic() == before
         await works(near, far)
+
+
+@pytest.mark.parametrize("where", ["PD", "SAFE", "UNSAFE"])
+async def test_memory_of_the_peers_is_its_loops_to_reach(device: Device, where: str) -> None:
+    async with placed(device, where) as (near, far), near._domain.register(64) as memory:
+        grant = await far.grant(memory[:32], ALL)
+        granted = await near.receive_grant()
+        local, before = memory[32:40], near.qp.statistics().sends.posted
+        await refused(
+            lambda: near.write(local, granted[:8]),
+            lambda: near.read(local, granted[:8]),
+            lambda: near.compare_and_swap(granted[:8], 0, 1),
+            lambda: near.fetch_and_add(granted[:8], 1),
+            lambda: near.write_with_immediate(local, granted[:8], 7),
+        )
+        assert near.qp.statistics().sends.posted == before
+        assert await near.fetch_and_add(granted[:8], 1) == 0
+        await works(near, far)
+        await grant.revoke()
 
 
 async def test_sending_beside_the_owner(device: Device) -> None:

@@ -313,19 +313,26 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self
 
     async def aclose(self) -> None:
-        """Deliver what was sent, tell the peer that no more comes, and close.
+        """Deliver what was sent, tell the peer that no more comes, and close. In the child of a fork nothing is done.
 
         Delivered is what lies in the peer's memory, to be received there. That takes ``close_timeout_s`` at most, or
         the rest is lost, as it is where this is cancelled; the peer is told of that by a `BrokenResourceError`. What
-        the peer sent and was not received is lost. Closing twice is fine.
+        the peer sent and was not received is lost. So is all of it where the connection's loop is closed, and another
+        one closes this. Closing twice is fine.
 
         :raises AffinityError: another event loop owns it; nothing was done.
         """
         traffic, owner = self._traffic, self._life.owner
-        if owner is not None and not owner.orphaned and self._life.state is OPEN:
-            owner.check(self._life, "aclose")
         try:
-            if traffic is not None and self._came_open and self._life.state is OPEN and not self.closed:
+            if (
+                traffic is not None
+                and owner is not None
+                and not owner.orphaned
+                and self._came_open
+                and self._life.state is OPEN
+                and not self.closed
+            ):
+                owner.check(self._life, "aclose")
                 with (
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),

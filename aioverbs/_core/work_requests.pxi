@@ -236,7 +236,7 @@ cdef class Requests:
         # What arrived could not be taken in. Nothing is posted from here on, and home moves it to ERR.
         if self.handle.closed or self.handle._state == ERR:
             return 0
-        self.broken = error
+        self._set_cause(error)
         self.handle._state = ERR
         self.spoiled = True
         for queue in self.queues():

@@ -226,6 +226,31 @@ def test_its_loop_is_gone(factory: Callable[[], asyncio.AbstractEventLoop]) -> N
 
 
 @pytest.mark.once
+def test_closing_one_whose_loop_is_gone() -> None:
+    """Its peer is told nothing, and all of it is closed."""
+
+    async def begin() -> tuple[Device, Connection, Connection]:
+        device = await open_device("soft0").open()
+        domain = await device.resource_domain().open()
+        async with listen(HOST, domain=domain, settings=SMALL) as listener:
+            return device, await connect(HOST, listener.port, domain=domain, settings=SMALL), await listener.accept()
+
+    async def end() -> None:
+        async with asyncio.timeout(patience(10)):
+            await near.aclose()
+            await far.__aexit__(None, None, None)
+            assert near.closed
+            assert far.closed
+            await device.aclose()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        device, near, far = asyncio.run(begin())
+        asyncio.run(end())
+        gc.collect()
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("model", [None, ThreadModel.SAFE, ThreadModel.UNSAFE], ids=str)
 async def test_it_is_of_its_loop_on_any_domain(device: Device, model: ThreadModel | None) -> None:
     """Also where the verbs of its domain are anybody's; None is a protection domain."""

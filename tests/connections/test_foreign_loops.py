@@ -6,16 +6,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from aioverbs import AffinityError, Connection, Device, ThreadModel, connect, listen
+from aioverbs import AccessFlags, AffinityError, Connection, Device, ThreadModel, connect, listen
 from aioverbs.domain import Domain
 from tests.connections.ends import HOST, SMALL, pair
+from tests.connections.serving import asked, served
+from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until
 
 pytestmark = pytest.mark.once
 
-READ = AccessFlags.REMOTE_READ
-ALL = READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+
+ALL = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 Call = Callable[[], Awaitable[object]]
 
 
@@ -105,3 +107,31 @@ async def test_a_call_that_is_made_here_and_awaited_elsewhere(device: Device) ->
         sent = await asyncio.to_thread(lambda: ends.near.send(b"y"))
         await sent
         assert await ends.far.receive() == b"y"
+
+
+async def test_closing_in_the_child_of_a_fork(device: Device) -> None:
+    """That does nothing: all of it is the parent's."""
+    async with (
+        device.resource_domain() as domain,
+        served(domain) as server,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+        connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
+        await listener.accept() as far,
+    ):
+        stream = far.as_byte_stream()
+
+        async def close() -> None:
+            async with asyncio.timeout(patience(5)):
+                await near.aclose()
+                await far.__aexit__(None, None, None)
+                await stream.aclose()
+                await listener.aclose()
+                await server.aclose()
+
+        in_child(lambda: asyncio.run(close()))
+        await works(near, far)
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as late, await listener.accept() as peer:
+            await works(late, peer)
+        async with asked(server, domain) as connection:
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"

@@ -31,6 +31,7 @@ logger = logging.getLogger("aioverbs")
 
 _WHILE_S = 0.1  # after which accepting is tried again
 _PATIENCE_S = 0.5  # that each peer has for its handshake, however many others wait
+_LEAVING_S = 2.0  # that one who gives way may take, as on a worker that is busy, before another one does
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class Acceptor:
         ripe = [each for each in waiting if each.since <= latest]
         if ripe:
             min(ripe, key=lambda each: (each.has_spoken, each.since)).give_way()
-            return _PATIENCE_S
+            return _LEAVING_S
         return min((each.since - latest for each in waiting), default=_PATIENCE_S)
 
     def _take(self, way: CmLine | socket.socket, address: Address | None) -> None:

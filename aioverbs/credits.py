@@ -74,6 +74,7 @@ class Credits:
             raise ValueError("it sends a message for which it has no credit")
         self._left -= 1
 
-    def consumed(self) -> None:
-        """A message that arrived was taken in, and its receive is posted again."""
-        self.owed += 1
+    def consumed(self) -> bool:
+        """A message that arrived was taken in, and its receive is posted again; whether an update is due now."""
+        self.owed = owed = self.owed + 1
+        return owed >= self._update_at and self.free > 0

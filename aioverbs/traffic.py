@@ -249,8 +249,7 @@ class Traffic:
         except ValueError as error:
             self.fail(f"the peer does what it must not: {error}")
             return None
-        if item is None:
-            funds.consumed()
+        if item is None and funds.consumed():
             self._update()
         return None if item is _DEFERRED else item
 
@@ -328,12 +327,12 @@ class Traffic:
         self.received += 1
         funds = self._credits
         assert funds is not None
-        funds.consumed()
+        due = funds.consumed()
         if self._deferred and not len(self.inbox):
             while self._deferred:
                 self._deferred -= 1
-                funds.consumed()
-        if funds.update_due:
+                due = funds.consumed()
+        if due:
             self._update()
         if type(item) is bytes:
             return (item, None) if marked else item

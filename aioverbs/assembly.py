@@ -6,6 +6,8 @@ from aioverbs.frames import FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL
 
 __all__ = ["Assembly", "Marked"]
 
+_SHORT = 256  # bytes: an object for each fragment below would take much more than the fragment
+
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -25,7 +27,7 @@ class Assembly:
 
     def __init__(self, max_message: int) -> None:
         self._max_message = max_message
-        self._parts: list[bytes] | None = None
+        self._parts: list[bytes | bytearray] | None = None  # those that are short are put together at once
         self._total = self._have = 0
         self._mark: int | None = None
 
@@ -57,7 +59,12 @@ class Assembly:
             self._parts, self._have = [], 0
         if self._parts is None:
             raise ValueError("a fragment has no beginning")
-        self._parts.append(bytes(view[at:]))
+        if len(view) >= _SHORT:
+            self._parts.append(bytes(view[at:]))
+        elif self._parts and isinstance(last := self._parts[-1], bytearray):
+            last += view[at:]
+        else:
+            self._parts.append(bytearray(view[at:]))
         self._have += len(view) - at
         if self._have > self._total or (self._have < self._total) == bool(flags & LAST) or not (flags & LAST or view):
             raise ValueError(f"{self._have:,} bytes came of a message of {self._total:,}")

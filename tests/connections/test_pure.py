@@ -2,6 +2,7 @@
 
 import math
 import random
+import tracemalloc
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioverbs import AccessFlags, Backoff, ConnectionSettings
+from aioverbs.assembly import Assembly
 from aioverbs.credits import CREDITS_MOST, Credits
-from aioverbs.frames import FIRST, HAS_IMMEDIATE, LAST, FrameKind, GrantNotice, header, split
+from aioverbs.frames import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, split
 
 # ---- Credits
 
@@ -112,6 +114,23 @@ def test_more_messages_than_there_are_credits() -> None:
 def test_depths_that_cannot_be(depths: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="from 3"):
         Credits(*depths)
+
+
+# ---- Fragments
+
+
+def test_short_fragments_take_no_more_than_their_bytes() -> None:
+    """A peer may cut a message as it likes, and end none: what is kept of it is not many times as long."""
+    of, count = Assembly(1 << 30), 20_000
+    of.add(memoryview(TOTAL.pack(1 << 30)), FIRST)
+    tracemalloc.start()
+    try:
+        for _ in range(count):
+            assert of.add(memoryview(b"xy"), 0) is None
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 4 * count
 
 
 # ---- Frames

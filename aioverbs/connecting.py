@@ -1,21 +1,23 @@
 """The states of a queue pair, by hand and all the way: to INIT, RTR and RTS, to a peer, and back."""
 
+import asyncio
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterable
 from typing import Unpack
 
 import anyio
-import anyio.to_thread
 from anyio.lowlevel import RunVar
 
 from aioverbs import qp_states
 from aioverbs._core import engine
-from aioverbs.affinity import to_the_end
+from aioverbs.affinity import to_the_end, wake
 from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.endpoint import Endpoint
-from aioverbs.errors import BusyResourceError, TransitionError, VerbsError
+from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
 from aioverbs.events import Eventful
+from aioverbs.life import OPEN
 from aioverbs.ports import gid_index, limits_of
 from aioverbs.qp_states import Changes, Limits
 from aioverbs.refusals import attend
@@ -56,6 +58,10 @@ class Connectable(Eventful[engine.QueuePair]):
 
     def _moved(self, state: QpState) -> None:
         """It was moved to that state."""
+
+    def _broken_by(self) -> BaseException | None:
+        """What it broke by since it was last as new."""
+        raise NotImplementedError
 
     # ---- What is so
 
@@ -147,9 +153,12 @@ class Connectable(Eventful[engine.QueuePair]):
 
         On RDMA devices the kernel looks for the peer's neighbour when a queue pair goes to RTR, which takes seconds
         where nobody answers. A helper thread calls that verb; a loop has 8 of those at most. Until it is over every
-        other use of the queue pair raises `BusyResourceError`, and a cancellation waits.
+        other use of the queue pair raises `BusyResourceError`, but closing it and a cancellation wait. What arrives
+        meanwhile is received; receives that wait for a place, or whose messages are released, are posted after it.
 
         What it takes and raises is described at `connect`.
+
+        :raises BrokenResourceError: its completion queue broke meanwhile, or a receive failed.
         """
         for wanted, changes in self._way_to(remote, access, attributes):
             if wanted is _RTR and _may_block(self.handle.context):
@@ -324,15 +333,23 @@ class Connectable(Eventful[engine.QueuePair]):
 
     async def _step_elsewhere(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
         self._served = changes.get("max_dest_rd_atomic", self._served)
+        before = self._broken_by()
         change = self.handle.begin_modify(wanted, **changes)
         try:
-            await to_the_end(_in_helper(change.run))
+            await _in_helper(change.run)
+        except GeneratorExit:  # the loop was closed in the middle: who closes this ends the change
+            raise
         except BaseException:  # a cancellation, or there are no threads
             with contextlib.suppress(VerbsError):
-                change.end()
+                if change.end():
+                    self._stepped(wanted, changes, remote)
             raise
         change.end()
         self._stepped(wanted, changes, remote)
+        self._check_open()
+        broken = self._broken_by()
+        if broken is not None and broken is not before:
+            raise BrokenResourceError(f"{self!r} broke while it was connected: {broken}") from broken
 
     def _stepped(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
         self._qp_state = wanted
@@ -341,7 +358,8 @@ class Connectable(Eventful[engine.QueuePair]):
         self._qkey = changes.get("qkey", self._qkey)
         if wanted is _RTR:
             self._remote = remote
-            attend(self.handle.context)
+            if self.state is OPEN:  # else it is being closed
+                attend(self.handle.context)
 
 
 def _may_block(context: engine.Context) -> bool:
@@ -353,13 +371,29 @@ _limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that connect")
 
 
 async def _in_helper(function: Callable[[], None]) -> None:
-    """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait."""
+    """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait.
+
+    Once it was begun a cancellation is raised after its end. What is waited for is no task: a loop that ends cancels
+    those, too.
+    """
     try:
         limiter = _limiter.get()
     except LookupError:
         limiter = anyio.CapacityLimiter(_HELPERS)
         _limiter.set(limiter)
-    await anyio.to_thread.run_sync(function, limiter=limiter)
+    async with limiter:
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+
+        def call() -> None:
+            try:
+                function()
+            finally:
+                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
+                    loop.call_soon_threadsafe(wake, over)
+
+        threading.Thread(target=call, name="aioverbs: to RTR").start()
+        await to_the_end(over)
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:

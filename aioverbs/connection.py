@@ -291,8 +291,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         try:
             qp = self._traffic.qp
             await qp.establish(peer.endpoint, **self._settings.repetitions(software=qp.handle.context.software))
-        except (TransitionError, ValueError, VerbsError) as error:
-            may_pass = isinstance(error, VerbsError) and error.errno in _MAY_PASS
+        except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
+            may_pass = isinstance(error, BrokenResourceError) or (
+                isinstance(error, VerbsError) and error.errno in _MAY_PASS
+            )
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
 
     def _begin(self, line: Line) -> None:

@@ -7,7 +7,14 @@ from typing import Protocol
 
 from aioverbs._core import engine
 from aioverbs._core.work import Inbox, Message, Operation, Received, RegionSlice, WorkQueue
-from aioverbs.errors import AffinityError, BrokenResourceError, ClosedResourceError, ConcurrentAccessError, StateError
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    StateError,
+)
 from aioverbs.life import Life
 from aioverbs.memory import own_memory
 
@@ -57,6 +64,9 @@ class Refiller:
                 self._free.appendleft(local)
                 if isinstance(error, BrokenResourceError):
                     self.inbox._close(error)
+                if isinstance(error, BusyResourceError):  # another thread changes its state: when that is over
+                    self.inbox.queue.when_resumed(self._loop, self._fill_by_and_by)
+                    return
                 if isinstance(error, StateError | ClosedResourceError | BrokenResourceError):
                     return
                 raise

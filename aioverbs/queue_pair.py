@@ -1,6 +1,8 @@
 """Queue pairs: what is awaited on them, what they have under way, and how that ends."""
 
+import asyncio
 import errno
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from aioverbs._core.work import (
     Requests,
     WorkQueue,
 )
-from aioverbs.affinity import Affinity, Bell
+from aioverbs.affinity import Affinity, Bell, running_loop, to_the_end, wake
 from aioverbs.attributes import QpCapabilities
 from aioverbs.completion import CompletionQueue, MessageModel, Placement, Room, patiently
 from aioverbs.connecting import Connectable
@@ -279,6 +281,9 @@ class QueuePair(Connectable, Requester):
     def _under_way(self) -> int:
         return self._work.under_way if self._work is not None else 0
 
+    def _broken_by(self) -> BaseException | None:
+        return self._work.broken if self._work is not None else None
+
     def _moved(self, state: QpState) -> None:
         if state in (QpState.RESET, QpState.RTS) and self._work is not None:
             self._work.recovered()
@@ -364,6 +369,7 @@ class _End:
         handle, work = self._handle, self._work
         assert handle is not None
         assert work is not None
+        await self._wait_for_modification(work)
         work.close()
         if self._take is not None and await self._to_error():
             await patiently(self._take)  # completions of what it took from others' queue go with it
@@ -378,6 +384,20 @@ class _End:
             logger.warning(
                 "%r: %d requests were not flushed within %g s, and end with it", handle, work.under_way, _FLUSH_S
             )
+
+    async def _wait_for_modification(self, work: Requests) -> None:
+        """Until no other thread changes its state, which ends; before that it cannot be destroyed, whoever cancels."""
+        if work.end_modification():
+            return
+        loop = running_loop()
+        cancelled: asyncio.CancelledError | None = None
+        while not work.end_modification(loop, functools.partial(wake, over := loop.create_future())):
+            try:
+                await to_the_end(over)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     async def _to_error(self) -> bool:
         handle = self._handle

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ class Traffic:
                 self.qp.to_error()
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
             self._loop.call_soon(self._end_queue_pair)
+        except BusyResourceError:  # another thread changes its state: when that is over
+            self.receive_queue.when_resumed(self._loop, self._end_queue_pair)
         except (ClosedResourceError, VerbsError, AffinityError):
             return  # it has ended, or its loop has
 
@@ -265,6 +268,8 @@ class Traffic:
     def _post(self, receive: _Receive) -> None:
         try:
             _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+        except BusyResourceError:  # the peer was faster, and another thread still changes the state: when that is over
+            self.receive_queue.when_resumed(self._loop, functools.partial(self._post, receive))
         except (ClosedResourceError, BrokenResourceError, StateError, AffinityError):
             return  # that it is over, others tell
 

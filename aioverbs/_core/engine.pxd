@@ -195,7 +195,12 @@ cdef class QueuePair(Handle):
     cdef readonly SharedReceiveQueue srq
     cdef readonly XrcDomain xrc_domain
     cdef readonly object capabilities
+    cdef object _change                 # a weak reference to the one that suspends the gate; None: there is none
+    cdef list _waiting                  # (loop, callback) of those that met it
 
+    cdef int _when_resumed(self, loop, callback) except -1
+    cdef int _tell_waiting(self) except -1
+    cdef bint _end_modification(self) except -1
     cdef int _make(self, ibv_qp_init_attr *attr, tuple parts, str verb) except -1
     cdef int _create(self, ibv_qp_init_attr *attr) except? -1
     cdef int _create_in_xrc_domain(self, ibv_qp_init_attr *attr) except? -1

@@ -29,6 +29,7 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 
 from aioverbs.attributes import (
     AddressVector,

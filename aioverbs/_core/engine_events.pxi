@@ -92,7 +92,7 @@ cdef AsyncEvent _take_event(Context context):
             raise VerbsError("ibv_get_async_event", error)
         taken.element = _element(&taken.event)
         held = taken.element if taken.element is not None else context
-        if v.gate_enter(&held._gate):       # left by the acknowledgement
+        if v.gate_hold(&held._gate):        # left by the acknowledgement
             v.gate_enter(&held._async_events)
             v.gate_enter(&taken._unacknowledged)
             taken._held = held

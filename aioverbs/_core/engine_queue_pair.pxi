@@ -17,6 +17,9 @@ cdef class QueuePair(Handle):
         type, with what a parent domain's allocator led to (what it raised is the cause).
     """
 
+    def __cinit__(self, *_, **__):
+        self._waiting = []
+
     def __init__(
         self,
         ProtectionDomain pd=None,
@@ -177,24 +180,60 @@ cdef class QueuePair(Handle):
         cdef Modification change = _modification(qp_state, **attributes)
         self._use("ibv_modify_qp")
         try:
-            change._run(self)
+            change._call(self)
         finally:
             self._unuse()
         change._check(self)
+        change._note(self)
 
     def begin_modify(self, qp_state=None, **attributes):
         """Begin what `modify` does, for the verb to be called in a thread of its own: on some devices the kernel looks
         for the neighbour in it, for seconds where nobody answers.
 
-        :returns: a `Modification`. Until the verb is over every other use of the queue pair raises `BusyResourceError`.
+        :returns: a `Modification`. Until that is ended every other use of the queue pair raises `BusyResourceError`.
         """
         cdef Modification change = _modification(qp_state, **attributes)
+        change.loop = _running_loop()
+        reference = weakref.ref(change)
         self._use("ibv_modify_qp")
         change.handle = self
-        change.suspends = True
+        change.before = self._state
+        self._change = reference
         v.gate_suspend(&self._gate)
         self._unuse()
         return change
+
+    # Who meets a modification that is under way is called when it may be over. The list is added to and taken from by
+    # single operations, in any thread: who comes looks at the gate after having added, and who opens it takes after
+    # that, so that one of the two sees the other.
+
+    cdef int _when_resumed(self, loop, callback) except -1:
+        # That loop calls it, once, and soon where nothing is under way any more.
+        self._waiting.append((loop, callback))
+        if v.gate_holders(&self._gate) >= v.GATE_CLOSED:
+            self._tell_waiting()
+        return 0
+
+    cdef int _tell_waiting(self) except -1:
+        while self._waiting:
+            try:
+                loop, callback = self._waiting.pop()
+            except IndexError:              # another thread was faster
+                break
+            try:
+                loop.call_soon_threadsafe(callback)
+            except RuntimeError:            # it is closed, and nobody waits there
+                pass
+        return 0
+
+    cdef bint _end_modification(self) except -1:
+        # For who closes it: end what its owner need not end any more, as the verb is over, or cannot, as its loop is
+        # closed and will not have the verb called.
+        # False: it is not over.
+        cdef Modification change = self._change() if self._change is not None else None
+        if change is not None and change._is_left():
+            change._resume()
+        return v.gate_holders(&self._gate) >= v.GATE_CLOSED
 
     @property
     def state(self):
@@ -487,23 +526,34 @@ cdef uint32_t _next_key(uint32_t key) noexcept:
 cdef class Modification:
     """A change of a queue pair's state or attributes: made by `QueuePair.begin_modify`.
 
-    `run` calls the verb, in any thread, once; `end` is for the owner to call when that is over, or will not be.
+    `run` calls the verb, in any thread, once; `end` is for the owner to call when that is over, or will not be. One
+    that is dropped ends by that.
     """
 
+    # Of those that `begin_modify` makes. What the verb answered is written by who calls it, before `under_way` is 0,
+    # and read by others after they have seen that. Who closes `unended` alone takes note of it, with the queue pair's
+    # gate suspended: nobody but a completion that failed changes the state that is known meanwhile.
     cdef v.ibv_qp_attr attr
     cdef int mask
     cdef int error
     cdef str problem
-    cdef bint ran                       # the verb was called, or is being called
-    cdef bint suspends                  # nobody else uses the handle
     cdef QueuePair handle
+    cdef object loop                    # that ran where it was made; None: there was none
+    cdef int before                     # the state that it was known to be in
+    cdef int uncalled                   # a gate: closed by who calls the verb, or ends it without
+    cdef int under_way                  # 1: it is to be called, or is being called
+    cdef int unended                    # a gate: closed by who ends it
+    cdef bint called
+    cdef object __weakref__
+
+    def __cinit__(self):
+        self.under_way = 1
 
     def __init__(self):
         raise TypeError("modifications come from QueuePair.begin_modify")
 
-    cdef int _run(self, QueuePair handle) except -1:
+    cdef int _call(self, QueuePair handle) except -1:
         # The caller is inside of the verb by the handle's gate, or nobody can be, as the gate is suspended.
-        self.ran = True
         with nogil:
             self.error = handle.context.table.modify_qp(handle.pointer, &self.attr, self.mask)
         if self.error not in (0, EINVAL, EBUSY) and handle.context.software:
@@ -514,6 +564,10 @@ cdef class Modification:
         if self.problem:
             raise VerbsError("ibv_modify_qp", self.error, self.problem)
         handle._check("ibv_modify_qp", self.error)
+        return 0
+
+    cdef int _note(self, QueuePair handle) except -1:
+        # It succeeded.
         if self.mask & v.IBV_QP_STATE:
             handle._state = self.attr.qp_state
         if self.mask & v.IBV_QP_MAX_QP_RD_ATOMIC:
@@ -521,29 +575,57 @@ cdef class Modification:
         return 0
 
     def run(self):
-        """Call the verb, for as long as that takes. Then the queue pair can be used again."""
-        if self.ran or not self.suspends:
-            raise RuntimeError("the verb was called before, or the modification is over")
+        """Call the verb, for as long as that takes. Nothing happens where the modification was ended before."""
+        if not v.gate_close(&self.uncalled):
+            if self.called:
+                raise RuntimeError("the verb was called before")
+            return
+        self.called = True
         try:
-            self._run(self.handle)
+            self._call(self.handle)
         finally:
-            self._resume()
+            v.gate_reopen(&self.under_way)
+            self.handle._tell_waiting()     # who closes it ends this, where nobody else does
 
     def end(self):
-        """Tell what came of it.
+        """Tell what came of it. From now on the queue pair can be used again.
 
+        :returns: whether the verb was called.
+        :raises RuntimeError: it is being called.
         :raises VerbsError: as `QueuePair.modify`.
         """
-        if self.suspends:
-            if self.ran:
-                raise RuntimeError("the verb is under way")
-            self._resume()
-        elif self.ran:
+        if not self._is_over():
+            raise RuntimeError("the verb is under way")
+        self._resume()
+        if self.called:
             self._check(self.handle)
+        return self.called
+
+    def __del__(self):
+        if self.handle is not None and self._is_over():
+            self._resume()
+
+    cdef bint _is_over(self) noexcept:
+        # Where the verb was not called, it will not be any more.
+        if v.gate_close(&self.uncalled):
+            v.gate_reopen(&self.under_way)
+        return v.gate_holders(&self.under_way) == 0
+
+    cdef bint _is_left(self) except -1:
+        # Whether it is over and need not wait for its owner.
+        if v.gate_holders(&self.under_way) == 0:
+            return True
+        return self.loop is not None and self.loop.is_closed() and self._is_over()
 
     cdef int _resume(self) except -1:
-        self.suspends = False
-        v.gate_resume(&self.handle._gate)
+        cdef QueuePair handle = self.handle
+        if not v.gate_close(&self.unended):
+            return 0
+        if self.called and not self.error and handle._state == self.before:     # else it has failed since
+            self._note(handle)
+        handle._change = None
+        v.gate_resume(&handle._gate)
+        handle._tell_waiting()
         return 0
 
 

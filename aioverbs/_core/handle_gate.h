@@ -30,6 +30,17 @@ static inline void gate_leave(int *gate)
     __atomic_fetch_sub(gate, 1, __ATOMIC_RELEASE);
 }
 
+/* As gate_enter, and also where the gate is suspended: for who calls no verb, and only keeps the object. */
+static inline bool gate_hold(int *gate)
+{
+    int holders = __atomic_load_n(gate, __ATOMIC_RELAXED);
+
+    while (holders != GATE_CLOSED)
+        if (__atomic_compare_exchange_n(gate, &holders, holders + 1, true, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
+            return true;
+    return false;
+}
+
 /* True: nobody holds the gate, and nobody gets in any more. */
 static inline bool gate_close(int *gate)
 {
@@ -83,6 +94,14 @@ static inline bool gate_enter(int *gate)
 static inline void gate_leave(int *gate)
 {
     --*gate;
+}
+
+static inline bool gate_hold(int *gate)
+{
+    if (*gate == GATE_CLOSED)
+        return false;
+    ++*gate;
+    return true;
 }
 
 static inline bool gate_close(int *gate)

@@ -692,6 +692,7 @@ cdef extern from "handle_gate.h":
     int GATE_CLOSED
     bint gate_enter(int *)
     void gate_leave(int *)
+    bint gate_hold(int *)
     bint gate_close(int *)
     bint gate_leave_many(int *, int)
     void gate_reopen(int *)

@@ -32,6 +32,7 @@ from aioverbs.errors import (
     AffinityError,
     BatchError,
     BrokenResourceError,
+    BusyResourceError,
     ClosedResourceError,
     ConcurrentAccessError,
     LenderClosedError,

@@ -48,8 +48,12 @@ cdef class Inbox:
     cdef Operation _ask(self):
         cdef Operation operation
         if self.end is None:            # what came before the end is still given
-            self.queue._enter()
-            self.queue.handle._unuse()
+            try:
+                self.queue._enter()
+            except BusyResourceError:   # another thread changes the state of what is the caller's: no verb is called
+                pass
+            else:
+                self.queue.handle._unuse()
         else:
             _check_owner(self.queue.handle)
         self._forget()

@@ -601,6 +601,8 @@ cdef class WorkQueue:
                 self._enter()
             except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
                 return self._stall()
+            except BusyResourceError:       # another thread changes its state: when that is over
+                return self._stall_until_resumed()
             except Exception as error:
                 refused = error
             operation = self._take_first(self.limit - self.used)
@@ -627,6 +629,21 @@ cdef class WorkQueue:
             (<Completer>each)._need_turn()
             break
         return 0
+
+    cdef int _stall_until_resumed(self) except -1:
+        if self.requests is None:       # a shared receive queue's is never changed
+            return self._stall()
+        if self.completer.loop is not None:
+            self.when_resumed(self.completer.loop, self.resume)
+        return 0
+
+    def when_resumed(self, loop, callback):
+        """Of a queue pair's: have a loop call this when the change of its state that kept others off may be over."""
+        (<QueuePair>self.handle)._when_resumed(loop, callback)
+
+    def resume(self):
+        """At home: those that wait get the places that came back meanwhile."""
+        self._stall()
 
     cdef int _enter(self) except -1:
         self.handle._use("ibv_post_recv" if self.receives else "ibv_post_send")

@@ -262,6 +262,9 @@ cdef class Requests:
         except ConcurrentAccessError:
             self.torn, self.spoiled = forgets, ends
             raise
+        except BusyResourceError:       # another thread changes its state: when that is over
+            self.torn = forgets
+            return self._settle_when_resumed()
         except AffinityError:           # of a completion queue that is anybody's
             self.torn, self.spoiled = forgets, ends
             return self._settle_at_owner()
@@ -283,6 +286,25 @@ cdef class Requests:
         except RuntimeError:            # that loop is closed: what is under way ends when its device is
             pass
         return 0
+
+    cdef int _settle_when_resumed(self) except -1:
+        cdef Completer completer = (<WorkQueue>self.queues()[0]).completer
+        if completer.loop is not None:
+            self.handle._when_resumed(completer.loop, self.resume)
+        return 0
+
+    def resume(self):
+        """At the home of its completion queue: the change of its state that kept others off may be over."""
+        self._unsettle((<WorkQueue>self.queues()[0]).completer)
+
+    def end_modification(self, loop=None, callback=None):
+        """For who closes the queue pair: have a change of its state ended that another thread was to make.
+
+        :returns: whether there is none any more; else the loop, if one is given, calls the callback when it may be so.
+        """
+        if loop is not None:            # before looking: it may be over meanwhile
+            self.handle._when_resumed(loop, callback)
+        return self.handle._end_modification()
 
     def settle(self):
         """On its owner's loop: what its completion queue's loop may not do."""

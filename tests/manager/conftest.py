@@ -1,11 +1,12 @@
-"""An open device, or the name of one."""
+"""An open device, or the name of one; helper threads that are held."""
 
 import pytest
 
 from aioverbs._core import engine
 from tests.devices import device, device_name
+from tests.manager.held import helpers
 
-__all__ = ["device", "device_name"]
+__all__ = ["device", "device_name", "helpers"]
 
 
 @pytest.fixture(scope="session", autouse=True)

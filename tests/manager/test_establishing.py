@@ -1,9 +1,7 @@
 """Queue pairs that are connected without keeping their loop, where the verb may wait for other machines."""
 
 import asyncio
-import functools
-import threading
-from collections.abc import Callable, Iterator
+import gc
 
 import pytest
 
@@ -15,45 +13,15 @@ from aioverbs import (
     QpState,
     TransitionError,
     VerbsError,
-    connecting,
 )
 from aioverbs._core import engine
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
 from tests.core.contexts import opened
+from tests.manager.held import Helpers
 from tests.waiting import until
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
-
-
-class Helpers:
-    """Holds the helper threads of `QueuePair.establish` before their verb."""
-
-    def __init__(self) -> None:
-        self.waiting: list[threading.Event] = []
-        self._lock = threading.Lock()
-
-    def hold(self, run: Callable[[], None]) -> None:
-        go_on = threading.Event()
-        with self._lock:
-            self.waiting.append(go_on)
-        assert go_on.wait(30)
-        run()
-
-    def release(self) -> None:
-        for each in self.waiting:
-            each.set()
-
-
-@pytest.fixture
-def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
-    """The software device takes its time."""
-    held = Helpers()
-    in_helper = connecting._in_helper
-    monkeypatch.setattr(connecting, "_may_block", lambda _: True)
-    monkeypatch.setattr(connecting, "_in_helper", lambda run: in_helper(functools.partial(held.hold, run)))
-    yield held
-    held.release()
 
 
 @pytest.mark.once
@@ -163,17 +131,41 @@ def test_a_modification_is_one_verb() -> None:
         change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
         with pytest.raises(BusyResourceError):
             qp.begin_modify(QpState.INIT)
-        change.end()  # it was never called
+        assert not change.end()  # it was never called
         assert qp.query().qp_state is QpState.RESET
-        with pytest.raises(RuntimeError, match="the modification is over"):
-            change.run()
+        change.run()  # as where its loop was closed before the helper came to it
+        assert qp.query().qp_state is QpState.RESET
         change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
         change.run()
-        change.end()
+        with pytest.raises(BusyResourceError):  # until its owner has taken note of it
+            qp.modify(QpState.RESET)
+        assert change.end()
         assert qp.state is QpState.INIT
+        with pytest.raises(RuntimeError, match="was called before"):
+            change.run()
         with pytest.raises(TypeError, match=r"come from QueuePair\.begin_modify"):
             engine.Modification()
         for handle in (qp, cq, pd):
             handle.destroy()
         with pytest.raises(ClosedResourceError):
             qp.begin_modify(QpState.INIT)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_modification_that_is_dropped_is_over(calls: bool) -> None:
+    with opened("inline") as context:
+        pd = engine.ProtectionDomain(context)
+        cq = engine.CompletionQueue(context, 4)
+        qp = engine.QueuePair(pd, cq, cq)
+        change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
+        if calls:
+            change.run()
+        cycle = [change]
+        cycle.append(cycle)  # type: ignore[arg-type]  # the collector ends it
+        del change, cycle
+        gc.collect()
+        assert qp.state is (QpState.INIT if calls else QpState.RESET)
+        assert qp.query().qp_state is qp.state
+        for handle in (qp, cq, pd):
+            handle.destroy()

@@ -79,6 +79,8 @@ static void a_suspended_gate_lets_out_and_not_in(void)
     CHECK(gate_enter(&gate));
     gate_suspend(&gate);
     CHECK(!gate_enter(&gate));
+    CHECK(gate_hold(&gate));
+    gate_leave(&gate);
     gate_leave(&gate);
     gate_leave(&gate);
     CHECK(!gate_close(&gate));
@@ -88,6 +90,7 @@ static void a_suspended_gate_lets_out_and_not_in(void)
     CHECK(gate_enter(&gate));
     gate_leave(&gate);
     CHECK(gate_close(&gate));
+    CHECK(!gate_hold(&gate));
 }
 
 CHECK_MAIN(CASE(counts), CASE(a_suspended_gate_lets_out_and_not_in), CASE(closing_waits_for_nobody_and_lets_nobody_in))

@@ -1,0 +1,78 @@
+"""Verbs that take their time in the helper threads of `QueuePair.establish`."""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from aioverbs import Device, connecting
+
+__all__ = ["Helpers", "SlowVerb", "helpers"]
+
+_MODIFY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+
+
+class Helpers:
+    """Holds the helper threads of `QueuePair.establish` before their verb, or after it."""
+
+    def __init__(self) -> None:
+        self.after = False
+        self.waiting: list[threading.Event] = []
+        self._lock = threading.Lock()
+
+    def hold(self, run: Callable[[], None]) -> None:
+        if self.after:
+            run()
+        go_on = threading.Event()
+        with self._lock:
+            self.waiting.append(go_on)
+        assert go_on.wait(30)
+        if not self.after:
+            run()
+
+    def release(self) -> None:
+        for each in self.waiting:
+            each.set()
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
+    """The software device takes its time."""
+    held = Helpers()
+    in_helper = connecting._in_helper
+    monkeypatch.setattr(connecting, "_may_block", lambda _: True)
+    monkeypatch.setattr(connecting, "_in_helper", lambda run: in_helper(functools.partial(held.hold, run)))
+    yield held
+    held.release()
+
+
+class SlowVerb:
+    """Has ``ibv_modify_qp`` of a device return late in other threads than this one: the device is through with it.
+
+    :param monkeypatch: by which verbs of the device go to helper threads.
+    """
+
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connecting, "_may_block", lambda _: True)
+        slot = ctypes.c_void_p.from_address(device.handle.table_slot("modify_qp"))
+        assert slot.value is not None
+        real = _MODIFY(slot.value)
+        here = threading.get_ident()
+        self.inside = 0
+        self._go_on = threading.Event()
+
+        def modify(qp: int, attr: int, mask: int) -> int:
+            answer: int = real(qp, attr, mask)
+            if threading.get_ident() != here:
+                self.inside += 1
+                self._go_on.wait(30)
+            return answer
+
+        self._modify = _MODIFY(modify)  # as long as the device is open
+        slot.value = ctypes.cast(self._modify, ctypes.c_void_p).value
+
+    def release(self) -> None:
+        """Let it return, from now on at once."""
+        self._go_on.set()

@@ -45,6 +45,7 @@ class Refiller:
         self, life: Life, pd: engine.ProtectionDomain, queue: WorkQueue, requester: _Receiving, depth: int, size: int
     ) -> None:
         whole = own_memory(life, pd, depth * size)
+        self._queue = queue
         self._requester = requester
         self._loop = asyncio.get_running_loop()
         # Taken from and added to by single operations, whatever the thread.
@@ -65,7 +66,7 @@ class Refiller:
                 if isinstance(error, BrokenResourceError):
                     self.inbox._close(error)
                 if isinstance(error, BusyResourceError):  # another thread changes its state: when that is over
-                    self.inbox.queue.when_resumed(self._loop, self._fill_by_and_by)
+                    self._queue.when_resumed(self._loop, self._fill_by_and_by)
                     return
                 if isinstance(error, StateError | ClosedResourceError | BrokenResourceError):
                     return

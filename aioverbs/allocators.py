@@ -79,3 +79,13 @@ class Allocator(Protocol):
         :param pd: likewise.
         :param context: likewise.
         """
+
+
+def checked_allocator(allocator: Allocator | None) -> Allocator | None:
+    """Return what a user gave for an allocator.
+
+    :raises TypeError: it is neither one nor None.
+    """
+    if allocator is not None and (isinstance(allocator, type) or not isinstance(allocator, Allocator)):
+        raise TypeError(f"allocator must have the methods of aioverbs.Allocator, not be {allocator!r}")
+    return allocator

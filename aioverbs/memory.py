@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from aioverbs._core import engine, work
 from aioverbs._core.work import RegionSlice, Registered, RemoteRegion
 from aioverbs.affinity import Bell, running_loop, to_the_end
-from aioverbs.allocators import USE_DEFAULT, Allocator
+from aioverbs.allocators import USE_DEFAULT, Allocator, checked_allocator
 from aioverbs.errors import BusyResourceError
 from aioverbs.life import Life
 from aioverbs.providers import hardware
@@ -168,7 +168,7 @@ class MemoryRegion(Handled[engine.MemoryRegion], Registered):
         self._pd_handle = handle
         self._length = memory if isinstance(memory, int) else memoryview(memory).nbytes
         self._memory: Buffer | None = None if isinstance(memory, int) else memory
-        self._allocator = allocator
+        self._allocator = checked_allocator(allocator)
         self._access = AccessFlags(access)
         self.pins = Pins()
 

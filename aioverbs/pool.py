@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, TypeVarTuple, overload
 import anyio
 
 from aioverbs.affinity import Affinity, ThreadModel, running_loop, to_the_end
-from aioverbs.allocators import Allocator
+from aioverbs.allocators import Allocator, checked_allocator
 from aioverbs.completion import MessageModel
 from aioverbs.crew import Crew, Job, WorkerStatistics
 from aioverbs.device import Device
@@ -109,7 +109,9 @@ class WorkerPool(Resource):
         self._pd = base_of("worker pool", pd) if pd is not None else device.protection_domain()
         super().__init__(pd if pd is not None else self._pd)
         self._life.label = str(next(_serials))
-        settings = WorkerSettings(ThreadModel(thread_model), MessageModel(message_model), allocator, loop, setup)
+        settings = WorkerSettings(
+            ThreadModel(thread_model), MessageModel(message_model), checked_allocator(allocator), loop, setup
+        )
         self._drain_s = drain_s
         self._grace_s = grace_s
         policy = placement if placement is not None else RoundRobin()

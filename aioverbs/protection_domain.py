@@ -8,7 +8,13 @@ from aioverbs import share_exchange, sharing
 from aioverbs._core import domains as core
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity
-from aioverbs.allocators import Allocator, NativeAllocator, SharedMemoryAllocator, SharedPageAllocator
+from aioverbs.allocators import (
+    Allocator,
+    NativeAllocator,
+    SharedMemoryAllocator,
+    SharedPageAllocator,
+    checked_allocator,
+)
 from aioverbs.completion import Placement
 from aioverbs.domain import Domain
 from aioverbs.errors import ClosedResourceError, VerbsError
@@ -269,7 +275,7 @@ class ParentDomain(InterchangeableDomain):
         self._budget = base._budget
         self._require_native = require_native
         self._is_native = False
-        self.allocator = allocator
+        self.allocator = checked_allocator(allocator)
         self.context = context
 
     def _owner(self) -> Affinity | None:

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from aioverbs._core import engine
 from aioverbs.affinity import Affinity, ThreadModel, owner_for, run_on_owner
-from aioverbs.allocators import Allocator
+from aioverbs.allocators import Allocator, checked_allocator
 from aioverbs.completion import MessageModel, Placement
 from aioverbs.life import State
 from aioverbs.protection_domain import InterchangeableDomain, ParentDomain, ProtectionDomain, base_of
@@ -57,7 +57,7 @@ class ResourceDomain(InterchangeableDomain):
         self._parent: ParentDomain | None = None
         self.thread_model = ThreadModel(thread_model)
         self.message_model = MessageModel(message_model)
-        self.allocator = allocator
+        self.allocator = checked_allocator(allocator)
         self.context = context
 
     def _owner(self) -> Affinity | None:

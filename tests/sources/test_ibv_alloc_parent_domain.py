@@ -10,6 +10,7 @@ import pytest
 
 from aioverbs import (
     AccessFlags,
+    ArenaAllocator,
     ParentDomain,
     QpType,
     RecordingAllocator,
@@ -139,6 +140,24 @@ async def test_the_thread_domain_is_nothing_else(device: Device) -> None:
         for given in ("x", "", 0, 5, pd):
             with pytest.raises(TypeError, match=f"^td must be a ThreadDomain or None, not {re.escape(repr(given))}$"):
                 pd.parent_domain(given)
+        assert pd.statistics().children == 0
+
+
+@pytest.mark.once
+async def test_an_allocator_is_nothing_else(device: Device) -> None:
+    """One that could only fail in the middle of a verb is refused before."""
+    async with device.protection_domain() as pd:
+        given: Any
+        for given in ("x", 0, ArenaAllocator):
+            message = f"^allocator must have the methods of aioverbs.Allocator, not be {re.escape(repr(given))}$"
+            with pytest.raises(TypeError, match=message):
+                pd.parent_domain(allocator=given)
+            with pytest.raises(TypeError, match=message):
+                device.resource_domain(allocator=given)
+            with pytest.raises(TypeError, match=message):
+                pd.register(4096, allocator=given)
+            with pytest.raises(TypeError, match=message):
+                WorkerPool(device, 1, allocator=given)
         assert pd.statistics().children == 0
 
 

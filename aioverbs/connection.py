@@ -512,6 +512,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def receive_grant(self) -> Granted:
         """The next region that the peer granted, in the order of its granting.
 
+        One that was revoked since is given, too, and says so, unless there are very many that nobody asked for: then
+        the oldest that were revoked are left out.
+
         :raises anyio.EndOfStream: the peer sends no more.
         :raises BrokenResourceError: the connection is broken.
         """

@@ -1,6 +1,7 @@
 """Memory that one end of a connection lets the other reach, and takes back."""
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -126,7 +127,7 @@ class Grants:
         self._last = 0
         self._taken: dict[int, Granted] = {}  # by number
         self.revoked: dict[int, Granted] = {}  # by rkey: the latest of those that the peer took back
-        self._news: dict[int, Granted] = {}  # of these, by number: those that nobody asked for yet
+        self._news: deque[Granted] = deque()  # those that nobody asked for yet, at most twice as many as are granted
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- What is granted here
@@ -228,7 +229,7 @@ class Grants:
             if self._waiter is None or self._waiter.done():
                 self._waiter = running_loop().create_future()
             await asyncio.wait([self._waiter])
-        return self._news.pop(next(iter(self._news)))
+        return self._news.popleft()
 
     def check(self, remote: RemoteRegion) -> None:
         """See that it was not revoked.
@@ -254,7 +255,6 @@ class Grants:
             if granted is None:
                 raise ValueError(f"it revokes grant {number}, which there is not")
             granted.revoked = True
-            self._news.pop(number, None)  # it is no news any more: with it, these would be more than are granted
             self.revoked[granted.remote.rkey] = granted
             if len(self.revoked) > self._most + 16:
                 del self.revoked[next(iter(self.revoked))]
@@ -275,7 +275,9 @@ class Grants:
         granted = Granted(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
         self._taken[number] = granted
         self.revoked.pop(notice.rkey, None)
-        self._news[number] = granted
+        if len(self._news) >= 2 * self._most:  # who grants and revokes alone fills no memory
+            self._news.remove(next(each for each in self._news if each.revoked))  # others are `_most` at most
+        self._news.append(granted)
         self.wake()
 
     def wake(self) -> None:

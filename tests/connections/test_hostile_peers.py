@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -178,14 +179,21 @@ async def test_a_peer_that_stalls_the_send_queue_does_not_keep_the_key(device: D
 
 
 async def test_grants_that_nobody_asked_for_before_they_were_revoked(device: Device) -> None:
-    """They are news no more: else a peer could have any number of them kept."""
-    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
-        for _ in range(3):
-            async with await ends.near.grant(memory, READ):
-                pass
-        lasting = await ends.near.grant(memory[:32], READ)
-        granted = await ends.far.receive_grant()
-        assert (granted.remote, granted.revoked) == (lasting.remote, False)
+    """They are given all the same, since the peer may have spoken of them; but no peer has any number of them kept."""
+    settings = replace(SMALL, max_grants=2)
+    async with pair(device, settings) as ends, ends.domain.register(64, LOCAL) as memory:
+        grants = []
+        for _ in range(7):
+            async with await ends.near.grant(memory, READ) as grant:
+                grants.append(grant)
+        grants.append(await ends.near.grant(memory[:32], READ))
+        news = ends.far._grants
+        assert news is not None
+        await until(lambda: news._taken)
+        received = [await ends.far.receive_grant() for _ in range(4)]
+        assert [each.remote for each in received] == [each.remote for each in grants[-4:]]
+        assert [each.revoked for each in received] == [True, True, True, False]
+        assert not news._news
 
 
 @pytest.mark.once

@@ -5,7 +5,7 @@ from aioverbs._core.work import Way
 from aioverbs.attributes import AddressVector
 from aioverbs.endpoint import Endpoint
 from aioverbs.memory import Pins
-from aioverbs.ports import gid_index
+from aioverbs.ports import check_port, gid_index
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import LinkLayer
 
@@ -35,6 +35,7 @@ class AddressHandle(Handled[engine.AddressHandle]):
         path = self._to
         if isinstance(path, Endpoint):
             context = self._pd_handle.context
+            check_port(context, self._port, self._gid_index)
             if self._gid_index is None:
                 self._gid_index = gid_index(context, self._port)
             port, gid = context.query_port(self._port), context.query_gid(self._port, self._gid_index)

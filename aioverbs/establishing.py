@@ -23,7 +23,7 @@ from aioverbs.errors import (
 )
 from aioverbs.handshake import Handshake, refusal_of
 from aioverbs.lifeline import dial
-from aioverbs.ports import gid_index
+from aioverbs.ports import check_port, gid_index
 
 __all__ = ["Connecting", "Transport", "answer", "by_manager", "check_secret", "check_transport", "connect"]
 
@@ -220,6 +220,7 @@ async def _by_rdma_cm(
     :raises TimeoutError: it took longer.
     """
     context = domain.handle.context
+    check_port(context, settings.port, settings.gid_index)
     try:
         index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
     except ValueError as error:  # a port without a GID, which goes and comes with its address

@@ -18,14 +18,22 @@ def gid_table(context: engine.Context, port: int) -> list[Gid]:
     return hardware.gid_table(context, port)
 
 
-def check_port(context: engine.Context, port: int) -> None:
-    """See that the device has that port.
+def check_port(context: engine.Context, port: int, gid_index: int | None = None) -> None:
+    """See that the device has that port, and the port a GID at that index, if one is given.
 
     :raises ValueError: it has not.
+    :raises VerbsError: the device does not tell.
     """
     count = context.attributes.phys_port_cnt
     if not 1 <= port <= count:
         raise ValueError(f"{context.name} has the ports 1 to {count}, and not {port}")
+    if gid_index is not None:
+        gids = context.query_port(port).gid_tbl_len
+        if not 0 <= gid_index < gids:
+            raise ValueError(
+                f"port {port} of {context.name} has GIDs at the indices 0 to {gids - 1}, and none at {gid_index}: give"
+                " no gid_index to have one chosen"
+            )
 
 
 def limits_of(context: engine.Context, port: int) -> Limits:

@@ -205,7 +205,7 @@ class QueuePair(Connectable, Requester):
         context = self._placement.pd.context
         receives = self._recv_cq is not None and self._srq is None
         check_queue_pair(context.name, context.attributes, wanted, self.qp_type, receives=receives)
-        check_port(context, self._port)
+        check_port(context, self._port, self._gid_index)
 
     def _make(self, wanted: QpCapabilities) -> engine.QueuePair:
         try:

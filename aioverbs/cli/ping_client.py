@@ -62,7 +62,7 @@ async def connected(
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
         if isinstance(error, VerbsError) and not isinstance(error, UnreachableError):
             raise
-        reason = "it took too long" if isinstance(error, TimeoutError) else str(error) or "the peer closed it"
+        reason = str(error) or ("it took too long" if isinstance(error, TimeoutError) else "the peer closed it")
         raise ConnectionError(f"no connection to {host}, port {port}: {reason}") from error
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioverbs import Connection, MessageModel, open_device, serve
-from aioverbs.cli import main, ping
+from aioverbs.cli import main, ping, ping_client
 from aioverbs.cli.ping_client import Pings, Tally, connected
 from aioverbs.cli.ping_request import (
     LARGEST,
@@ -191,6 +191,21 @@ async def test_what_comes_back_is_something_else() -> None:
 
 
 # ---- Who is not there, or not that
+
+
+@pytest.mark.once
+async def test_what_was_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ping_client, "_CONNECT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        message = f"^no connection to 127.0.0.1, port {port}: .*0.05 s"
+        async with (
+            open_device("soft0") as device,
+            device.resource_domain() as domain,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            with pytest.raises(ConnectionError, match=message):
+                await connected(stack, domain, "127.0.0.1", port, "tcp", PingRequest("send", 64))
 
 
 def test_nobody_is_there() -> None:

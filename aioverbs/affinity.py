@@ -105,9 +105,10 @@ class Bell:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: nobody waits
                 loop.call_soon_threadsafe(event.set)
 
-    async def wait_while(self, condition: Callable[[], object]) -> None:
+    async def wait_while(self, condition: Callable[[], object], *, look_s: float | None = None) -> None:
         """Wait as long as a condition holds, which is looked at now and at each ring.
 
+        :param look_s: look as often as that, in seconds, too: what may become so without a ring.
         :raises RuntimeError: it holds now, and no asyncio event loop is running.
         """
         if not condition():
@@ -119,7 +120,12 @@ class Bell:
                 # Whoever rings after this is heard, and what became so before it is seen here.
                 waiting[1].clear()
                 if condition():
-                    await waiting[1].wait()
+                    again = waiting[0].call_later(look_s, waiting[1].set) if look_s is not None else None
+                    try:
+                        await waiting[1].wait()
+                    finally:
+                        if again is not None:
+                            again.cancel()
         finally:
             self._waiting.remove(waiting)
 

@@ -110,6 +110,9 @@ class ResourceInfo:
 _is_late = operator.attrgetter("late")
 
 
+# How often who waits for another loop to close something looks whether that loop is still there: its end tells nobody.
+_LOOK_S = 0.1
+
 Site = tuple[CodeType, int]
 
 
@@ -122,6 +125,46 @@ def line_of(site: Site | None) -> str:
     return f"{code.co_filename}:{line}"
 
 
+class _Closing:
+    """A closing of a resource: what it was before, whose loop and thread do it, and what goes on there.
+
+    The tree's lock guards which one a resource has. Who closes goes on only where it is still the resource's: it may
+    have been taken back.
+    """
+
+    __slots__ = ("_task", "before", "by", "left", "work")
+
+    def __init__(self, before: State) -> None:
+        self.before = before
+        loop = asyncio._get_running_loop()  # None: another library's, which refuses to wait
+        self.by = Affinity.of_running_loop() if loop is not None else None
+        task = asyncio.current_task(loop) if loop is not None else None
+        self._task = weakref.ref(task) if task is not None else None  # a user's, which has more than this
+        self.work: Coroutine[Any, Any, None] | None = None
+        self.left: asyncio.Task[None] | None = None  # who closed it was cancelled: what does that now
+
+    @property
+    def deserted(self) -> bool:
+        """Whether it does not go on: its loop was closed in the middle of it, or the thread of that has ended."""
+        return self.by is not None and self.by.orphaned and not (self.by.loop and self.by.loop.is_running())
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it may take for ever: a task does it that it was left to, or another loop, which need not run."""
+        return self.left is not None or (self.by is not None and not self.by.owns())
+
+    def drop(self) -> None:
+        """End what does not go on. Nobody is inside of it: its loop does not run."""
+        if self.left is not None:
+            _closing.discard(self.left)
+        if self.work is not None:
+            # What the work waited for may be all that holds the task, whose end in the middle of this would end it.
+            task = self._task() if self._task is not None else None
+            with contextlib.suppress(RuntimeError):  # of a cancel scope, which only its own task may leave
+                self.work.close()
+            del task
+
+
 class Life:
     """What a resource is apart from its user's object: handles, parents, children, owner.
 
@@ -129,7 +172,7 @@ class Life:
     """
 
     __slots__ = (
-        "_bell", "_forks", "_handles", "_site", "children", "drain", "kind", "label", "lasting", "late", "left",
+        "_bell", "_closing", "_forks", "_handles", "_site", "children", "drain", "kind", "label", "lasting", "late",
         "opener", "owner", "parents", "quiet", "resume", "serial", "state", "stop", "user",
     )  # fmt: skip
 
@@ -145,7 +188,7 @@ class Life:
         self.resume: Callable[[], None] | None = None  # its closing failed: `drain` is taken back
         self.late = False  # its siblings' work needs it: it is closed after them
         self.lasting = False  # it is not destroyed before `drain` is done, whoever is cancelled: it may be under DMA
-        self.left: asyncio.Task[None] | None = None  # who closed it was cancelled: what does that now
+        self._closing: _Closing | None = None  # as long as it is CLOSING
         self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
         self.quiet = False  # a part of another resource, or warned of before: nobody left it open
         self.user = user
@@ -244,7 +287,12 @@ class Life:
             return self._bell
 
     async def _settled(self) -> None:
-        await self.bell().wait_while(lambda: self.state in (OPENING, CLOSING))
+        """Until nobody opens or closes it; a closing whose loop is gone is taken back."""
+        await self.bell().wait_while(self._is_under_way, look_s=_LOOK_S)
+
+    def _is_under_way(self) -> bool:
+        self._take_back_deserted()
+        return self.state is OPENING or self.state is CLOSING
 
     # ---- Ending
 
@@ -290,9 +338,10 @@ class Life:
         """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
 
         Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. But where that is
-        work with memory the rest is left to a task, which ends it after the work. Where a verb fails it stays open, and
-        can be closed again. What somebody else is opening or closing is waited for. What was opened before a fork is
-        not ended in the child.
+        work with memory, or another loop's closing, the rest is left to a task, which ends it after that. Where a verb
+        fails it stays open, and can be closed again. What somebody else is opening or closing is waited for; where that
+        one's loop is gone in the middle of it, this goes on with it. What was opened before a fork is not ended in the
+        child.
 
         :raises BusyResourceError: another owner's object is made from it; nothing was touched.
         :raises VerbsError: a verb failed.
@@ -316,22 +365,22 @@ class Life:
 
         :raises BusyResourceError: another owner's object is made from it; nothing was touched.
         """
-        before = self._begin_closing()
-        if before is None:
+        closing = self._begin_closing()
+        if closing is None:
             return
         try:
             if self.stop is not None:
                 self.stop()
         finally:  # a warning that is an error does not keep it open
-            self._leave(before)
+            self._leave(closing)
 
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
         """Whether it is closed or never was open; if not, somebody else is opening or closing it.
 
         :param in_task: who awaits it is what others left it to: it stays open where that is cancelled.
         """
-        before = self._begin_closing()
-        if before is None:
+        closing = self._begin_closing()
+        if closing is None:
             return self.inherited or self.state in (NEW, CLOSED)
         try:
             if self.stop is not None:
@@ -339,12 +388,13 @@ class Life:
                     self.stop()
                 except ResourceWarning as raised:  # warnings are errors
                     interruptions.append(raised)
-            await self._finish(interruptions, in_task)
+            closing.work = self._finish(interruptions, in_task)
+            await closing.work
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and not in_task:
-                self._leave(before)
+                self._leave(closing)
             else:
-                self._stay(before)
+                self._stay(closing)
             raise
         self._closed()
         return True
@@ -362,50 +412,64 @@ class Life:
                 interruptions.append(raised)
         self._destroy_handles()
 
-    def _stay(self, before: State) -> None:
-        """Its closing failed, or was given up."""
-        self.left = None
+    def _stay(self, closing: _Closing) -> None:
+        """Its closing failed, or was given up; nothing where it was taken back before."""
+        with _tree:
+            if self._closing is not closing:
+                return
+            self._closing = None
+        self._reopen(closing)
+
+    def _take_back_deserted(self) -> None:
+        """Where it is being closed by a loop that is gone, it is as it was before that. Of several one does this."""
+        with _tree:
+            closing = self._closing
+            if closing is None or not closing.deserted:
+                return
+            self._closing = None
+        # It is CLOSING until this is over: nobody else closes it before the work has ended, whose end finds that it is
+        # not the resource's any more.
+        closing.drop()
+        self._reopen(closing)
+
+    def _reopen(self, closing: _Closing) -> None:
         if self.resume is not None:
             self.resume()
-        self._settle(before)
+        self._settle(closing.before)
 
     def _closed(self) -> None:
-        self.left = None
+        self._closing = None
         self._settle(CLOSED)
         user = self.user()
         if user is not None:
             user._drop_parents()
 
-    def _leave(self, before: State) -> None:
+    def _leave(self, closing: _Closing) -> None:
         """Leave its closing to a task, which is cancelled only at the end of the loop; it stays open then."""
-        self.left = task = asyncio.get_running_loop().create_task(self._finish_in_task(before))
+        closing.work = self._finish_in_task(closing)
+        closing.left = task = asyncio.get_running_loop().create_task(closing.work)
         _closing.add(task)
-        task.add_done_callback(functools.partial(_finished, self, before))
+        task.add_done_callback(functools.partial(_finished, self, closing))
 
-    async def _finish_in_task(self, before: State) -> None:
-        task = asyncio.current_task()
+    async def _finish_in_task(self, closing: _Closing) -> None:
         try:
             await self._finish([], True)
         except BaseException:
-            if self.left is task:  # else its loop is gone, and somebody came after it
-                self._stay(before)
+            self._stay(closing)
             raise
         self._closed()
 
-    def _begin_closing(self) -> State | None:
-        """Its state before, where there is something to close and nobody else is at it."""
+    def _begin_closing(self) -> _Closing | None:
+        """What closes it from here on, where there is something to close and nobody else is at it."""
+        self._take_back_deserted()
         with _tree:
-            left = self.left
-            if left is not None and left.get_loop().is_closed():  # what was to close it does not go on
-                _closing.discard(left)
-                self._stay(OPEN)
-                left.get_coro().close()
             before = self.state
             if (before is not OPEN and before is not FAILED) or self.inherited:
                 return None
             self._check_can_close()
-            self.state = CLOSING
-            return before
+            closing = _Closing(before)
+            self.state, self._closing = CLOSING, closing
+            return closing
 
     async def _close_children(self, interruptions: list[BaseException], in_task: bool) -> None:
         children = list(self.children.values())
@@ -428,7 +492,8 @@ class Life:
         try:
             await child._settled()
         except anyio.get_cancelled_exc_class() as raised:
-            if child.lasting or child.left is not None:  # it may take for ever
+            closing = child._closing
+            if child.lasting or (closing is not None and closing.elsewhere):  # it may take for ever
                 raise
             interruptions.append(raised)
             await child._settled_at_last(interruptions)
@@ -507,9 +572,8 @@ def _closed_forgotten(life: Life, task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def _finished(life: Life, before: State, task: asyncio.Task[None]) -> None:
+def _finished(life: Life, closing: _Closing, task: asyncio.Task[None]) -> None:
     _closing.discard(task)
-    if life.left is task:  # it was cancelled before it began
-        life._stay(before)
+    life._stay(closing)  # where it was cancelled before it began
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error  # nobody awaits it: the loop logs it

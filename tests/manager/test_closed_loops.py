@@ -1,0 +1,141 @@
+"""Closings whose loop is closed in the middle of them, or stands still: another loop does them, and is not held up."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from aioverbs import MemoryRegion, Resource, ResourceDomain, State, ThreadModel
+from aioverbs.device import open_device
+from tests.holding import hold
+from tests.manager.test_write import REMOTE
+from tests.pace import patience
+from tests.waiting import until
+
+
+@contextlib.contextmanager
+def a_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+class Begun:
+    """A closing that does not end, since a write is held."""
+
+    def __init__(self, what: str, left: bool = False) -> None:
+        self.device = open_device("soft0", engine_mode=True)
+        self._what = what
+        self._left = left
+
+    async def begin(self) -> None:
+        await self.device.open()
+        self.domain: ResourceDomain = await self.device.resource_domain(thread_model=ThreadModel.SAFE).open()
+        self.region: MemoryRegion = await self.domain.register(64, REMOTE).open()
+        cq = await self.domain.completion_queue(64).open()
+        near, far = await self.domain.queue_pair(cq).open(), await self.domain.queue_pair(cq).open()
+        near.connect(far.local_endpoint(), REMOTE)
+        far.connect(near.local_endpoint(), REMOTE)
+        self._kept = cq, near, far
+        hold(self.device, near)
+        _ = near.write(self.region[:8], self.region.remote()[:8])
+        closed: dict[str, Resource] = {"queue pair": near, "region": self.region, "domain": self.domain}
+        self.closed = closed[self._what]
+        self.closing = asyncio.create_task(self.closed.aclose())
+        await until(lambda: self.closed.state is State.CLOSING)
+        if self._left:
+            self.closing.cancel()
+            await asyncio.wait([self.closing])
+            assert self.closed.state is State.CLOSING
+
+    def forget_the_task(self) -> None:
+        del self.closing
+        gc.collect()
+
+
+async def ended(awaited: "asyncio.Task[Any]") -> None:
+    """It ends, well; where it does not it is left alone, since it may not be possible to cancel it."""
+    await asyncio.wait([awaited], timeout=patience(20))
+    assert awaited.done()
+    awaited.result()
+
+
+@pytest.fixture(autouse=True)
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of what is closed by its parent
+        yield
+
+
+@pytest.mark.parametrize(
+    ("what", "left"), [("queue pair", False), ("region", False), ("region", True), ("domain", False)]
+)
+def test_what_a_closed_loop_was_closing_is_closed_with_its_device(what: str, left: bool) -> None:
+    begun = Begun(what, left)
+    with a_loop() as loop:
+        loop.run_until_complete(begun.begin())
+    begun.forget_the_task()
+    with a_loop() as another:
+        begun.device.handle.faults.unhold()
+        another.run_until_complete(ended(another.create_task(begun.device.aclose())))
+    assert begun.closed.closed
+    assert begun.device.closed
+
+
+def test_what_a_loop_was_closing_whose_thread_has_ended_is_closed_with_its_device() -> None:
+    """Nobody closed that loop."""
+    begun = Begun("region")
+    with a_loop() as loop, a_loop() as another:
+        thread = threading.Thread(target=loop.run_until_complete, args=[begun.begin()])
+        thread.start()
+        thread.join()
+        begun.device.handle.faults.unhold()
+        another.run_until_complete(ended(another.create_task(begun.device.aclose())))
+        assert begun.region.closed
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_waits_for_a_loop_that_is_closed_meanwhile_goes_on_with_what_it_did(left: bool) -> None:
+    begun = Begun("region", left)
+
+    async def wait() -> None:
+        second = asyncio.create_task(begun.region.aclose())
+        bell = begun.region._life.bell()
+        await until(lambda: bell._waiting)
+        assert not second.done()
+        loop.close()
+        begun.device.handle.faults.unhold()
+        await ended(asyncio.create_task(begun.device.aclose()))  # with the queues that nobody looks at any more
+        await ended(second)
+        assert begun.region.closed
+
+    with a_loop() as loop, a_loop() as another:
+        loop.run_until_complete(begun.begin())
+        another.run_until_complete(wait())
+
+
+def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
+    begun = Begun("queue pair")
+
+    async def leave() -> None:
+        second = asyncio.create_task(begun.domain.aclose())
+        bell = begun.closed._life.bell()
+        await until(lambda: bell._waiting)
+        second.cancel()
+        await asyncio.wait([second], timeout=patience(20))
+        assert second.cancelled()
+        loop.close()  # and now the task that it was left to goes on
+        begun.device.handle.faults.unhold()
+        await ended(asyncio.create_task(begun.device.aclose()))
+        assert begun.domain.closed
+
+    with a_loop() as loop, a_loop() as another:
+        loop.run_until_complete(begun.begin())
+        another.run_until_complete(leave())

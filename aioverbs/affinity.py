@@ -65,6 +65,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
 async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Wait for something whatever cancels who waits, however often; only then raise the cancellation.
 
+    Where what was waited for failed, too, that failure is the cause of the cancellation that is raised.
+
     :raises RuntimeError: no asyncio event loop is running.
     """
     try:
@@ -82,8 +84,8 @@ async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
                 cancelled = error
     if cancelled is None:
         return future.result()
-    if not future.cancelled():
-        future.exception()  # it was looked at
+    if not future.cancelled() and (failure := future.exception()) is not None:
+        raise cancelled from failure
     raise cancelled
 
 

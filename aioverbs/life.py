@@ -410,6 +410,8 @@ class Life:
                 if self.lasting:
                     raise
                 interruptions.append(raised)
+                if raised.__cause__ is not None:  # of `to_the_end`: it is not drained, and stays open
+                    raise raised.__cause__  # noqa: B904
         self._destroy_handles()
 
     def _stay(self, closing: _Closing) -> None:

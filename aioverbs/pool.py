@@ -176,17 +176,35 @@ class WorkerPool(Resource):
             takes no calls, and can be closed again. Or a function of the pool itself asks for this.
         """
         self._check_not_inside()
-        try:
-            if self.state is State.OPEN and not self.closed:
-                self._life.check_owner("aclose")
+        if self.state is State.OPEN and not self.closed:
+            self._life.check_owner("aclose")
+            try:
                 with anyio.move_on_after(deadline_s if deadline_s is not None else math.inf):
                     await self.drain()
-        finally:
-            try:
-                await super().aclose()
-            finally:
-                if self._is_own_pd and self.state in (State.NEW, State.CLOSED):
-                    await self._pd.aclose()
+            except BaseException as error:  # who cancelled is to see that
+                await self._close_in(error)
+                raise
+        await self._close()
+
+    async def _close(self) -> None:
+        try:
+            await super().aclose()
+        except BaseException as error:
+            if self._is_over():
+                await self._pd.__aexit__(type(error), error, error.__traceback__)
+            raise
+        if self._is_over():
+            await self._pd.aclose()
+
+    async def _close_in(self, error: BaseException) -> None:
+        try:
+            await self._close()
+        except Exception as another:
+            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
+
+    def _is_over(self) -> bool:
+        """Whether a protection domain of its own is to be closed."""
+        return self._is_own_pd and self.state in (State.NEW, State.CLOSED)
 
     def _check_not_inside(self) -> None:
         if self._crew.is_here():

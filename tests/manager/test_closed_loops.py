@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from aioverbs import MemoryRegion, Resource, ResourceDomain, State, ThreadModel
-from aioverbs.device import open_device
+from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, State, ThreadModel
+from aioverbs.affinity import to_the_end
+from aioverbs.device import Device, open_device
 from tests.holding import hold
 from tests.manager.test_write import REMOTE
 from tests.pace import patience
@@ -139,3 +140,37 @@ def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
     with a_loop() as loop, a_loop() as another:
         loop.run_until_complete(begun.begin())
         another.run_until_complete(leave())
+
+
+# ---- What cannot be closed, where who closes it is cancelled
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("whole", [False, True])
+async def test_what_cannot_be_drained_stays_open_where_that_was_cancelled(device: Device, whole: bool) -> None:
+    """The failure is told in a note of the cancellation."""
+    domain = await device.resource_domain().open()
+    window = await domain.memory_window().open()
+    answered, began = asyncio.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        began.set()
+        await answered.wait()
+        raise BusyResourceError("nobody answers")
+
+    def drain() -> Any:
+        return to_the_end(fail())
+
+    window._life.drain = drain
+    closed = domain if whole else window
+    closing = asyncio.create_task(closed.aclose())
+    await began.wait()
+    closing.cancel()
+    await asyncio.sleep(0)
+    answered.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await closing
+    assert any("BusyResourceError: nobody answers" in note for note in caught.value.__notes__)
+    assert window.state is domain.state is State.OPEN
+    window._life.drain = None
+    await domain.aclose()

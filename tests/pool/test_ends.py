@@ -483,3 +483,31 @@ async def test_a_thousand_pools_leave_nothing() -> None:
 @pytest.fixture(autouse=True)
 def _warnings() -> None:
     warnings.simplefilter("error", ResourceWarning)
+
+
+@pytest.mark.once
+async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(device: Device) -> None:
+    go_on, inside = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        inside.set()
+        assert go_on.wait(patience(60))
+
+    pool = await WorkerPool(device, 1, grace_s=0.05).open()
+    try:
+        call = pool.start_soon(stick)
+        await until(inside.is_set)
+        stopping = asyncio.create_task(pool.stop(0))
+        await until(lambda: pool.state is State.CLOSING)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await stopping
+        assert any("BusyResourceError" in note for note in caught.value.__notes__)
+        assert pool.state is pool.pd.state is State.OPEN
+    finally:
+        go_on.set()
+    await until(lambda: not any(worker.calls for worker in pool.statistics().workers))
+    await pool.stop(0)
+    assert pool.closed
+    assert pool.pd.closed
+    await call.wait()

@@ -472,7 +472,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         It takes a credit, as any message does.
         """
         written = self.write(local, remote, fence=fence)
-        await self._now().send(b"", immediate)
+        traffic = self._now()
+        await traffic.send(b"", immediate)
+        traffic._keep(written)  # the message goes: whoever is cancelled from here on must not withdraw what it tells of
         await written
 
     def _reachable(self, remote: "RemoteRegion | Granted") -> RemoteRegion:

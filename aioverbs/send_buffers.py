@@ -1,12 +1,10 @@
 """The registered memory that a connection sends its messages from."""
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from aioverbs._core.work import Operation, RegionSlice
-from aioverbs.errors import BrokenResourceError, ClosedResourceError
 
 __all__ = ["SendBuffer", "SendBuffers"]
 
@@ -31,11 +29,13 @@ class SendBuffers:
     :param buffers: one or more.
     """
 
-    __slots__ = ("_free", "_under_way")
+    __slots__ = ("_awaited", "_free", "_under_way")
 
     def __init__(self, buffers: list[SendBuffer]) -> None:
         self._free = deque(buffers)
+        # Each is kept here until it has ended: one that waits for a place in the send queue would be withdrawn.
         self._under_way: deque[tuple[Operation[None], SendBuffer]] = deque()
+        self._awaited: Operation[None] | None = None  # the last that was awaited here
 
     def take(self) -> SendBuffer | None:
         """One that is free, which is to be `sent`, or given back; None: all that are known of are on their way."""
@@ -55,15 +55,13 @@ class SendBuffers:
     async def wait(self, probe: Callable[[], Operation[None]]) -> None:
         """Until the first of those that are on their way is back: for one task at a time.
 
-        :param probe: posts what is done after all that was sent: what was awaited, and cancelled, cannot be awaited
-            again, so that this stands for it.
+        :param probe: posts what is done after all that was sent: it is awaited in place of what somebody awaited before
+            and was cancelled, which cannot be awaited again.
         :raises WorkCompletionError: it failed.
         """
-        operation, buffer = self._under_way[0]
-        try:
+        operation = self._under_way[0][0]
+        if operation is self._awaited:
+            await probe()
+        else:
+            self._awaited = operation
             await operation
-        except BaseException:
-            if not operation.ended:
-                with contextlib.suppress(ClosedResourceError, BrokenResourceError):
-                    self._under_way[0] = probe(), buffer
-            raise

@@ -1,7 +1,6 @@
 """Messages of any size on a queue pair: fragments, credits, receives that are kept posted."""
 
 import asyncio
-import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -181,11 +180,12 @@ class Traffic:
         kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
         self.broken = kind(f"the connection with {self.peer} is broken: {why}")
         self.broken.__cause__ = cause
-        self._end_queue_pair()
         self.inbox._close(self.broken)
         self._wake_all()
+        self._end_queue_pair()
 
     def _end_queue_pair(self) -> None:
+        # After all have been told, so that it may be tried again and again.
         try:
             if self.qp._work is not None and self.qp._work.broken is None:
                 self.qp.to_error()
@@ -194,7 +194,7 @@ class Traffic:
         except BusyResourceError:  # another thread changes its state: when that is over
             self.receive_queue.when_resumed(self._loop, self._end_queue_pair)
         except (ClosedResourceError, VerbsError, AffinityError):
-            return  # it has ended, or its loop has
+            return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
 
     def close(self) -> None:
         """It is being closed here."""
@@ -268,6 +268,8 @@ class Traffic:
     def _post(self, receive: _Receive) -> None:
         try:
             _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+        except ConcurrentAccessError:  # as above: it is in a moment
+            self._loop.call_soon(self._post, receive)
         except BusyResourceError:  # the peer was faster, and another thread still changes the state: when that is over
             self.receive_queue.when_resumed(self._loop, functools.partial(self._post, receive))
         except (ClosedResourceError, BrokenResourceError, StateError, AffinityError):
@@ -355,39 +357,52 @@ class Traffic:
     def _credited(self, count: int) -> None:
         assert self._credits is not None
         self._credits.came(count)
-        while self._controls and self._credits.sendable:
-            immediate = next(iter(self._controls))
-            self._send_control(immediate, self._controls.pop(immediate))
+        self._send_controls()
         if self._credits.free:
             self._wake()
+
+    def _send_controls(self) -> None:
+        assert self._credits is not None
+        while self._controls and self._credits.sendable:
+            immediate, fence = next(iter(self._controls.items()))
+            if not self._send_control(immediate, fence):
+                self._loop.call_soon(self._send_controls)
+                return
+            del self._controls[immediate]
 
     def _update(self) -> None:
         assert self._credits is not None
         if self._credits.update_due:
-            self.updates += 1
-            self._send_control(header(FrameKind.CREDITS), False)
+            if self._send_control(header(FrameKind.CREDITS), False):
+                self.updates += 1
+            else:
+                self._loop.call_soon(self._update)
 
     def control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
         """Tell the peer something without bytes, as soon as there is a credit for it.
 
         :param fence: reads and atomics that were asked of the peer before are done before it goes.
         """
-        assert self._credits is not None
-        if self._credits.sendable and not self._controls:
-            self._send_control(header(kind, 0, 0, number), fence)
-        else:
-            self._controls[header(kind, 0, 0, number)] = fence
+        self._controls[header(kind, 0, 0, number)] = fence
+        self._send_controls()
 
     def is_to_be_told(self, kind: FrameKind, number: int) -> bool:
         """Whether the peer is to be told that, and there was no credit for it yet."""
         return header(kind, 0, 0, number) in self._controls
 
-    def _send_control(self, immediate: int, fence: bool) -> None:
+    def _send_control(self, immediate: int, fence: bool) -> bool:
+        # Whether it is sent, or never will be; else it is to be tried again.
         assert self._credits is not None
-        with contextlib.suppress(ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
-            immediate |= self._credits.take() << CREDITS_AT
-            sent = self.qp.send(None, immediate=immediate, fence=fence)
-            self._keep(sent)
+        returned = self._credits.take()
+        try:
+            sent = self.qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
+        except ConcurrentAccessError:  # as above
+            self._credits.untake(returned)
+            return False
+        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+            return True  # that it is over, others tell
+        self._keep(sent)
+        return True
 
     def _keep(self, operation: Operation[None]) -> None:
         # Dropped it would be withdrawn where it waits for a place. This must not look for completions: those that are
@@ -527,9 +542,13 @@ class Traffic:
 
     def knock(self) -> None:
         """Ask for a sign of life; where there is none the device breaks the queue pair."""
-        with contextlib.suppress(ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+        try:
             asked = self.probe()
-            self._keep(asked)
+        except ConcurrentAccessError:
+            return  # as above; it is asked again, the next time
+        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+            return  # that it is over, others tell
+        self._keep(asked)
 
     async def delivered(self) -> None:
         """Until all that was sent is in the peer's memory."""

@@ -2,20 +2,25 @@
 
 import asyncio
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
 
 from aioverbs import (
     AccessFlags,
+    BrokenResourceError,
+    ConcurrentAccessError,
     Connection,
     Device,
     Granted,
     MemoryRegion,
+    QpState,
 )
 from aioverbs._core.work import Operation
 from tests.capabilities import Capability, needs
-from tests.connections.ends import SMALL, cancel_by_its_task, deeper, pair
+from tests.connections.ends import SMALL, cancel_by_its_task, deeper, pair, use_up
 from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
@@ -89,3 +94,53 @@ async def test_a_write_is_not_withdrawn_where_the_message_goes_that_tells_of_it(
                 await write
             assert await ends.far.receive_with_immediate() == (b"", 7)
         assert bytes(target.buffer[:8]) == b"the data"
+
+
+class InUse:
+    """A verb that another thread's verbs are in the way of, a few times."""
+
+    def __init__(self, verb: Callable[..., Any], times: int) -> None:
+        self._verb = verb
+        self.left = times
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise ConcurrentAccessError("another thread is inside")
+        return self._verb(*args, **options)
+
+
+@pytest.mark.once
+async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(device) as ends:
+        await use_up(ends.near)
+        waits = ends.near.traffic().waits
+        waiting = [asyncio.create_task(ends.near.send(b"")), asyncio.create_task(ends.near.receive())]
+        await until(lambda: ends.near.traffic().waits > waits)
+        qp, traffic = ends.near.qp, ends.near._traffic
+        assert traffic is not None
+        to_error = InUse(qp.to_error, 3)
+        monkeypatch.setattr(qp, "to_error", to_error)
+        traffic.fail("a test")
+        await asyncio.wait(waiting, timeout=patience(20))
+        assert all(isinstance(task.exception(), BrokenResourceError) for task in waiting)
+        await until(lambda: qp.qp_state is QpState.ERR)
+        assert not to_error.left
+
+
+@pytest.mark.once
+async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_later(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(device) as ends:
+        qp = ends.far.qp
+        refused = [InUse(qp._receive_into, 2), InUse(qp.send, 2)]
+        for name, verb in zip(("_receive_into", "send"), refused, strict=True):
+            monkeypatch.setattr(qp, name, verb)
+        with anyio.fail_after(patience(20)):
+            for number in range(30):
+                await ends.near.send(bytes([number]))
+                assert await ends.far.receive() == bytes([number])
+        assert not any(verb.left for verb in refused)

@@ -1,10 +1,14 @@
 """What connections have in common: completion queues and buffers, so that making one registers and allocates little."""
 
+import contextlib
+
 from aioverbs.affinity import running_loop
 from aioverbs.buffers import BufferPool, LeasedBuffer
 from aioverbs.completion import CompletionQueue
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
+from aioverbs.errors import AffinityError, ConcurrentAccessError
+from aioverbs.life import State
 
 __all__ = ["completion_queue_for", "lease_block"]
 
@@ -39,22 +43,38 @@ class _Queues:
     def __init__(self) -> None:
         self._all: list[CompletionQueue] = []
         self._at = 0  # where there was room the last time: all are looked at only when one more is made
+        self._broken: list[CompletionQueue] = []  # until the last queue pair of each is gone
 
     def find(self, completions: int) -> CompletionQueue | None:
         """One with so much room."""
+        self._close_broken()
         for step in range(len(self._all)):
             at = (self._at + step) % len(self._all)
             cq = self._all[at]
             seen = cq.statistics()
-            if seen.depth - seen.reserved >= completions and not cq.closed:
+            if seen.depth - seen.reserved >= completions and _works(cq):
                 self._at = at
                 return cq
+        self._broken += [cq for cq in self._all if cq.state is State.OPEN and not _works(cq)]
+        self._all, self._at = [cq for cq in self._all if _works(cq)], 0
+        self._close_broken()
         return None
+
+    def _close_broken(self) -> None:
+        for cq in tuple(self._broken):
+            if not cq.statistics().children:
+                with contextlib.suppress(AffinityError, ConcurrentAccessError):  # the next time, or with the domain
+                    cq._life.close_later()
+                    self._broken.remove(cq)
 
     def add(self, cq: CompletionQueue) -> None:
         """One more."""
         self._at = len(self._all)
         self._all.append(cq)
+
+
+def _works(cq: CompletionQueue) -> bool:
+    return cq.state is State.OPEN and cq.completer.watched
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:

@@ -1,6 +1,7 @@
 """What was sent goes, whoever is cancelled afterwards; who waits is told, whatever is in the way of that."""
 
 import asyncio
+import errno
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,12 @@ from aioverbs import (
     Granted,
     MemoryRegion,
     QpState,
+    VerbsError,
+    connect,
 )
 from aioverbs._core.work import Operation
 from tests.capabilities import Capability, needs
-from tests.connections.ends import SMALL, cancel_by_its_task, deeper, pair, use_up
+from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, use_up
 from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
@@ -144,3 +147,22 @@ async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_late
                 await ends.near.send(bytes([number]))
                 assert await ends.far.receive() == bytes([number])
         assert not any(verb.left for verb in refused)
+
+
+@pytest.mark.once
+async def test_connections_are_made_beside_a_completion_queue_that_broke(device: Device) -> None:
+    """It is closed when the last of its connections is gone."""
+    async with pair(device) as ends:
+        cq = ends.near.qp._send_cq
+        assert cq is not None
+        cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+        await ends.near.abort()
+        await ends.far.abort()
+        for _ in range(2):
+            near = await connect(HOST, ends.listener.port, domain=ends.domain, settings=SMALL)
+            far = await ends.listener.accept()
+            await near.send(b"hello")
+            assert await far.receive() == b"hello"
+            await near.abort()
+            await far.abort()
+        await until(lambda: cq.closed)

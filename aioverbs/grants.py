@@ -85,7 +85,14 @@ class Grant:
     async def __aexit__(
         self, kind: "type[BaseException] | None", error: BaseException | None, traceback: "TracebackType | None"
     ) -> None:
-        await self.revoke()
+        if error is None:
+            await self.revoke()
+            return
+        # What went wrong in the block is what the caller is to hear of.
+        try:
+            await self.revoke()
+        except Exception as another:
+            error.add_note(f"and revoking {self!r} failed: {type(another).__name__}: {another}")
 
 
 class Granted:

@@ -149,6 +149,22 @@ async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_late
         assert not any(verb.left for verb in refused)
 
 
+async def test_a_block_with_a_grant_raises_what_was_raised_in_it(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64) as memory:
+        grant = await ends.near.grant(memory, AccessFlags.REMOTE_READ)
+
+        async def fail() -> None:
+            async with grant:
+                await ends.far.abort()
+                await until(lambda: ends.near._traffic is not None and ends.near._traffic.broken is not None)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError) as caught:
+            await fail()
+        assert any("and revoking" in note for note in caught.value.__notes__)
+        assert grant.revoked
+
+
 @pytest.mark.once
 async def test_connections_are_made_beside_a_completion_queue_that_broke(device: Device) -> None:
     """It is closed when the last of its connections is gone."""

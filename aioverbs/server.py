@@ -291,6 +291,7 @@ class Server(_Accepting):
         self._drain_timeout_s = drain_timeout_s
         self._closed = asyncio.Event()
         self._stopping: asyncio.Future[None] | None = None
+        self._draining: anyio.CancelScope | None = None  # until handlers end, at most; of all who stop it
         self._following: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
@@ -354,19 +355,27 @@ class Server(_Accepting):
         Those on a pool's workers that do not end even so within the pool's ``grace_s`` are left to the pool, which
         kills processes when it is closed, and tells of threads.
 
-        :param drain_timeout_s: how long the handlers have, in seconds; None: as `serve` was told.
+        :param drain_timeout_s: how long the handlers have, in seconds; None: as `serve` was told. Of several calls the
+            one whose time ends first counts.
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
         self._check_caller("stop")
         wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
-        if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._stop(wait_s))
+        until = anyio.current_time() + wait_s
+        if self._stopping is None or self._draining is None:
+            self._draining = anyio.CancelScope(deadline=until)
+            self._stopping = asyncio.ensure_future(self._stop(self._draining))
+        else:
+            self._draining.deadline = min(self._draining.deadline, until)
         await asyncio.shield(self._stopping)
 
-    async def _stop(self, wait_s: float) -> None:
+    async def _stop(self, draining: anyio.CancelScope) -> None:
         try:
             await self._acceptor.stop()
-            if not await self._acceptor.wait(wait_s):
+            drained = False
+            with draining:
+                drained = await self._acceptor.wait(None)
+            if not drained:
                 await self._cancel()
         finally:
             if self._following is not None:

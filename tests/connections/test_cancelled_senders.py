@@ -24,6 +24,7 @@ from aioverbs import (
 from aioverbs._core.work import Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, use_up
+from tests.connections.serving import asked, served
 from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
@@ -182,3 +183,21 @@ async def test_connections_are_made_beside_a_completion_queue_that_broke(device:
             await near.abort()
             await far.abort()
         await until(lambda: cq.closed)
+
+
+@pytest.mark.once
+async def test_a_shorter_time_cuts_a_server_short_that_is_being_stopped(device: Device) -> None:
+    async def handler(_: Connection) -> None:
+        await asyncio.Event().wait()
+
+    async with (
+        device.resource_domain() as domain,
+        served(domain, handler, drain_timeout_s=600) as server,
+        asked(server, domain),
+    ):
+        await until(lambda: server.statistics().connections == 1)
+        first = asyncio.create_task(server.stop())
+        await until(lambda: server._stopping is not None)
+        with anyio.fail_after(patience(20)):
+            await server.stop(0)
+            await first

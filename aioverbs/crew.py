@@ -79,6 +79,9 @@ class Job(Protocol):
     def withdraw(self) -> None:
         """Have it cancelled there. From any thread."""
 
+    def cancellation(self) -> BaseException:
+        """How it ends where it is cancelled."""
+
 
 class Counts:
     """Of a worker and those that replace it."""
@@ -238,6 +241,17 @@ class Crew:
         except RuntimeError:  # its loop is closed, and that will be told of
             hand.over(job, None, WorkerDiedError(hand.number, "its event loop was closed"))
         return job
+
+    def withdraw(self, job: Job) -> bool:
+        """Cancel a call that no worker has begun to look at; whether it was one. From any thread."""
+        with self.lock:  # so that it is either in the backlog still, or was posted
+            hand: Hand = job.hand
+            rest = [(other, context) for other, context in hand.backlog if other is not job]
+            if len(rest) == len(hand.backlog):
+                return False
+            hand.backlog[:] = rest
+        hand.over(job, None, job.cancellation())
+        return True
 
     def check(self) -> None:
         """See that nobody died who was not replaced.

@@ -85,7 +85,8 @@ class _ProcessJob:
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
-        self.hand.at_home(self.hand.withdraw, self)
+        if not self.hand.crew.withdraw(self):
+            self.hand.at_home(self.hand.withdraw, self)
 
     def cancellation(self) -> BaseException:
         """How it ends where it was cancelled there."""

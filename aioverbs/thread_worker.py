@@ -34,10 +34,12 @@ class _ThreadJob(Call[Any]):
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
+        if self.hand.crew.withdraw(self):
+            return
         if self.hand.is_ready:
             self.loop = self.hand.loop  # another thread may be just about to post it
             super().withdraw()
-        # Else it is posted after this, and will not begin.
+        # Else it is over.
 
     def start(self) -> None:
         if not self.hand.is_ending():

@@ -377,8 +377,8 @@ async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
         waiting = [asyncio.create_task(pool.run(number_later)) for _ in range(3)]
         started, withdrawn = pool.start_soon(number), pool.start_soon(number)
         assert withdrawn.cancel()
-        await asyncio.sleep(0.02)
-        assert [started.done(), withdrawn.done(), *(each.done() for each in waiting)] == [False] * 5
+        await until(withdrawn.done)
+        assert [started.done(), *(each.done() for each in waiting)] == [False] * 4
         gate.set()
         assert await asyncio.gather(*waiting) == [0, 0, 0]
         assert await started.wait() == 0
@@ -511,3 +511,34 @@ async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(
     assert pool.closed
     assert pool.pd.closed
     await call.wait()
+
+
+@pytest.mark.once
+async def test_a_call_that_waits_for_a_worker_that_is_being_made_can_be_cancelled(device: Device) -> None:
+    go_on = threading.Event()
+    made = 0
+
+    @contextlib.asynccontextmanager
+    async def setup(_: Worker) -> AsyncIterator[None]:
+        nonlocal made
+        made += 1
+        if made > 1:
+            await asyncio.to_thread(go_on.wait, patience(60))
+        yield
+
+    def die() -> None:
+        raise SystemExit(1)
+
+    async with WorkerPool(device, 1, setup=setup) as pool:
+        try:
+            with pytest.raises(WorkerDiedError):
+                await pool.run(die)
+            await until(lambda: made == 2)
+            waiting = asyncio.create_task(pool.run(number))
+            await until(lambda: pool.statistics().workers[0].calls == 1)
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=patience(20))
+            assert waiting.cancelled()
+            assert pool.statistics().workers[0].cancelled == 1
+        finally:
+            go_on.set()

@@ -287,6 +287,8 @@ class QueuePair(Connectable, Requester):
     def _moved(self, state: QpState) -> None:
         if state in (QpState.RESET, QpState.RTS) and self._work is not None:
             self._work.recovered()
+        if state is QpState.ERR and self._work is not None:
+            self._work.errored()
         if self._refiller is not None and state is QpState.RESET:
             self._refiller.inbox._reopen()
         if self._refiller is not None and state is QpState.INIT:

@@ -24,6 +24,7 @@ import logging
 import struct
 import sys
 import types
+import weakref
 from collections.abc import Coroutine
 
 from anyio import WouldBlock

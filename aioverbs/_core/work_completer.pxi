@@ -58,6 +58,7 @@ cdef class Completer:
     cdef list stalled                   # queues whose waiting operations found another thread inside
     cdef dict shared                    # queue pair number -> its shared receive queue
     cdef set users                      # Requests of the queue pairs that complete here, until those are destroyed
+    cdef set receivers                  # shared receive queues of its own, for XRC, until they are destroyed
     cdef object turn                    # the bound method
     cdef readonly object error          # that it broke by
     cdef readonly uint64_t completions
@@ -79,6 +80,7 @@ cdef class Completer:
         self.stalled = []
         self.shared = {}
         self.users = set()
+        self.receivers = set()
         self.turn = self._turn
 
     def __cinit__(self, *_):
@@ -446,6 +448,8 @@ cdef class Completer:
                 operation = <Operation>self.slots.at[index].work
                 if operation.queue.requests is None:
                     operation.queue._give_up_unended(operation, self.broken_by())
+        for queue in tuple(self.receivers):
+            (<WorkQueue>queue)._end_inboxes(self.broken_by())
         return 0
 
     def broken_by(self):

@@ -22,6 +22,9 @@ cdef class Inbox:
     cdef object unused
     cdef object ready                   # deque of what came and was not asked for
     cdef object end                     # what ended it: an exception
+    cdef object ends_by                 # what ends it when the last of its receives is done: an exception, or None
+    cdef Py_ssize_t posted              # receives that are not done
+    cdef object __weakref__             # its queue's
     cdef Operation asked                # by who waits
 
     def __init__(self, WorkQueue queue not None, wrap, unused):
@@ -29,6 +32,7 @@ cdef class Inbox:
         self.wrap = wrap
         self.unused = unused
         self.ready = collections.deque()
+        queue._add_inbox(self)
 
     def __len__(self):
         """How many came and were not asked for."""
@@ -93,14 +97,16 @@ cdef class Inbox:
 
     cdef int _arrived(self, Operation operation, object local) except -1:
         # A receive is done.
+        self.posted -= 1
         if not operation.raises and operation.status == SUCCESS:
             try:
                 message = self.wrap(operation.value)
             except Exception as error:
                 return self._spoil(error)
-            if message is None:
-                return 0
-            self.ready.append(message)
+            if message is not None:
+                self.ready.append(message)
+            if self.ends_by is not None and not self.posted and self.end is None:
+                self.end = self.ends_by
             return self._hand_over()
         try:
             self.unused(local)
@@ -122,6 +128,16 @@ cdef class Inbox:
         if requests is not None:
             requests._spoil(broken)
         return self._hand_over()
+
+    cdef int _broke(self, object error) except -1:
+        # Its queue takes no more receives, by that. Those that are posted still end, and the first that failed tells
+        # of it; where there are none, nothing else would.
+        if self.posted:
+            self.ends_by = error
+        elif self.end is None:
+            self.end = error
+            return self._hand_over()
+        return 0
 
     cdef int _withdraw(self, Operation operation) except -1:
         # Who asked is cancelled.
@@ -150,7 +166,7 @@ cdef class Inbox:
         """Receives come again."""
         cdef section within
         section_enter(&within, _section(self.queue))
-        self.end = None
+        self.end = self.ends_by = None
         section_leave(&within)
 
 

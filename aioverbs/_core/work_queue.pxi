@@ -44,6 +44,7 @@ cdef class WorkQueue:
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
     cdef dict errors                    # by status
+    cdef object inboxes                 # its, a weakref.WeakSet; None: it has none
     cdef list unended                   # memory of what was given up and the device may still write to: _Run; or None
 
     def __cinit__(self):
@@ -82,12 +83,29 @@ cdef class WorkQueue:
         section_enter(&within, _section(self))
         try:
             self.closing = True
+            if self.requests is None and self.completer is not None:
+                self.completer.receivers.discard(self)
             self._abandon(status, error)
             if self.unended is not None:
                 unended, self.unended = self.unended, None
                 _discard_runs(unended, self.receives)
         finally:
             section_leave(&within)
+
+    # ---- Inboxes
+
+    cdef int _add_inbox(self, Inbox inbox) except -1:
+        if self.inboxes is None:
+            self.inboxes = weakref.WeakSet()
+        self.inboxes.add(inbox)
+        return 0
+
+    cdef int _end_inboxes(self, object error) except -1:
+        # It takes no more receives, by that: whoever awaits messages is told.
+        if self.inboxes is not None:
+            for inbox in tuple(self.inboxes):
+                (<Inbox>inbox)._broke(error)
+        return 0
 
     # ---- Who awaits
 
@@ -699,7 +717,9 @@ cdef class WorkQueue:
             for requests in (<Completer>completer).users:
                 if (<Requests>requests).deaf is not None and (<Requests>requests).shared is self:
                     return 0
-        return self._abandon(SUCCESS, (<Completer>self.completers[0]).broken_by())
+        error = (<Completer>self.completers[0]).broken_by()
+        self._abandon(SUCCESS, error)
+        return self._end_inboxes(error)
 
     cdef int _give_up_unended(self, Operation operation, object error) except -1:
         # Of a shared receive queue for XRC, which queue pairs of other processes may take from as long as it is there:

@@ -274,8 +274,10 @@ cdef class Requests:
                 return 0
             # The device is gone, and does nothing any more.
         if forgets:
-            by, self.deaf = self.deaf, None
-            self._abandon(by or self._unknown())
+            by, self.deaf = self.deaf or self._unknown(), None
+            self._abandon(by)
+            if self.receive_queue is not None:
+                self.receive_queue._end_inboxes(by)
             if self.shared is not None:
                 self.shared._end_if_deaf()
         return 0
@@ -339,8 +341,10 @@ cdef class Requests:
             self.handle._state = ERR
             for queue in self.queues():
                 (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
-            if self.receive_queue is not None and self.receive_queue.used:
-                self._unsettle(self.receive_queue.completer)
+            if self.receive_queue is not None:
+                self.receive_queue._end_inboxes(self._broken_by())
+                if self.receive_queue.used:
+                    self._unsettle(self.receive_queue.completer)
         else:
             self.handle._state = SQE
             self.send_queue._refuse_waiting(FLUSHED, None)
@@ -351,12 +355,23 @@ cdef class Requests:
         if state == RTS or state == SQD or (receives and INIT <= state < ERR):
             return 0
         if state == ERR or state == SQE or self.broken is not None:
-            raise BrokenResourceError(
-                f"{self.handle!r} is in state {QpState(state).name}, by: {self.broken or 'somebody moved it there'}"
-            ) from self.broken
+            raise self._broken_by()
         needed = "INIT" if receives else "RTS"
         found = QpState(state).name
         raise StateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
+
+    cdef object _broken_by(self):
+        state = QpState(self.handle._state).name
+        broken = BrokenResourceError(
+            f"{self.handle!r} is in state {state}, by: {self.broken or 'somebody moved it there'}"
+        )
+        broken.__cause__ = self.broken
+        return broken
+
+    def errored(self):
+        """It was moved to ERR: who awaits messages is told where no receive is that would be flushed."""
+        if self.receive_queue is not None:
+            self.receive_queue._end_inboxes(self._broken_by())
 
 
 cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, limit, max_sge, make_scratch):
@@ -494,6 +509,8 @@ cdef inline int _posted(Handle handle, Operation operation, section *within) exc
     # Or not: then what it has is given back.
     cdef bint refused = operation is not None and operation.state == NEW and not operation.loose
     handle._unuse()
+    if refused and operation.extra is not None and operation.extra.inbox is not None:
+        operation.extra.inbox.posted -= 1
     section_leave(within)
     return operation._unpin() if refused else 0
 
@@ -854,6 +871,7 @@ cdef class Requester(Sending):
             _scatter(operation, &own, local, requests.pd, requests.handle._type == UD)
             if inbox is not None:
                 _extra(operation).inbox = inbox
+                inbox.posted += 1
             self._go(operation, &own, nowait)
         finally:
             _posted(requests.handle, operation, &within)
@@ -884,6 +902,7 @@ cdef class ReceiveRequester:
         queue.anybodys = not _is_bound(handle.affinity)
         if cq is not None:
             _join([queue, cq])
+            (<Completer>cq).receivers.add(queue)
         section_enter(&within, <PyObject *>self)
         self._queue_pd = pd
         before, self._queue = self._queue, queue
@@ -920,6 +939,7 @@ cdef class ReceiveRequester:
             _scatter(operation, &own, local, self._queue_pd, False)
             if inbox is not None:
                 _extra(operation).inbox = inbox
+                inbox.posted += 1
             queue._submit(operation, &own, nowait)
         finally:
             _posted(queue.handle, operation, &within)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from aioverbs import Device, QpCapabilities, QpType, WcStatus, WorkCompletionError
+from aioverbs import CompletionQueue, Device, QpCapabilities, QpType, WcStatus, WorkCompletionError
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.pace import patience
 from tests.statuses import as_said
@@ -14,10 +14,14 @@ from tests.waiting import until
 class Postbox:
     """A queue pair that keeps receives posted, and what sends to it."""
 
-    def __init__(self, pair: Ends, depth: int = 4, size: int = 64) -> None:
+    def __init__(self, pair: Ends, depth: int = 4, size: int = 64, send_cq: CompletionQueue | None = None) -> None:
         self.pair = pair
         self.qp = pair.far_domain.queue_pair(
-            pair.far_cq, qp_type=pair.near.qp_type, receive_depth=depth, receive_size=size
+            send_cq or pair.far_cq,
+            pair.far_cq,
+            qp_type=pair.near.qp_type,
+            receive_depth=depth,
+            receive_size=size,
         )
 
     async def __aenter__(self) -> "Postbox":

@@ -1,0 +1,104 @@
+"""Who awaits messages is told what there is to tell, and what nobody has asked for goes back."""
+
+import asyncio
+import errno
+
+import pytest
+
+from aioverbs import BrokenResourceError, Device, VerbsError
+from aioverbs._core.work import Inbox
+from tests.data_path.ends import PEERS, ends
+from tests.data_path.test_messages import Postbox
+from tests.pace import patience
+from tests.waiting import until
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("how", ["by a request", "by its user", "by its receives' queue", "by its sends' queue"])
+async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Device, how: str) -> None:
+    """Whatever its queue pair broke by."""
+    async with (
+        ends(device) as pair,
+        pair.far_domain.completion_queue(64) as sends,
+        Postbox(pair, depth=2, send_cq=sends) as box,
+    ):
+        messages = box.qp.messages()
+        kept = []
+        for _ in range(2):
+            await box.send(b"hello")
+            kept.append(await anext(messages))
+        waiting = asyncio.ensure_future(anext(messages))
+        await asyncio.sleep(0)
+        if how == "by a request":  # to nowhere
+            with pytest.raises(Exception, match="REM_ACCESS_ERR"):
+                await box.qp.write(pair.source[:8], type(pair.target.remote())(0, 8, 1))
+        elif how == "by its user":
+            box.qp.to_error()
+        else:
+            cq = sends if how == "by its sends' queue" else pair.far_cq
+            cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+        await asyncio.wait([waiting], timeout=patience(20))
+        assert isinstance(waiting.exception(), BrokenResourceError)
+        for message in kept:
+            message.release()
+
+
+@pytest.mark.once
+async def test_messages_that_arrived_before_the_queue_broke_are_given_first(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair, depth=2) as box:
+        messages = box.qp.messages()
+        for text in (b"one", b"two"):
+            await box.send(text)
+        box.qp.to_error()
+        for text in (b"one", b"two"):
+            message = await anext(messages)
+            assert bytes(message.data) == text
+        with pytest.raises(BrokenResourceError):
+            await anext(messages)
+
+
+@pytest.mark.once
+async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_posted(device: Device) -> None:
+    async with (
+        ends(device) as pair,
+        pair.domain.buffer_pool(64, 4) as pool,
+        pair.far_domain.shared_receive_queue(2) as srq,
+        pair.far_domain.completion_queue(256) as cq,
+        pair.far_domain.queue_pair(cq, srq=srq) as far,
+    ):
+        pair.near.to_reset()
+        pair.near.connect(far.local_endpoint(), PEERS)
+        far.connect(pair.near.local_endpoint(), PEERS)
+        async with srq.messages(pool, 1) as messages:
+            await until(lambda: srq.statistics().under_way == 2)
+            others = [await pool.lease() for _ in range(pool.statistics().free)]  # it is not filled again
+            kept = []
+            for _ in range(2):
+                await pair.near.send(pair.source[:8])
+                kept.append(await anext(messages))
+            assert not srq.statistics().under_way
+            waiting = asyncio.ensure_future(anext(messages))
+            await asyncio.sleep(0)
+            cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+            await asyncio.wait([waiting], timeout=patience(20))
+            assert isinstance(waiting.exception(), BrokenResourceError)
+            for message in kept:
+                message.release()
+            for buffer in others:
+                buffer.release()
+
+
+@pytest.mark.once
+async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothing_is_posted(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        device.xrc_domain() as xrc_domain,
+        domain.completion_queue(16) as cq,
+        domain.shared_receive_queue(4, xrc_domain=xrc_domain, cq=cq) as srq,
+    ):
+        inbox = Inbox(srq.work, lambda received: received, lambda _: None)
+        waiting = asyncio.ensure_future(anext(inbox))
+        await asyncio.sleep(0)
+        cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+        await asyncio.wait([waiting], timeout=patience(20))
+        assert isinstance(waiting.exception(), BrokenResourceError)

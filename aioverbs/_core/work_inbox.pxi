@@ -139,6 +139,27 @@ cdef class Inbox:
             return self._hand_over()
         return 0
 
+    cdef int _give_back(self, object message) except -1:
+        # Who was given it dropped it, in whatever thread. This is a part of freeing: whoever sleeps for a message is
+        # woken by his own loop. Who does not sleep yet is given it here, and nothing runs for that.
+        cdef Operation operation
+        self.ready.appendleft(message)
+        self._forget()
+        operation = self.asked
+        if operation is None:
+            return 0
+        waiter = operation.waiter
+        if waiter is None:
+            return self._hand_over()
+        try:
+            waiter.get_loop().call_soon_threadsafe(self._hand_over_later)
+        except RuntimeError:            # the loop is closed: nobody sleeps there any more
+            pass
+        return 0
+
+    def _hand_over_later(self):
+        self._hand_over()
+
     cdef int _withdraw(self, Operation operation) except -1:
         # Who asked is cancelled.
         if self.asked is operation:

@@ -40,7 +40,7 @@ cdef class _Extra:
             queue._withdraw(self)
             _discard_runs(pinned, queue.receives)
         if self.message is not None:
-            self.inbox.ready.appendleft(self.message)
+            self.inbox._give_back(self.message)
         free(self.sges)
         free(self.requests)
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import gc
 
+import anyio
 import pytest
 
 from aioverbs import BrokenResourceError, Device, VerbsError
@@ -11,6 +13,40 @@ from tests.data_path.ends import PEERS, ends
 from tests.data_path.test_messages import Postbox
 from tests.pace import patience
 from tests.waiting import until
+
+
+@pytest.mark.once
+async def test_a_message_that_is_dropped_unawaited_goes_to_who_waits(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box:
+        messages = box.qp.messages()
+        await box.send(b"hello")
+        await until(lambda: len(messages))  # type: ignore[arg-type]
+        first = anext(messages)
+        second = asyncio.ensure_future(anext(messages))
+        await asyncio.sleep(0)
+        third = asyncio.create_task(asyncio.wait([second], timeout=patience(20)))
+        await asyncio.sleep(0)
+        assert not second.done()
+        del first
+        gc.collect()
+        await third
+        with second.result() as message:
+            assert bytes(message.data) == b"hello"
+
+
+@pytest.mark.once
+async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_not_wait_yet(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair) as box:
+        messages = box.qp.messages()
+        await box.send(b"hello")
+        await until(lambda: len(messages))  # type: ignore[arg-type]
+        first = anext(messages)
+        second = anext(messages)
+        del first
+        gc.collect()
+        with anyio.fail_after(patience(20)):
+            with await second as message:
+                assert bytes(message.data) == b"hello"
 
 
 @pytest.mark.once

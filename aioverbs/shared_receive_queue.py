@@ -10,7 +10,7 @@ import anyio
 
 from aioverbs._core import engine
 from aioverbs._core.work import Inbox, Message, Received, ReceiveRequester, Requests, WorkQueue, attach, detach
-from aioverbs.affinity import Affinity
+from aioverbs.affinity import Affinity, to_the_end
 from aioverbs.attributes import SrqAttributes
 from aioverbs.buffers import BufferPool, LeasedBuffer
 from aioverbs.completion import CompletionQueue, Placement, Room
@@ -161,12 +161,12 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
                     yield inbox
                 finally:
                     filler.cancel()
-                    await asyncio.wait([filler])
-            finally:
+                    await to_the_end(asyncio.wait([filler]))
+            finally:  # without an await: whoever is cancelled gives back what nobody has asked for, too
                 posted.release()
                 inbox._close()
-                while len(inbox):
-                    (await anext(inbox)).release()
+                for message in inbox._take_all():
+                    message.release()
 
     async def _keep_filled(
         self, events: AsyncGenerator[DeviceEvent, None], pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int

@@ -138,3 +138,27 @@ async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothi
         cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
         await asyncio.wait([waiting], timeout=patience(20))
         assert isinstance(waiting.exception(), BrokenResourceError)
+
+
+@pytest.mark.once
+async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancelled(device: Device) -> None:
+    count = 600  # more than are awaited before others have their turn
+    async with (
+        ends(device) as pair,
+        pair.far_domain.buffer_pool(64, count) as pool,
+        pair.far_domain.completion_queue(1024) as cq,
+        pair.far_domain.shared_receive_queue(count) as srq,
+        pair.far_domain.queue_pair(cq, srq=srq) as far,
+    ):
+        pair.near.to_reset()
+        pair.near.connect(far.local_endpoint(), PEERS)
+        far.connect(pair.near.local_endpoint(), PEERS)
+        with anyio.CancelScope() as scope:
+            async with srq.messages(pool, 1) as messages:
+                for _ in range(count):
+                    await pair.near.send(pair.source[:8])
+                await until(lambda: len(messages) == count)  # type: ignore[arg-type]
+                scope.cancel()
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert pool.statistics().leased == 0

@@ -121,6 +121,22 @@ class _Forget:
         self._entry.region._memory = None
 
 
+class _LetGo:
+    """What a region that is not kept does when its handle is gone: it leaves its memory alone."""
+
+    def __init__(self, region: MemoryRegion) -> None:
+        self._region = region
+
+    def destroy(self) -> None:
+        self._region._memory = None
+
+
+def _let_go_unopened(region: MemoryRegion) -> None:
+    # Who keeps an error keeps frames, and the region by those, which is not to keep the export, too.
+    if region.state is State.NEW:
+        region._memory = None
+
+
 class RegistrationCache:
     """Registrations of buffers that come back, kept by a protection domain: `Domain.cache`. Any event loop may use it.
 
@@ -192,13 +208,20 @@ class RegistrationCache:
             # Too large to be kept, or nobody's memory, of which nothing could tell whether it is still there.
             with self._lock:
                 self._misses += 1
-            async with MemoryRegion(pd, pd.handle, view, access) as region:
-                del view, pd
-                yield region
+            region = MemoryRegion(pd, pd.handle, view, access)
+            del view, pd
+            region._life.hold(_LetGo(region))
+            try:
+                async with region:
+                    yield region
+            finally:
+                _let_go_unopened(region)
             return
         user = object()
-        entry = await self._enter(pd, view, access, user)
-        del view, pd
+        try:
+            entry = await self._enter(pd, view, access, user)
+        finally:  # who keeps an error keeps this frame, too, and would keep the export by it
+            del view, pd
         try:
             if turn := spend(LIGHT):
                 await go_round(turn)
@@ -236,29 +259,32 @@ class RegistrationCache:
         self, pd: Handled[engine.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
     ) -> _Entry:
         """The entry of these bytes, open. `view` keeps their object here: so no other one has its id."""
-        key = (id(_owner(view)), *engine.span(view), access, view.readonly)
-        while True:
-            with self._lock:
-                entry = self._entries.pop(key, None)
-                found = entry is not None
-                if entry is None:
-                    entry = _Entry(key, MemoryRegion(pd, pd.handle, view, access))
-                    self._bytes += view.nbytes
-                    self._misses += 1
-                self._entries[key] = entry  # the latest used
-                entry.users.add(user)
-                if found and entry.ready:
-                    self._hits += 1
-                    return entry
-            try:
-                if not found:
-                    await self._register(entry)
-                    return entry
-                await entry.settled()
-            except BaseException:
-                entry.users.discard(user)
-                raise
-            entry.users.discard(user)  # and once more: it is ready now, or is not there any more
+        try:  # as above: of this frame, too
+            key = (id(_owner(view)), *engine.span(view), access, view.readonly)
+            while True:
+                with self._lock:
+                    entry = self._entries.pop(key, None)
+                    found = entry is not None
+                    if entry is None:
+                        entry = _Entry(key, MemoryRegion(pd, pd.handle, view, access))
+                        self._bytes += view.nbytes
+                        self._misses += 1
+                    self._entries[key] = entry  # the latest used
+                    entry.users.add(user)
+                    if found and entry.ready:
+                        self._hits += 1
+                        return entry
+                try:
+                    if not found:
+                        await self._register(entry)
+                        return entry
+                    await entry.settled()
+                except BaseException:
+                    entry.users.discard(user)
+                    raise
+                entry.users.discard(user)  # and once more: it is ready now, or is not there any more
+        finally:
+            del view
 
     async def _register(self, entry: _Entry) -> None:
         region = entry.region
@@ -270,6 +296,7 @@ class RegistrationCache:
             region._drop_parents()  # its life has them: who forgets a protection domain is to be warned
         except BaseException:
             self._remove(entry)
+            _let_go_unopened(region)
             raise
         finally:
             entry.opening = False

@@ -495,3 +495,28 @@ class Caching(RuleBasedStateMachine):
 
 Caching.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestCaching = Caching.TestCase
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("size", [64, 1 << 20])
+async def test_a_kept_error_does_not_keep_the_buffer(
+    device: Device, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Neither where registering is cancelled, nor where what is too large to be kept is."""
+    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    async with device.protection_domain() as pd:
+        pd.cache.max_bytes = 4096
+        buffer = bytearray(size)
+
+        async def use() -> None:
+            async with pd.cache.region(buffer):
+                raise AssertionError
+
+        task = asyncio.create_task(use())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        await pd.cache.drop(buffer)
+        buffer.append(1)
+        assert caught.tb is not None  # it is kept until here

@@ -360,6 +360,8 @@ class Server(_Accepting):
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
         self._check_caller("stop")
+        if self._over:
+            return
         wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         until = anyio.current_time() + wait_s
         if self._stopping is None or self._draining is None:

@@ -35,7 +35,7 @@ from aioverbs.memory import MemoryRegion
 from aioverbs.queue_pair import QueuePair
 from aioverbs.resource import Resource
 from aioverbs.supplies import completion_queue_for, lease_block
-from aioverbs.traffic import Traffic, TrafficStatistics
+from aioverbs.traffic import Traffic, TrafficStatistics, check_immediate
 from aioverbs.types import AccessFlags, AtomicCap
 
 if TYPE_CHECKING:
@@ -471,8 +471,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         It takes a credit, as any message does.
         """
-        written = self.write(local, remote, fence=fence)
         traffic = self._now()
+        check_immediate(immediate)  # before anything is written
+        written = self.write(local, remote, fence=fence)
         await traffic.send(b"", immediate)
         traffic._keep(written)  # the message goes: whoever is cancelled from here on must not withdraw what it tells of
         await written

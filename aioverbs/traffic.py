@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from aioverbs.send_buffers import SendBuffer, SendBuffers
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Traffic", "TrafficStatistics"]
+__all__ = ["Traffic", "TrafficStatistics", "check_immediate"]
 
 _CREDITS = 0x3FF << CREDITS_AT
 _NOWHERE = RemoteRegion(0, 0, 0)
@@ -463,8 +464,8 @@ class Traffic:
         await self._send_slowly(memoryview(data), immediate)
 
     async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
-        if immediate is not None and not 0 <= immediate < 1 << 32:
-            raise ValueError(f"immediate data is 32 bits, and {immediate} is none of those numbers")
+        if immediate is not None:
+            check_immediate(immediate)
         if len(data) > self._max_message:
             raise ValueError(f"the peer takes messages of {self._max_message:,} bytes at most, not {len(data):,}")
         async with self._lock:
@@ -556,6 +557,16 @@ class Traffic:
             await self.probe()
         except WorkCompletionError as error:
             raise self._lost(error) from error
+
+
+def check_immediate(immediate: int) -> None:
+    """See that it can be immediate data of a message.
+
+    :raises TypeError: it is no integer.
+    :raises ValueError: it has more than 32 bits.
+    """
+    if not 0 <= operator.index(immediate) < 1 << 32:
+        raise ValueError(f"immediate data is 32 bits, and {immediate} is none of those numbers")
 
 
 _DEFERRED = object()

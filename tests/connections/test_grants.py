@@ -61,6 +61,20 @@ async def test_read_write_and_atomics(device: Device, region: AccessFlags) -> No
         await grant.revoke()
 
 
+@pytest.mark.once
+async def test_immediate_data_that_there_is_not(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64, LOCAL | ALL) as memory:
+        await ends.near.grant(memory, ALL)
+        granted = await ends.far.receive_grant()
+        posted = ends.far.qp.statistics().sends.posted
+        for wrong, error in ((-1, ValueError), (1 << 32, ValueError), (1.5, TypeError)):
+            with pytest.raises(error):
+                await ends.far.write_with_immediate(memory[:8], granted[8:16], wrong)  # type: ignore[arg-type]
+            with pytest.raises(error):
+                await ends.far.send(b"", immediate=wrong)  # type: ignore[arg-type]
+        assert ends.far.qp.statistics().sends.posted == posted, "nor was anything written"
+
+
 async def test_a_grant_as_bytes_of_a_message(device: Device) -> None:
     """Who names it in messages of its own needs not be asked by `receive_grant`."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory, ends.domain.register(64) as local:

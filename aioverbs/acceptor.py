@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 
-from aioverbs.affinity import running_loop, to_the_end
+from aioverbs.affinity import Affinity, ready, running_loop, to_the_end
 from aioverbs.answering import Terms
 from aioverbs.cm_line import CmLine, SharedChannel
 from aioverbs.connection import Line
@@ -147,6 +147,7 @@ class Acceptor:
         self._closing: set[asyncio.Task[None]] = set()
         self._acceptors: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._owner: Affinity | None = None  # whoever opened it
         self._manager: tuple[SharedChannel, CmListener] | None = None
         self._left = asyncio.Event()  # a handshake or a connection ended
         self._handshakes = self._connections = self._accepted = 0
@@ -160,7 +161,7 @@ class Acceptor:
         :param domain: whose connections they become, where that is known: for rdma_cm.
         :raises OSError: the address is in use, or not this machine's.
         """
-        self._loop = running_loop()
+        self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:
             if transport != "rdmacm":
                 await self._open_tcp(host, port, backlog)
@@ -236,7 +237,7 @@ class Acceptor:
         assert self._loop is not None
         while True:
             try:
-                sock, address = await self._loop.sock_accept(listening)
+                sock, address = await self._next(listening)
             except OSError as error:
                 if error.errno != errno.ECONNABORTED:  # one that gave up before it was accepted
                     # As while this process, or the machine, has no more descriptors.
@@ -249,6 +250,19 @@ class Acceptor:
                 sock.close()
                 raise
             self._knocked(sock, address, has_place)
+
+    async def _next(self, listening: socket.socket) -> tuple[socket.socket, Address]:
+        assert self._owner is not None
+        while not self._owner.inherited:
+            try:
+                sock, address = listening.accept()
+            except BlockingIOError:
+                await ready(listening)
+            else:
+                return sock, address
+        # This is a child's copy of the loop, and who knocks is the parent's: until that loop ends, and cancels this.
+        never: asyncio.Future[tuple[socket.socket, Address]] = running_loop().create_future()
+        return await never
 
     async def _accept_by_manager(self, channel: SharedChannel, listener: CmListener) -> None:
         try:

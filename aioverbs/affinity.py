@@ -5,18 +5,30 @@ import contextlib
 import enum
 import functools
 import inspect
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, overload
 
 import anyio
 
+from aioverbs import forks
 from aioverbs._core.engine import Affinity
 from aioverbs.errands import Awaited, Call
 from aioverbs.errors import AffinityError, ForkedProcessError
 from aioverbs.turns import LIGHT, go_round, spend
 
-__all__ = ["Affinity", "Bell", "ThreadModel", "owner_for", "run_on_owner", "running_loop", "to_the_end", "wake"]
+__all__ = [
+    "Affinity",
+    "Bell",
+    "ThreadModel",
+    "owner_for",
+    "ready",
+    "run_on_owner",
+    "running_loop",
+    "to_the_end",
+    "wake",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +105,25 @@ def wake(waiter: "asyncio.Future[None] | None") -> None:
     """Have whoever waits for a future go on, where there is somebody, and the loop that it waits on is not closed."""
     if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
         waiter.set_result(None)
+
+
+async def ready(sock: socket.socket, *, writing: bool = False) -> None:
+    """Wait until a socket can be read, or written: for one task at a time.
+
+    Not by the loop's own functions for sockets: where a task that waits there is cancelled in the child of a fork, as
+    `asyncio.run` does with all, these take the socket from what the kernel watches, which is one set for the child's
+    copy of the loop and the parent's.
+    """
+    loop, forks_before = running_loop(), forks.count
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    waiter: asyncio.Future[None] = loop.create_future()
+    descriptor = sock.fileno()
+    add(descriptor, wake, waiter)
+    try:
+        await waiter
+    finally:
+        if forks.count == forks_before and not loop.is_closed():
+            remove(descriptor)
 
 
 class Bell:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aioverbs import forks
 from aioverbs.affinity import Bell
 from aioverbs.errands import Outcome
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
@@ -204,6 +205,7 @@ class Crew:
         replaces: bool,
     ) -> None:
         self.name = name
+        self._forks = forks.count  # when they were hired
         self.lock = threading.Lock()
         self.bell = Bell()  # rings when something is over that a stop waits for
         self.stage = Stage.OPEN
@@ -287,11 +289,20 @@ class Crew:
 
     # ---- Deaths
 
+    @property
+    def inherited(self) -> bool:
+        """Whether its workers are those of the process that this one was forked from."""
+        return self._forks != forks.count
+
     def ended(self, hand: Hand, how: str, cause: BaseException | None) -> None:
         """A worker is no more: of its own accord, or because it was told to. From any thread.
 
+        In the child of a fork nothing is done: what ended there is the child's copy of what waits for a worker.
+
         :param how: how it ended, for people.
         """
+        if self.inherited:
+            return
         successor: Hand | None = None
         with self.lock:
             is_death = self.stage is not Stage.STOPPED
@@ -331,6 +342,7 @@ class Crew:
 
     def hire(self) -> None:
         """Have all of them, to be started."""
+        self._forks = forks.count
         self._hands = [self._hire(self, number, Counts()) for number in self._numbers]
 
     def start(self) -> list["concurrent.futures.Future[None]"]:

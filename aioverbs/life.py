@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
+from aioverbs import forks
 from aioverbs._core.engine import Affinity
 from aioverbs.affinity import Bell, to_the_end
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
@@ -31,12 +32,10 @@ __all__ = ["CLOSED", "FAILED", "OPEN", "Destroyable", "Life", "ResourceInfo", "S
 # inside of one, and therefore takes it never.
 _tree = threading.RLock()  # a user's finalizer may open something all the same
 _serials = itertools.count(1)
-_forks = 0  # of this process and those that it comes from
 
 
 def _forked() -> None:
-    global _forks, _tree
-    _forks += 1
+    global _tree
     _tree = threading.RLock()  # who held it is not here
 
 
@@ -194,7 +193,7 @@ class Life:
         self.user = user
         self._site = site
         self.serial = next(_serials)
-        self._forks = _forks  # when it was opened
+        self._forks = forks.count  # when it was opened
         self._handles: list[Destroyable] = []
         self._bell: Bell | None = None  # made by the first who waits
 
@@ -213,7 +212,7 @@ class Life:
     @property
     def inherited(self) -> bool:
         """Whether it was opened in the process that this one was forked from."""
-        return self._forks != _forks and self.state is not NEW
+        return self._forks != forks.count and self.state is not NEW
 
     # ---- Beginning
 
@@ -233,7 +232,7 @@ class Life:
                     raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
             for parent in parents:
                 parent.children[self.serial] = self
-            self.parents, self.owner, self._forks, self.state = parents, owner, _forks, OPENING
+            self.parents, self.owner, self._forks, self.state = parents, owner, forks.count, OPENING
 
     def _check_process(self) -> None:
         if self.inherited:

@@ -9,6 +9,7 @@ from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from typing import cast
 
+from aioverbs import forks
 from aioverbs.affinity import running_loop, wake
 from aioverbs.errors import BrokenResourceError
 from aioverbs.handshake import HEAD_BYTES, LONGEST, rest_of
@@ -31,6 +32,7 @@ class Lifeline(asyncio.Protocol):
         self._when_lost: Callable[[Exception], object] | None = None
         self._transport: asyncio.Transport | None = None
         self._ended: asyncio.Future[None] = running_loop().create_future()
+        self._forks = forks.count
 
     # ---- What the loop calls
 
@@ -118,7 +120,10 @@ class Lifeline(asyncio.Protocol):
             self._transport.abort()
 
     def _leave(self) -> bool:
-        """Whether its loop is closed, which closes no transport any more: then just the peer is told."""
+        """Whether its loop is closed, which closes no transport any more: then just the peer is told. Or whether it is
+        the parent's of this process, and so is what the kernel watches for it: then nothing is done."""
+        if self._forks != forks.count:
+            return True
         if not self._ended.get_loop().is_closed():
             return False
         transport, self._transport = self._transport, None

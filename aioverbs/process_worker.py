@@ -176,11 +176,13 @@ class ProcessWorker(Hand):
                     while process.poll() is None:  # noqa: ASYNC110  (it is about to end, and nobody tells)
                         await asyncio.sleep(_POLL_S)
             finally:
-                link.close()
-                if process.poll() is None:
-                    process.kill()
-                status = process.wait()
-        return f"its process ended {_how(status)}"
+                # In a child of a fork the process is the parent's, and so is what the kernel watches for both.
+                if not self.crew.inherited:
+                    link.close()
+                    if process.poll() is None:
+                        process.kill()
+                    process.wait()
+        return f"its process ended {_how(process.returncode)}"
 
     async def _begin(self, share: socket.socket, link: Link) -> None:
         """Until it is at work, or gone."""

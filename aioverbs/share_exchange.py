@@ -1,7 +1,6 @@
 """How another process gets an instance of a protection domain: a request over a socket, a reply with descriptors."""
 
 import array
-import asyncio
 import contextlib
 import errno
 import os
@@ -10,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 
 from aioverbs._core import engine
-from aioverbs.affinity import running_loop
+from aioverbs.affinity import ready, running_loop
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
 from aioverbs.providers import software
 from aioverbs.share_message import Reply, Request
@@ -176,7 +175,7 @@ async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) ->
         try:
             sent = sock.sendmsg([left], rights)
         except BlockingIOError:
-            await _ready(sock, writing=True)
+            await ready(sock, writing=True)
         except ConnectionError as error:
             raise BrokenResourceError(f"the peer is gone: {error}") from error
         else:
@@ -195,7 +194,7 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> by
             # Not socket.recv_fds: that one forgets the flags.
             piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            await _ready(sock, writing=False)
+            await ready(sock)
             continue
         except ConnectionError as error:
             raise BrokenResourceError(f"the peer is gone: {error}") from error
@@ -208,19 +207,3 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> by
             raise BrokenResourceError(f"the peer closed the socket after {len(data)} of {size} bytes")
         data += piece
     return data
-
-
-async def _ready(sock: socket.socket, *, writing: bool) -> None:
-    loop = running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
-
-    def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    add(sock.fileno(), wake)
-    try:
-        await ready
-    finally:
-        remove(sock.fileno())

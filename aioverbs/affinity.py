@@ -88,11 +88,14 @@ async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
             awaited.close()  # or it is warned of as never awaited
         raise
     cancelled: asyncio.CancelledError | None = None
+    forks_before = forks.count
     with anyio.CancelScope(shield=True):
         while not future.done():
             try:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
+                if forks.count != forks_before:  # the thread that would end it may not be in a child
+                    raise
                 cancelled = error
     if cancelled is None:
         return future.result()

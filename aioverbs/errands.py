@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
+from aioverbs import forks
 from aioverbs.errors import BrokenResourceError
 
 __all__ = ["Awaited", "Call", "Outcome"]
@@ -33,10 +34,11 @@ class Awaited(Generic[T]):
     :param caller: the running loop.
     """
 
-    __slots__ = ("_caller", "_error", "_future", "_is_back", "_result", "_timer")
+    __slots__ = ("_caller", "_error", "_forks", "_future", "_is_back", "_result", "_timer")
 
     def __init__(self, caller: asyncio.AbstractEventLoop) -> None:
         self._caller = caller
+        self._forks = forks.count
         self._future: asyncio.Future[None] = caller.create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._is_back = False
@@ -75,11 +77,14 @@ class Awaited(Generic[T]):
         """What the errand brings, or raise what it raises.
 
         :param withdraw: called where this is cancelled, once; then the errand's end is waited for, whatever cancels
-            this meanwhile, and the cancellation is raised, or what the errand raised on its way out.
+            this meanwhile, and the cancellation is raised, or what the errand raised on its way out. In the child of a
+            fork nothing of that: the errand is the parent's, and comes back there.
         """
         try:
             await self._future
         except asyncio.CancelledError:
+            if self._forks != forks.count:
+                raise
             withdraw()
             await self._until_back()
             if self._error is not None and not isinstance(self._error, asyncio.CancelledError):
@@ -91,7 +96,7 @@ class Awaited(Generic[T]):
 
     async def _until_back(self) -> None:
         with anyio.CancelScope(shield=True):
-            while not self._is_back:
+            while not self._is_back and self._forks == forks.count:
                 self._future = self._caller.create_future()
                 with contextlib.suppress(asyncio.CancelledError):  # the first is the one that is raised
                     await self._future

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from aioverbs import forks
 from aioverbs._core import engine
 from aioverbs.affinity import Bell, running_loop
 from aioverbs.errors import ClosedResourceError, ForkedProcessError, VerbsError
@@ -95,7 +96,7 @@ class _Waker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, readable: Callable[[], None]) -> None:
         self._loop = loop
-        self._process = os.getpid()
+        self._forks = forks.count
         self._fd = os.dup(fd)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # a daemon thread's loop may poll it until the process ends
@@ -112,7 +113,7 @@ class _Waker:
             self._close()
 
     def _stop(self) -> None:
-        if os.getpid() != self._process:  # what the kernel watches for a loop is one set for it and its copy in a child
+        if self._forks != forks.count:  # what the kernel watches for a loop is one set for it and its copy in a child
             return
         self._loop.remove_reader(self._fd)
         self._close()
@@ -138,6 +139,7 @@ class EventPump:
     def __init__(self, context: engine.Context) -> None:
         # Weakly, or no pump would ever go: what listens and watches keeps the context.
         self._context = weakref.ref(context)
+        self._forks = forks.count
         self._fd = context.async_fd
         self._lock = threading.Lock()
         self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # each loop adds its own
@@ -150,8 +152,10 @@ class EventPump:
     async def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
         """Events of everything, or of one object until it is closed, from those on that nobody heard of.
 
+        :raises ForkedProcessError: the context was opened before a fork, in the parent process.
         :raises OSError: there are no more descriptors.
         """
+        self._check_process()
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
@@ -166,10 +170,16 @@ class EventPump:
             self._wake(listener.loop)
             while (event := await listener.next()) is not None:
                 yield event
+                self._check_process()
         finally:
-            with self._lock:
-                self._listeners = tuple(other for other in self._listeners if other is not listener)
-            self._let_sleep_unheeded(listener.loop)
+            if self._forks == forks.count:  # else who held the lock at the fork is not in this process
+                with self._lock:
+                    self._listeners = tuple(other for other in self._listeners if other is not listener)
+                self._let_sleep_unheeded(listener.loop)
+
+    def _check_process(self) -> None:
+        if self._forks != forks.count:
+            raise ForkedProcessError(f"{self._context() or 'its device'}")
 
     def watch(self, broken: Callable[[engine.Handle | None], None]) -> "_Watcher":
         """Have a function called on the running loop when the device is lost, or a completion queue of it broke, which

@@ -13,7 +13,7 @@ from aioverbs._core import engine, work
 from aioverbs._core.work import RegionSlice, Registered, RemoteRegion
 from aioverbs.affinity import Bell, running_loop, to_the_end
 from aioverbs.allocators import USE_DEFAULT, Allocator, checked_allocator
-from aioverbs.errors import BusyResourceError
+from aioverbs.errors import BusyResourceError, ForkedProcessError
 from aioverbs.life import Life
 from aioverbs.providers import hardware
 from aioverbs.resource import Handled, Resource
@@ -48,16 +48,26 @@ class Pins(work.Pins):
     """
 
     async def wait(self) -> None:
-        """Until nothing is under way."""
+        """Until nothing is under way.
+
+        :raises ForkedProcessError: something was when this process was forked, in the parent, which alone is told.
+        """
+        self._check_process()
         if self.bell is None:
             self.bell = Bell()
         await self.bell.wait_while(lambda: len(self))
+
+    def _check_process(self) -> None:
+        if self.inherited and len(self):
+            raise ForkedProcessError("this memory")
 
     async def end(self) -> None:
         """Let nothing more begin, and wait for what is under way.
 
         :raises BusyResourceError: receives are: they may never end by themselves.
+        :raises ForkedProcessError: as `wait`.
         """
+        self._check_process()
         self.close()
         if self.receives:
             raise BusyResourceError(

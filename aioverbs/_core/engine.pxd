@@ -23,6 +23,9 @@ from aioverbs._core.verbs cimport (
 )
 
 
+cdef uint32_t fork_count() noexcept     # soft_fork_count(), for other modules
+
+
 cdef class Affinity:
     cdef void *_thread                  # of its owner, remembered; NULL: of no thread
     cdef readonly object loop           # of its owner, or None

@@ -10,6 +10,10 @@ cdef object _running_loop():
     return _get_running_loop()
 
 
+cdef uint32_t fork_count() noexcept:
+    return v.soft_fork_count()
+
+
 cdef str _name_of_loop(object loop):
     return f"event loop {type(loop).__module__}.{type(loop).__qualname__} at {id(loop):#x}"
 

@@ -18,9 +18,11 @@ cdef class Pins:
     cdef object _idle
     cdef object _bell
     cdef readonly Pins parent
+    cdef uint32_t _forks                # when it was made
 
     def __init__(self, Pins parent=None, idle=None):
         self.parent = parent
+        self._forks = fork_count()
         self._idle = idle
 
     def __len__(self):
@@ -53,6 +55,11 @@ cdef class Pins:
         bell = self._bell
         section_leave(&within)
         return bell
+
+    @property
+    def inherited(self):
+        """Whether these are of the process that this one was forked from."""
+        return self._forks != fork_count()
 
     @property
     def closed(self):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import threading
 import time
 import traceback
@@ -49,10 +50,12 @@ def wait_for_beginnings() -> None:
     raise AssertionError("a C thread does not begin")
 
 
-def in_child(function: Callable[[], T]) -> T:
+def in_child(function: Callable[[], T], limit_s: int = 0) -> T:
     """Call a function in a child made by fork; what it returns there.
 
     The child ends at once, without what the interpreter does at its end. What fails there fails here.
+
+    :param limit_s: seconds after which it is killed, where it may wait for what is not there; 0: none.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -66,6 +69,9 @@ def in_child(function: Callable[[], T]) -> T:
         status = 1
         try:
             try:
+                if limit_s:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not as the parent has it
+                    signal.alarm(limit_s)
                 answer: tuple[bool, object] = True, function()
             except BaseException:
                 answer = False, traceback.format_exc()

@@ -12,11 +12,14 @@ import pytest
 from aioverbs import ForkedProcessError, Resource
 from aioverbs.affinity import Affinity, run_on_owner
 from aioverbs.device import Device, open_device
+from aioverbs.events import EventPump
 from aioverbs.life import _tree
 from tests.core.children import in_child
 from tests.manager.test_write import REMOTE, ends
 from tests.pace import patience
 from tests.running import run
+
+LIMIT_S = int(patience(20))
 
 
 async def write_once(device: Device) -> bytes:
@@ -141,6 +144,31 @@ async def test_no_call_is_carried_to_the_parent() -> None:
 
     assert not owner.inherited
     assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)
+
+
+@pytest.mark.once
+async def test_what_is_waited_for_there_says_so(device: Device) -> None:
+    """Who waits is not left to wait for what only the parent hears of."""
+    async with device.protection_domain() as pd, pd.register(64) as region:
+        begun, unbegun = device.events(), device.events()
+        hearing = asyncio.create_task(anext(begun))
+        await asyncio.sleep(0)
+        device.faults.set_port(False)
+        await hearing
+        region.pins.add()
+
+        async def ask() -> None:
+            async with asyncio.timeout(patience(5)):
+                for call in (lambda: anext(begun), lambda: anext(unbegun), region.pins.wait, region.pins.end):
+                    with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                        await call()
+
+        try:
+            with EventPump.of(device.handle)._lock:  # as a loop that is just about to tell of another event
+                await asyncio.to_thread(in_child, lambda: asyncio.run(ask()), LIMIT_S)
+        finally:
+            region.pins.discard()
+        await begun.aclose()
 
 
 # What is in no child of a fork when others are told of it: uvloop's own handler comes before aioverbs', or after it.

@@ -1,15 +1,22 @@
 """Pools in the child of a fork, and in the parent of one that ends by an exception."""
 
+import asyncio
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from aioverbs import Device, ForkedProcessError, WorkerPool
+from tests.core.children import in_child
 from tests.pace import patience
+from tests.pool.test_calls import number
 from tests.running import run
 
 pytestmark = pytest.mark.once
+
+LIMIT_S = int(patience(20))
 
 # A child that a task forks and that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.
 # The parent is ended at once: asyncio's own end of the child's loop takes what wakes it from other threads.
@@ -37,6 +44,45 @@ async def main():
 asyncio.run(main())
 """
 
+THREADS = """
+import asyncio, os, sys, threading
+from aioverbs import WorkerPool, current_worker, open_device
+from aioverbs.affinity import to_the_end
+
+async def hear(device):
+    await anext(device.events())
+
+async def wait_for_a_thread(go_on):
+    await to_the_end(asyncio.get_running_loop().run_in_executor(None, go_on.wait))
+
+async def main():
+    go_on = threading.Event()
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain() as domain,
+        domain.register(64) as region,
+        WorkerPool(device, 1) as pool,
+    ):
+        there = (await pool.run(current_worker)).domain
+        started = pool.start_soon(go_on.wait)
+        region.pins.add()
+        here = pool.run(int), started.wait(), region.pins.wait(), hear(device), wait_for_a_thread(go_on)
+        waiting = [asyncio.create_task(each) for each in (*here, there.run(int))]
+        while pool.statistics().workers[0].calls < 2:
+            await asyncio.sleep(0)
+        withdrawn = asyncio.create_task(pool.run(int))
+        await asyncio.sleep(0)
+        withdrawn.cancel()
+        await asyncio.sleep(0)
+        child = os.fork()
+        if not child:
+            sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        os._exit(0)
+
+asyncio.run(main())
+"""
+
 
 def test_processes_stay_with_the_parent(tmp_path: Path) -> None:
     """The child neither ends nor replaces them, and the parent goes on to hear them."""
@@ -45,3 +91,31 @@ def test_processes_stay_with_the_parent(tmp_path: Path) -> None:
     done = run([sys.executable, "-P", "-W", "ignore", "-c", PROCESSES, str(fifo)], patience(50))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["3", "as ever True 0", "closed"]
+
+
+def test_a_child_waits_for_nothing_that_its_parent_waits_for() -> None:
+    done = run([sys.executable, "-P", "-W", "ignore", "-c", THREADS], patience(50))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+async def test_calls_that_were_started_before_say_so(device: Device) -> None:
+    go_on = threading.Event()
+    async with WorkerPool(device, 1) as pool:
+        over = pool.start_soon(number)
+        assert await over.wait() == 0
+        under_way = pool.start_soon(go_on.wait, patience(30))
+
+        async def ask() -> tuple[bool, bool, int]:
+            for ask_for in (under_way.result, under_way.exception):
+                with pytest.raises(ForkedProcessError, match="StartedCall was opened before fork"):
+                    ask_for(patience(5))
+            async with asyncio.timeout(patience(5)):
+                with pytest.raises(ForkedProcessError):
+                    await under_way.wait()
+                return under_way.cancel(), under_way.done(), await over.wait()
+
+        with under_way._condition:  # as a worker that is just about to say that it is over
+            seen = await asyncio.to_thread(in_child, lambda: asyncio.run(ask()), LIMIT_S)
+        assert seen == (False, False, 0)
+        go_on.set()
+        assert await under_way.wait()

@@ -138,10 +138,10 @@ class Hand:
     def came_up(self) -> None:
         """It is at work, and gets the calls that wait for it. Without the lock."""
         with self.crew.lock:
-            for job, context in self.backlog:
+            self.is_ready = True  # first: what a handler of signals sends meanwhile is not put where nobody looks again
+            backlog, self.backlog = self.backlog, []
+            for job, context in backlog:
                 context.run(job.post)
-            self.backlog.clear()
-            self.is_ready = True
         self.ready.set_result(None)
 
     def over(self, job: Job, result: object, error: BaseException | None) -> None:
@@ -206,7 +206,11 @@ class Crew:
     ) -> None:
         self.name = name
         self._forks = forks.count  # when they were hired
-        self.lock = threading.Lock()
+        # Guards the workers, their calls and the stage. A signal's handler or a finalizer may run inside of a section
+        # and begin another one, in the same thread: so a section calls no function of the user's, and what it looks at
+        # is looked at by one operation, or is copied by one. In a child of a fork it is a new one.
+        self.lock = threading.RLock()
+        forks.renew_lock_in_children(self)
         self.bell = Bell()  # rings when something is over that a stop waits for
         self.stage = Stage.OPEN
         self.broken: WorkerDiedError | None = None
@@ -218,6 +222,9 @@ class Crew:
         self._numbers = tuple(range(size))
         self.size = size
 
+    def _renew_lock(self) -> None:
+        self.lock = threading.RLock()
+
     # ---- Calls
 
     def send(self, payload: object, outcome: Outcome[Any], worker: int | None, key: Key | None) -> Job:
@@ -228,11 +235,11 @@ class Crew:
         :raises BrokenResourceError: a worker died and was not replaced.
         :raises ValueError: there is no such worker.
         """
+        self._check_stage()  # before a policy is asked in vain
+        number = self._place(worker, key)
         with self.lock:
-            if self.stage is not Stage.OPEN:
-                self._check_stage()
-            self.check()
-            hand = self._hands[self._place(worker, key)]
+            self._check_stage()
+            hand = self._hands[number]
             job = hand.job(payload, outcome)
             hand.jobs.add(job)
             if not hand.is_ready:
@@ -273,8 +280,10 @@ class Crew:
         return here is not None and here.crew is self
 
     def _check_stage(self) -> None:
-        if self.stage is Stage.STOPPED or not self.is_here():
+        if self.stage is not Stage.OPEN and (self.stage is Stage.STOPPED or not self.is_here()):
             raise ClosedResourceError(f"{self.name} takes no more calls: it is being closed, or was")
+        if self.broken is not None:
+            self.check()
 
     def _place(self, worker: int | None, key: Key | None) -> int:
         if worker is not None:
@@ -379,10 +388,10 @@ class Crew:
         """Take no more calls, and cancel those that there are."""
         with self.lock:
             self.stage = Stage.STOPPED
-            jobs = [job for hand in self._hands for job in hand.jobs]
+            jobs = [job for hand in self._hands for job in tuple(hand.jobs)]
             for job in jobs:
                 job.is_stopped = True
-            waiting = [(hand, job) for hand in self._hands for job, _ in hand.backlog]
+            waiting = [(hand, job) for hand in self._hands for job, _ in tuple(hand.backlog)]
             for hand in self._hands:
                 hand.backlog.clear()
         for hand, job in waiting:

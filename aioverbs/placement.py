@@ -14,7 +14,10 @@ _INT_BYTES = 16
 
 
 class PlacementPolicy(Protocol):
-    """How a pool places calls that name neither a worker nor a key. A pool asks it one call at a time."""
+    """How a pool places calls that name neither a worker nor a key.
+
+    A pool asks it wherever it is called: in any thread, and in several at once.
+    """
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
         """The worker that a call goes to.

@@ -119,3 +119,10 @@ async def test_calls_that_were_started_before_say_so(device: Device) -> None:
         assert seen == (False, False, 0)
         go_on.set()
         assert await under_way.wait()
+
+
+async def test_who_was_inside_of_a_pool_is_not_in_the_child(device: Device) -> None:
+    async with WorkerPool(device, 1) as pool:
+        before = pool.statistics()
+        with pool._crew.lock:
+            assert await asyncio.to_thread(in_child, pool.statistics, LIMIT_S) == before

@@ -383,19 +383,48 @@ class Acceptor:
     # ---- Its end
 
     async def stop(self) -> None:
-        """Accept nobody any more; those that are on their way go on."""
+        """Accept nobody any more; those that are on their way go on, unless their loop is gone."""
         acceptors, self._acceptors = self._acceptors, []
-        for task in acceptors:
-            task.cancel()
-        if acceptors:
-            await asyncio.wait(acceptors)
-        while self._sockets:
-            self._sockets.pop().close()
+        if self._is_deserted():
+            self._desert()
+        else:
+            for task in acceptors:
+                task.cancel()
+            if acceptors:
+                await asyncio.wait(acceptors)
+            self._close_sockets()
         manager, self._manager = self._manager, None
         if manager is not None:
             channel, listener = manager
             await listener.aclose()
             await channel.leave()
+
+    def destroy(self) -> None:
+        """What its connections are made on is being closed: where its loop is gone, too, its ports are closed.
+
+        Else that loop closes them. It is named as what a `Life` does to its handles. From any thread.
+        """
+        if self._is_deserted():
+            self._desert()
+
+    def _is_deserted(self) -> bool:
+        return self._owner is not None and self._owner.orphaned
+
+    def _desert(self) -> None:
+        # Its tasks do not go on, and those of a closed loop cannot be cancelled. What they have of connections is what
+        # these are made on to close.
+        self._close_sockets()
+        arrivals = list(self._tasks.values())
+        self._tasks.clear()
+        self._closing.clear()
+        for arrival in arrivals:
+            if isinstance(arrival.way, socket.socket):  # nobody has taken it
+                arrival.way.close()
+
+    def _close_sockets(self) -> None:
+        sockets, self._sockets = self._sockets, []
+        for sock in sockets:
+            sock.close()
 
     async def wait(self, timeout_s: float | None) -> bool:
         """Until all tasks are done, but no longer than that; whether they are."""

@@ -246,6 +246,24 @@ class Life:
         """Destroy that handle at the end, after those that are held already."""
         self._handles.insert(0, handle)
 
+    def attach(self, handle: Destroyable) -> None:
+        """Destroy something at the end, before what is held, that is not made from it, and may `detach` itself before.
+
+        :raises ClosedResourceError: it is not open.
+        :raises ForkedProcessError: so it was in the process that this one was forked from.
+        """
+        with _tree:  # whoever begins to close it after this finds that
+            self._check_process()
+            if self.state is not OPEN:
+                raise ClosedResourceError(f"{self!r} is not open")
+            self._handles.append(handle)
+
+    def detach(self, handle: Destroyable) -> None:
+        """Do not, where it is not being done."""
+        with _tree:
+            if self.state is OPEN and handle in self._handles:
+                self._handles.remove(handle)
+
     def opened(self) -> None:
         """The end of its making."""
         self._settle(OPEN)

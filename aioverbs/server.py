@@ -12,7 +12,7 @@ from typing import Self
 import anyio.abc
 
 from aioverbs.acceptor import Acceptor, AcceptorStatistics, Arrival
-from aioverbs.affinity import Affinity, running_loop, to_the_end
+from aioverbs.affinity import Affinity, Bell, running_loop, to_the_end
 from aioverbs.answering import Terms, TlsContext, answered
 from aioverbs.connection import Connection
 from aioverbs.connection_settings import ConnectionSettings
@@ -24,6 +24,7 @@ from aioverbs.handling import Handled, Handler, Service, handle, handle_on_worke
 from aioverbs.identifier import Address, written
 from aioverbs.placement import Key
 from aioverbs.pool import WorkerPool
+from aioverbs.resource import Resource
 
 __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
 
@@ -33,10 +34,13 @@ logger = logging.getLogger("aioverbs")
 class _Accepting(anyio.abc.AsyncResource):
     """Who has an acceptor, and is open as long as that listens: for the loop that opens it."""
 
-    def __init__(self, where: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor) -> None:
+    def __init__(
+        self, where: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor, place: Resource
+    ) -> None:
         self._where = where
         self._domain = where[-1]
         self._acceptor = acceptor
+        self._place = place  # that its connections are made on
         self._owner: Affinity | None = None  # from its opening on
         self._over = False  # it was closed
 
@@ -47,7 +51,8 @@ class _Accepting(anyio.abc.AsyncResource):
         """Begin to listen.
 
         :raises AffinityError: the domain is another event loop's, on which nobody could be served here.
-        :raises ClosedResourceError: it was opened before, or closed; if it listens, it goes on.
+        :raises ClosedResourceError: it was opened before, or closed: if it listens, it goes on. Or what its connections
+            are to be made on is not open.
         :raises OSError: the address is in use, or not this machine's.
         """
         if self._owner is not None or self._over:
@@ -55,9 +60,11 @@ class _Accepting(anyio.abc.AsyncResource):
         self._check_caller("open")
         self._owner = Affinity.of_running_loop()
         try:
+            self._place._life.attach(self._acceptor)
             await self._acceptor.open(*self._where)
         except BaseException:
             self._owner = None
+            self._place._life.detach(self._acceptor)
             raise
         return self
 
@@ -72,6 +79,11 @@ class _Accepting(anyio.abc.AsyncResource):
             self._owner.check(self, what)
         elif self._domain is not None:
             self._domain._check_caller(what)
+
+    @property
+    def _deserted(self) -> bool:
+        """Whether the loop that opened it is gone, so that any other one may close it."""
+        return self._owner is not None and self._owner.orphaned
 
     @property
     def _inherited(self) -> bool:
@@ -112,7 +124,7 @@ class ConnectionListener(_Accepting):
     def __init__(
         self, host: str | None, port: int, domain: Domain, transport: Transport, terms: Terms, backlog: int
     ) -> None:
-        super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived))
+        super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived), domain)
         self._terms = terms
         self._ready: deque[Connection] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -184,15 +196,21 @@ class ConnectionListener(_Accepting):
     async def aclose(self) -> None:
         """Listen no more. Closing twice is fine. In the child of a fork nothing is done: it is the parent's.
 
+        Where the loop of its opening is closed, another one may close it; so does closing what its domain is made from.
+
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
         if self._inherited or self._over:
             return
-        self._check_caller("aclose")
+        if self._deserted:
+            self._waiters.clear()  # they wait on that loop
+        else:
+            self._check_caller("aclose")
         self._open = False
         await to_the_end(self._close())
 
     async def _close(self) -> None:
+        self._place._life.detach(self._acceptor)
         await self._acceptor.stop()
         await self._acceptor.cancel()
         while self._waiters:
@@ -250,6 +268,14 @@ def _terms(
     return terms
 
 
+def _place_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | WorkerPool:
+    if domain is not None and pool is None:
+        return domain
+    if pool is not None and domain is None:
+        return pool
+    raise ValueError("a server has its connections on a domain, or on a pool's workers: give one of these")
+
+
 class Server(_Accepting):
     """Has a handler called with each connection. Made by `serve`.
 
@@ -275,21 +301,20 @@ class Server(_Accepting):
         backlog: int,
         drain_timeout_s: float,
     ) -> None:
-        if (domain is None) == (pool is None):
-            raise ValueError("a server has its connections on a domain, or on a pool's workers: give one of these")
+        place = _place_of(domain, pool)
         if pool is None and key is not None:
             raise ValueError("a key chooses one of a pool's workers, and there is no pool")
         if pool is not None and transport == "rdmacm":
             raise ValueError("what rdma_cm accepts stays with its loop: give a domain, or have a pool's by TCP")
         if pool is not None and pool.processes and isinstance(service.terms.ssl, tls.SSLContext):
             raise ValueError("a TLS context cannot go to other processes: give a function of a module that makes it")
-        super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived))
+        super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived), place)
         self._service = service
         self._pool = pool
         self._errand = pool._errand(handle_on_worker, service) if pool is not None else None
         self._key = key
         self._drain_timeout_s = drain_timeout_s
-        self._closed = asyncio.Event()
+        self._bell = Bell()  # rings when it is over
         self._stopping: asyncio.Future[None] | None = None
         self._draining: anyio.CancelScope | None = None  # until handlers end, at most; of all who stop it
         self._following: asyncio.Task[None] | None = None
@@ -359,6 +384,9 @@ class Server(_Accepting):
             one whose time ends first counts.
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
+        if self._deserted:
+            await self._stop_deserted()
+            return
         self._check_caller("stop")
         if self._over:
             return
@@ -372,6 +400,7 @@ class Server(_Accepting):
         await asyncio.shield(self._stopping)
 
     async def _stop(self, draining: anyio.CancelScope) -> None:
+        self._place._life.detach(self._acceptor)
         try:
             await self._acceptor.stop()
             drained = False
@@ -383,7 +412,15 @@ class Server(_Accepting):
             if self._following is not None:
                 self._following.cancel()
             self._over = True
-            self._closed.set()
+            self._bell.ring()
+
+    async def _stop_deserted(self) -> None:
+        # The tasks of the loop that opened it do not go on, and nobody waits for them.
+        self._following = self._stopping = None
+        self._place._life.detach(self._acceptor)
+        await self._acceptor.stop()
+        self._over = True
+        self._bell.ring()
 
     async def _cancel(self) -> None:
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
@@ -396,16 +433,20 @@ class Server(_Accepting):
 
         :raises AffinityError: another event loop than that of its opening is running.
         :raises BrokenResourceError: the pool had failed.
+        :raises ClosedResourceError: it was not opened.
         """
         self._check_caller("wait_closed")
-        await self._closed.wait()
+        if self._owner is None and not self._over:
+            raise ClosedResourceError(f"{self!r} is not open: there is no end to wait for")
+        await self._bell.wait_while(lambda: not self._over)
         if self._pool is not None:
             self._pool._check_unbroken()
 
     async def aclose(self) -> None:
         """`stop`; where this is cancelled, the handlers are cancelled at once. Closing twice is fine.
 
-        In the child of a fork nothing is done: it is the parent's.
+        In the child of a fork nothing is done: it is the parent's. Where the loop of its opening is closed, another one
+        may close it, with nothing to wait for; so does closing its pool, or what its domain is made from.
 
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """

@@ -11,6 +11,7 @@ import pytest
 from aioverbs import (
     Backoff,
     BrokenResourceError,
+    ClosedResourceError,
     Connection,
     Device,
     HandshakeError,
@@ -46,6 +47,30 @@ async def test_a_handler_for_each(device: Device) -> None:
                 assert server.statistics().connections == 3
             await until(lambda: server.statistics().connections == 0)
         assert server.statistics().accepted == 6
+
+
+@pytest.mark.once
+async def test_one_that_was_not_opened_has_no_end_to_wait_for(device: Device) -> None:
+    """Neither does who asks on another loop keep the owner from waiting."""
+    async with device.resource_domain() as domain:
+        server = served(domain)
+
+        async def ask() -> None:
+            async with asyncio.timeout(patience(5)):
+                with pytest.raises(ClosedResourceError, match="is not open: there is no end"):
+                    await server.wait_closed()
+
+        await asyncio.to_thread(asyncio.run, ask())
+        await ask()
+        async with server:
+            waiting = asyncio.create_task(server.wait_closed())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        async with asyncio.timeout(patience(5)):
+            await waiting
+            stopped = served(domain)
+            await stopped.stop()
+            await stopped.wait_closed()
 
 
 async def test_what_a_handler_sent_is_delivered(device: Device) -> None:

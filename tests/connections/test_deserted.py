@@ -1,0 +1,131 @@
+"""Listeners and servers whose loop is closed: another one closes them, and so does closing their pool or device."""
+
+import asyncio
+import contextlib
+import gc
+import socket
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from aioverbs import AffinityError, ConnectionListener, Device, WorkerPool, connect, listen, open_device, serve
+from aioverbs.server import Server
+from tests.connections.ends import SMALL
+from tests.connections.serving import echo
+from tests.listening import own_address
+from tests.pace import patience
+
+pytestmark = pytest.mark.once
+
+HOST = own_address()  # at which no other process takes a port that was given up
+
+
+def accepts(port: int) -> bool:
+    """Whether somebody listens there."""
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection((HOST, port), patience(10)):
+        return True
+    return False
+
+
+def run_and_close(coroutine: Coroutine[Any, Any, None], *, cancel: bool) -> None:
+    """On a loop of its own, which cancels its tasks before it is closed, or leaves them as they are."""
+    if cancel:
+        asyncio.run(coroutine)
+        return
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(coroutine)
+    finally:
+        loop.close()
+
+
+class Deserted:
+    """A listener with a connection that nobody took, a server on a domain and one on a pool. Their loop is closed."""
+
+    device: Device
+    pool: WorkerPool
+    listener: ConnectionListener
+    servers: list[Server]
+    ports: list[int]
+
+    def __init__(self, *, cancel: bool) -> None:
+        run_and_close(self._open(), cancel=cancel)
+
+    async def _open(self) -> None:
+        self.device = await open_device("soft0").open()
+        domain = await self.device.resource_domain().open()
+        self.pool = await WorkerPool(self.device, 1).open()
+        self.listener = await listen(HOST, domain=domain, settings=SMALL).open()
+        self.servers = [serve(echo, HOST, domain=domain), serve(echo, HOST, pool=self.pool)]
+        for server in self.servers:
+            await server.open()
+        self.ports = [each.port for each in (self.listener, *self.servers)]
+        self._kept = domain, await connect(HOST, self.listener.port, domain=domain, settings=SMALL)
+        while not self.listener._ready:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def close_device(self) -> None:
+        await self.pool.aclose()  # its threads go on
+        await self.device.aclose()
+
+
+def end(close: Callable[[Deserted], Coroutine[Any, Any, None]], *, cancel: bool) -> None:
+    """Make those, and close them by another loop."""
+
+    async def close_in_time(deserted: Deserted) -> None:
+        async with asyncio.timeout(patience(20)):
+            await close(deserted)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of what was left open, asyncio's transports among it
+        asyncio.run(close_in_time(Deserted(cancel=cancel)))
+        gc.collect()
+
+
+@pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])
+def test_closed_one_by_one(cancel: bool) -> None:
+    async def close(deserted: Deserted) -> None:
+        listener, servers = deserted.listener, deserted.servers
+        for server in servers:
+            with pytest.raises(AffinityError, match="is closed"):
+                await server.wait_closed()
+        assert all(map(accepts, deserted.ports))
+        await listener.aclose()
+        await servers[0].aclose()
+        await servers[1].stop()
+        assert not any(map(accepts, deserted.ports))
+        for server in servers:
+            await server.wait_closed()
+            await server.aclose()
+        await listener.aclose()
+        await deserted.close_device()
+
+    end(close, cancel=cancel)
+
+
+@pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])
+def test_closed_with_their_device(cancel: bool) -> None:
+    async def close(deserted: Deserted) -> None:
+        await deserted.close_device()
+        assert not any(map(accepts, deserted.ports))
+        await deserted.listener.aclose()
+        for server in deserted.servers:
+            await server.aclose()
+            await server.wait_closed()
+
+    end(close, cancel=cancel)
+
+
+async def test_those_of_a_loop_that_runs_are_its_own_to_close(device: Device) -> None:
+    """Closing the domain does not close them, and closing them does not hold on to the domain."""
+    domain = await device.resource_domain().open()
+    async with listen(HOST, domain=domain) as listener, serve(echo, HOST, domain=domain) as server:
+        held = len(domain._life._handles)
+        async with listen(HOST, domain=domain):
+            assert len(domain._life._handles) == held + 1
+        assert len(domain._life._handles) == held
+        await domain.aclose()
+        assert accepts(listener.port)
+        assert accepts(server.port)

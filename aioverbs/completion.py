@@ -206,8 +206,11 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
         self._comp_vector = comp_vector
         self._spin_ns = spin_ns if spin_ns is not None else _SPIN_NS
         self._completer: Completer | None = None
+        # Under the lock, whose sections call no verb, and so no allocator: a signal's handler that comes into one may
+        # begin another one.
+        self._reserving = threading.RLock()
         self._reserved = 0
-        self._reserving = threading.Lock()
+        self._shrinking: list[int] = []  # what it is being resized to: it may hold no more already
         self._moderated = False
         self.message_model = model
 
@@ -278,13 +281,23 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
 
         :raises ValueError: queue pairs have reserved more, or the device has not so many.
         :raises VerbsError: the device cannot; it is as it was.
+        :raises AffinityError: another event loop owns it; nothing was done.
+        :raises ConcurrentAccessError: a verb of its domain is under way, as where its allocator asks; likewise.
         """
+        handle, owner = self.handle, self._life.owner
+        if owner is not None:
+            owner.check(handle, "ibv_resize_cq")
         with self._reserving:
             if depth < max(self._reserved, 1):
                 raise ValueError(f"the queue pairs on {self!r} need {self._reserved} completions, and {depth} are less")
-            self._check(self.handle.context, depth)
-            self.handle.resize(depth)
-            self._depth = self.handle.cqe
+            self._shrinking.append(depth)
+        try:  # without the lock: allocators are called there
+            self._check(handle.context, depth)
+            handle.resize(depth)
+        finally:
+            with self._reserving:
+                self._shrinking.remove(depth)
+                self._depth = handle.cqe  # of several at once each leaves what it is by then
 
     def _reserve(self, completions: int) -> None:
         """Keep room for so many completions, for a queue that is made on it.
@@ -292,7 +305,7 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
         :raises ValueError: so much is not left.
         """
         with self._reserving:
-            if self._reserved + completions > self._depth:
+            if self._reserved + completions > min([self._depth, *self._shrinking]):
                 raise ValueError(
                     f"{self!r} holds {self._depth} completions, {self._reserved} of them for others, and {completions} "
                     "more could come: make it deeper, resize() it, or ask for fewer (QpCapabilities)"

@@ -1,0 +1,78 @@
+"""A completion queue is asked to resize in the middle of that: by its allocator, or by what interrupts it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from aioverbs import ConcurrentAccessError, Device, ThreadModel
+from aioverbs.allocators import USE_DEFAULT, UseDefault
+
+pytestmark = [pytest.mark.once, pytest.mark.timeout(60)]
+
+
+class Asking:
+    """An allocator that does something when it is asked next."""
+
+    def __init__(self) -> None:
+        self.next: Callable[[], object] | None = None
+
+    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> UseDefault:
+        ask, self.next = self.next, None
+        if ask is not None:
+            ask()
+        return USE_DEFAULT
+
+    def free(self, address: int, resource_type: int, *of: object) -> None:
+        """Nothing was allocated."""
+
+
+@pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.UNSAFE])
+async def test_by_its_allocator(device: Device, model: ThreadModel) -> None:
+    allocator, asked = Asking(), list[str]()
+    async with (
+        device.resource_domain(thread_model=model, allocator=allocator) as domain,
+        domain.completion_queue(64) as cq,
+    ):
+
+        def ask() -> None:
+            with pytest.raises(ConcurrentAccessError, match="ibv_resize_cq"):
+                cq.resize(1000)
+            asked.append("refused")
+
+        allocator.next = ask
+        cq.resize(128)
+        assert asked == ["refused"]
+        assert cq.statistics().depth == cq.handle.cqe >= 128
+
+
+async def test_by_its_allocator_where_anybody_may(device: Device) -> None:
+    """And what is reserved meanwhile fits into what it is about to be."""
+    allocator = Asking()
+    async with (
+        device.resource_domain(thread_model=ThreadModel.SAFE, allocator=allocator) as domain,
+        domain.completion_queue(1000) as cq,
+    ):
+
+        def reserve() -> None:
+            cq._reserve(60)
+            with pytest.raises(ValueError, match="make it deeper"):
+                cq._reserve(60)
+            cq.resize(2000)
+
+        allocator.next = reserve
+        cq.resize(64)
+        assert (cq.statistics().depth, cq.statistics().reserved) == (cq.handle.cqe, 60)
+        assert 64 <= cq.handle.cqe < 1000
+        cq._release(60)
+
+
+async def test_by_a_handler_of_signals(device: Device) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
+        with cq._reserving:
+            cq.resize(128)
+            cq._reserve(100)
+        assert (cq.statistics().depth, cq.statistics().reserved) == (cq.handle.cqe, 100)
+        with pytest.raises(ValueError, match="100 completions, and 99 are less"):
+            cq.resize(99)
+        cq._release(100)
+        cq.resize(64)

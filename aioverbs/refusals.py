@@ -22,6 +22,14 @@ _logged: dict[tuple[int, str], int] = {}  # by process and device: how many of i
 _attended: weakref.WeakKeyDictionary[engine.Context, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 
 
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()  # who held it is not here
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def log(context: engine.Context) -> FabricStatistics:
     """Log what a software device refused that was not logged yet, and return what it tells."""
     told = context.fabric()

@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aioverbs import forks
 from aioverbs._core import engine
 from aioverbs.affinity import Bell
-from aioverbs.errors import BusyResourceError, ClosedResourceError
+from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
 from aioverbs.life import State
 from aioverbs.memory import MemoryRegion
 from aioverbs.resource import Handled
@@ -172,11 +173,17 @@ class RegistrationCache:
         self.max_bytes = 256 << 20
         self.max_entries = 1024
         # Guards the entries, their order (the longest unused first), those that go, and the counts. The collector may
-        # end a block inside of it, which takes the lock again, and only ever takes a user away.
+        # end a block inside of it, which takes the lock again, and only ever takes a user away. In a child of a fork it
+        # is a new one.
+        self._life = pd._life
         self._lock = threading.RLock()
+        forks.renew_lock_in_children(self)
         self._entries: dict[_Key, _Entry] = {}
         self._going: set[_Entry] = set()  # those that were given up and are still registered
         self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
 
     def statistics(self) -> RegistrationCacheStatistics:
         """What it did, and what it keeps."""
@@ -237,7 +244,11 @@ class RegistrationCache:
         that, too.
 
         :raises BusyResourceError: somebody is in a block with it, or receives are posted in it; nothing was done.
+        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, which
+            alone can evict it; nothing was done.
         """
+        if self._life.inherited:
+            raise ForkedProcessError(repr(self._life))
         of = id(_owner(memoryview(buffer)))
         with self._lock:
             entries = [entry for key, entry in self._entries.items() if key[0] == of]

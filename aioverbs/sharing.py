@@ -155,6 +155,14 @@ _shares: weakref.WeakKeyDictionary[engine.Context, "dict[int, Share]"] = weakref
 _sharing = threading.Lock()  # a domain is shared once
 
 
+def _forked() -> None:
+    global _sharing
+    _sharing = threading.Lock()  # who held it is not here
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Share:
     """A protection domain of an RDMA device as its contexts know it that may open instances.
 

@@ -49,12 +49,12 @@ class XrcDomain(Handled[engine.XrcDomain]):
         return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
 
     async def aclose(self) -> None:
-        """Close it: ``ibv_close_xrcd``.
+        """Close it: ``ibv_close_xrcd``. In the child of a fork nothing is done: it is the parent's.
 
         :raises BusyResourceError: something is still associated with it, which the verb refuses, too; nothing was done.
         :raises VerbsError: the verb failed; it is still open, and can be closed again.
         """
-        if self._life.children:
+        if self._life.children and not self._life.inherited:
             first = next(iter(self._life.children.values()))
             raise BusyResourceError(f"{self!r} cannot be closed: {first!r} is associated with it; close that first")
         await super().aclose()

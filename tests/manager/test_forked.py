@@ -6,10 +6,11 @@ import mmap
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
-from aioverbs import ForkedProcessError, Resource
+from aioverbs import ForkedProcessError, Resource, refusals
 from aioverbs.affinity import Affinity, run_on_owner
 from aioverbs.device import Device, open_device
 from aioverbs.events import EventPump
@@ -78,18 +79,20 @@ def test_a_device_that_was_not_opened_before_is_opened_by_each_child() -> None:
     assert asyncio.run(use()) == b"hello"
 
 
-def test_who_was_inside_of_the_tree_is_not_in_the_child() -> None:
+@pytest.mark.parametrize("lock", [_tree, refusals._lock], ids=["the tree", "the log of refusals"])
+def test_who_was_inside_is_not_in_the_child(lock: AbstractContextManager[object]) -> None:
     async def use() -> bytes:
         async with open_device("soft0") as device:
+            assert device.refusals() == ()
             return await write_once(device)
 
     def child() -> bytes:
         return asyncio.run(asyncio.wait_for(use(), patience(5)))
 
     async def hold() -> bytes:
-        return await asyncio.to_thread(in_child, child)
+        return await asyncio.to_thread(in_child, child, LIMIT_S)
 
-    with _tree:
+    with lock:
         assert asyncio.run(hold()) == b"hello"
 
 
@@ -169,6 +172,49 @@ async def test_what_is_waited_for_there_says_so(device: Device) -> None:
         finally:
             region.pins.discard()
         await begun.aclose()
+
+
+@pytest.mark.once
+async def test_nothing_is_done_where_a_child_closes_an_xrc_domain_that_is_in_use(device: Device) -> None:
+    async with (
+        device.protection_domain() as pd,
+        device.xrc_domain() as xrc_domain,
+        pd.completion_queue(16) as cq,
+        pd.shared_receive_queue(4, xrc_domain=xrc_domain, cq=cq),
+    ):
+        in_child(lambda: asyncio.run(xrc_domain.aclose()))
+
+
+@pytest.mark.once
+async def test_a_child_cannot_drop_what_a_cache_keeps(device: Device) -> None:
+    kept = bytearray(64)
+    async with device.protection_domain() as pd:
+        async with pd.cache.region(kept):
+            pass
+
+        async def drop() -> None:
+            with pytest.raises(ForkedProcessError, match="ProtectionDomain"):
+                await pd.cache.drop(kept)
+
+        with pd.cache._lock:
+            await asyncio.to_thread(in_child, lambda: asyncio.run(drop()), LIMIT_S)
+        assert pd.cache.statistics().entries == 1
+        await pd.cache.drop(kept)
+        kept += b"it can be resized"
+
+
+@pytest.mark.once
+async def test_who_is_in_a_block_of_a_cache_leaves_it_in_the_child(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        block = pd.cache.region(bytearray(64))
+        await block.__aenter__()
+
+        async def leave() -> None:
+            await block.__aexit__(None, None, None)
+
+        with pd.cache._lock:
+            await asyncio.to_thread(in_child, lambda: asyncio.run(leave()), LIMIT_S)
+        await block.__aexit__(None, None, None)
 
 
 # What is in no child of a fork when others are told of it: uvloop's own handler comes before aioverbs', or after it.

@@ -38,10 +38,18 @@ class ThreadModel(enum.Enum):
     """How the objects of a resource domain may be used, as documented for resource domains."""
 
     SAFE = "safe"
-    """Any thread may use them at any time; the provider locks."""
+    """Any thread may use them at any time; the provider locks.
+
+    Any loop may await them, too. But it is the loop that opened the completion queue that its channel wakes, and that
+    tells the others: a ``receive()``, or whatever else is not done at once, ends elsewhere only while that loop runs.
+    Where it may stop, or stand still, open the completion queue on the loop that awaits.
+    """
 
     UNSAFE = "unsafe"
-    """Any thread may use them, and the callers see to it that their verbs do not overlap. Those that do are refused."""
+    """Any thread may use them, and the callers see to it that their verbs do not overlap. Those that do are refused.
+
+    What is awaited needs the loop that opened the completion queue, as for SAFE.
+    """
 
     SINGLE = "single"
     """One thread uses all of them over their lifetime: that of the event loop that opened the domain."""

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from aioverbs import (
+    AffinityError,
     Backoff,
     BrokenResourceError,
     ClosedResourceError,
@@ -55,13 +56,13 @@ async def test_one_that_was_not_opened_has_no_end_to_wait_for(device: Device) ->
     async with device.resource_domain() as domain:
         server = served(domain)
 
-        async def ask() -> None:
+        async def ask(error: type[Exception], match: str) -> None:
             async with asyncio.timeout(patience(5)):
-                with pytest.raises(ClosedResourceError, match="is not open: there is no end"):
+                with pytest.raises(error, match=match):
                     await server.wait_closed()
 
-        await asyncio.to_thread(asyncio.run, ask())
-        await ask()
+        await asyncio.to_thread(asyncio.run, ask(AffinityError, "^wait_closed on"))
+        await ask(ClosedResourceError, "is not open: there is no end")
         async with server:
             waiting = asyncio.create_task(server.wait_closed())
             await asyncio.sleep(0)

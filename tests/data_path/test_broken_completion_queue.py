@@ -15,6 +15,7 @@ from aioverbs import (
     WorkerPool,
 )
 from tests.capabilities import Capability, needs
+from tests.waiting import until
 
 SIZE = 64
 OTHERS = b"M" * SIZE
@@ -135,5 +136,5 @@ async def test_a_queue_pair_of_another_loop(device: Device) -> None:
         device.handle.faults.break_completion_queue(cq.handle)
         with pytest.raises(BrokenResourceError):
             await receive
-        assert qp.query().qp_state is QpState.RESET
+        await until(lambda: qp.query().qp_state is QpState.RESET)
         assert len(region.pins) == 0

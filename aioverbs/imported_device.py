@@ -25,25 +25,26 @@ class ImportedDevice(Device):
     ) -> None:
         super().__init__(name, max_native_thread_domains, False, 0)
         self._from = socket, shared_id, share_key
-        self._given: Given | GivenSoft | None = None
+        self._given: list[Given | GivenSoft] = []  # what it may be opened with: one for each who is at that
 
     async def open(self) -> Self:
         """Open it; see `import_device` for what that raises."""
         if self.state is not State.NEW:
             return await super().open()  # which says why it cannot be
-        self._given = given = await receive(*self._from)
+        given = await receive(*self._from)
+        self._given.append(given)
         try:
             return await super().open()
-        except BaseException:
-            given.share.destroy()
-            raise
         finally:
+            if given in self._given:  # and not taken, for this call or for one that came before
+                self._given.remove(given)
+                given.share.destroy()
             given.close()
 
     def _make_context(self) -> engine.Context:
-        assert self._given is not None
-        self._life.hold(self._given.share)
-        return self._given.open_context(self._name)
+        given = self._given.pop()
+        self._life.hold(given.share)
+        return given.open_context(self._name)
 
 
 def import_device(

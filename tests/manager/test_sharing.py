@@ -37,6 +37,7 @@ from aioverbs.errors import LibraryNotFoundError
 from aioverbs.share_exchange import Given, GivenSoft, answer, receive
 from aioverbs.share_message import Reply, Request, device_of, share_id
 from aioverbs.sharing import Share
+from aioverbs.turns import OPENING, spend
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
@@ -642,15 +643,16 @@ async def test_the_three_errors_of_the_software_device(device: Device, ends: End
                 import_device(ends[0], shared_id, key)
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])
 async def test_two_who_open_it_at_once(
-    stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
     """Each asks; one of them gets it, and of the other's nothing is left."""
     monkeypatch.setattr(Given, "open_context", lambda self, name: engine.Context.open_software())
     device = import_device(ends[1], ID, KEY)
     before = descriptors_at_first()
 
-    monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared))
+    monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared, busy))
     done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
     assert device in done
     assert [str(each) for each in done if isinstance(each, ClosedResourceError)] == [
@@ -662,8 +664,13 @@ async def test_two_who_open_it_at_once(
     assert descriptors() == before
 
 
-def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., Awaitable[Given | GivenSoft]]:
-    """`receive`, one after the other on the same socket; both return then."""
+def two_at_once(
+    ends: Ends, stand_in: StandIn, shared: Share, busy: bool
+) -> Callable[..., Awaitable[Given | GivenSoft]]:
+    """`receive`, one after the other on the same socket; both return then.
+
+    :param busy: in a turn of the loop that has nothing left for opening: both go on in the next one.
+    """
     both = asyncio.Barrier(2)
     turn = asyncio.Lock()
 
@@ -671,6 +678,8 @@ def two_at_once(ends: Ends, stand_in: StandIn, shared: Share) -> Callable[..., A
         async with turn:
             _, given = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
         await both.wait()
+        while busy and not spend(OPENING):
+            pass
         return given
 
     return receive_in_turn

@@ -289,12 +289,15 @@ class Crew:
         if worker is not None:
             if key is not None:
                 raise ValueError("a call goes to a worker or where its key belongs: give one of both")
-            if not 0 <= worker < len(self._hands):
-                raise ValueError(f"{self.name} has the workers 0 to {len(self._hands) - 1}, and no {worker}")
+            if not 0 <= worker < self.size:
+                raise ValueError(f"{self.name} has the workers 0 to {self.size - 1}, and no {worker}")
             return worker
         if key is not None:
             return rendezvous(key, self._numbers)
-        return self._policy.choose(self._numbers, [len(hand.jobs) for hand in self._hands])
+        worker = self._policy.choose(self._numbers, [len(hand.jobs) for hand in self._hands])
+        if worker not in self._numbers:
+            raise ValueError(f"{self._policy!r} chose worker {worker!r}: {self.name} has 0 to {self.size - 1}")
+        return worker
 
     # ---- Deaths
 

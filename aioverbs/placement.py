@@ -20,7 +20,7 @@ class PlacementPolicy(Protocol):
     """
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """The worker that a call goes to.
+        """The worker that a call goes to, one of `workers`; another one is a ValueError for whoever calls.
 
         :param workers: the numbers of those that there are, one at least, in ascending order.
         :param loads: how many calls each of them has, under way or waiting.

@@ -1,13 +1,17 @@
 """Which worker a call goes to."""
 
+import asyncio
 import collections
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioverbs import Device, WorkerPool
 from aioverbs.placement import Key, LeastLoaded, PlacementPolicy, RoundRobin, rendezvous
 
 workers = st.sets(st.integers(0, 200), min_size=1, max_size=20).map(sorted)
@@ -99,3 +103,21 @@ def test_a_text_and_its_bytes_are_one_key_and_numbers_are_others() -> None:
 def test_what_has_no_bytes_is_no_key(key: object) -> None:
     with pytest.raises(TypeError, match="a key is a text, bytes or an integer"):
         rendezvous(key, [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.once
+async def test_a_policy_that_names_a_worker_that_is_not_there(device: Device) -> None:
+    class Wrong:
+        number: Any = 2
+
+        def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
+            return cast(int, self.number)
+
+    policy = Wrong()
+    async with WorkerPool(device, 2, placement=policy) as pool:
+        for wrong in (2, -1, None):
+            policy.number = wrong
+            with pytest.raises(ValueError, match=f"Wrong.* chose worker {wrong}: WorkerPool.* has 0 to 1$"):
+                await pool.run(asyncio.sleep, 0)
+        policy.number = 1
+        await pool.run(asyncio.sleep, 0)

@@ -306,12 +306,13 @@ class Crew:
         """Whether its workers are those of the process that this one was forked from."""
         return self._forks != forks.count
 
-    def ended(self, hand: Hand, how: str, cause: BaseException | None) -> None:
+    def ended(self, hand: Hand, how: str, cause: BaseException | None, *, can_follow: bool = True) -> None:
         """A worker is no more: of its own accord, or because it was told to. From any thread.
 
         In the child of a fork nothing is done: what ended there is the child's copy of what waits for a worker.
 
         :param how: how it ended, for people.
+        :param can_follow: whether another one could take its place.
         """
         if self.inherited:
             return
@@ -322,7 +323,7 @@ class Crew:
             self._gone = [*self._lingering(0), hand]
             if is_death:
                 hand.counts.deaths += 1
-                if self._replaces and (hand.is_ready or hand.tries):
+                if self._replaces and can_follow and (hand.is_ready or hand.tries):
                     successor = self._replace(hand)
                 elif self.broken is None:
                     self.broken = _died(hand, how, cause)

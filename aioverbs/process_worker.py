@@ -140,9 +140,10 @@ class ProcessWorker(Hand):
         self._task.add_done_callback(self._ended)  # comes also where it is cancelled before it began
 
     def _ended(self, task: "asyncio.Task[str]") -> None:
-        if task.cancelled():
-            how = "its end was not waited for"
-        elif (error := task.exception()) is not None:
+        if task.cancelled():  # by the end of its home: nothing else cancels this before it is to end
+            self.crew.ended(self, "the loop that started it has ended", None, can_follow=False)
+            return
+        if (error := task.exception()) is not None:
             how, self._cause = f"it could not be started: {error}", error
         else:
             how = task.result()
@@ -214,8 +215,16 @@ class ProcessWorker(Hand):
 
     def stop(self) -> None:
         """Have it end."""
-        with contextlib.suppress(RuntimeError):  # its home is closed
+        try:
             self.at_home(self._ask_to_end)
+        except RuntimeError:  # its home is closed, where its end would be waited for
+            self.kill()
+            if self._process is not None:
+                self._process.wait()
+            if self._task is not None and (serving := self._task.get_coro()) is not None:
+                with contextlib.suppress(RuntimeError):  # of a transport, which asks its loop to close it
+                    serving.close()
+            self.crew.ended(self, "the loop that started it is closed", None, can_follow=False)
 
     def _ask_to_end(self) -> None:
         if self.is_ready and self._link is not None:

@@ -235,6 +235,9 @@ class Traffic:
         receive = cast(_Receive, received.local)
         immediate = received.immediate
         funds = self._credits
+        if received.written:  # its memory has what came before, which may be another peer's
+            self.fail("the peer does what it must not: it sends a message by a write with immediate data")
+            return None
         if funds is None or self._early:
             return self._arrived_early(receive, received.byte_len)
         try:

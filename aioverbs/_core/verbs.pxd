@@ -217,7 +217,7 @@ cdef extern from "verbs_abi.h" nogil:
         pass
 
     enum ibv_wc_opcode:
-        pass
+        IBV_WC_RECV_RDMA_WITH_IMM
 
     enum:
         IBV_WC_GRH

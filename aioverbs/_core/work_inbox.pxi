@@ -216,6 +216,7 @@ cdef class Message(Received):
     def __init__(self, Received received not None, release, forgotten):
         self.local = received.local
         self.byte_len = received.byte_len
+        self.written = received.written
         self.src_qp = received.src_qp
         self.immediate = received.immediate
         self.invalidated_rkey = received.invalidated_rkey

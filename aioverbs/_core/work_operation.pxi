@@ -483,6 +483,7 @@ cdef class Received:
 
     :param local: where, as it was given to `Requester.receive`.
     :param byte_len: how many bytes; those of a datagram's route do not count.
+    :param written: the sender wrote them where it chose, by a write with immediate data: nothing is in `local`.
     :param immediate: the sender's immediate data, 32 bits; None: there were none.
     :param invalidated_rkey: the key that the sender invalidated; None: it did not.
     :param qp_num: of the queue pair that it arrived at.
@@ -493,6 +494,7 @@ cdef class Received:
     cdef readonly object local
     cdef readonly uint32_t qp_num
     cdef readonly uint32_t byte_len
+    cdef readonly bint written
     cdef readonly uint32_t src_qp
     cdef readonly object immediate
     cdef readonly object invalidated_rkey
@@ -508,9 +510,11 @@ cdef class Received:
     def data(self):
         """What arrived, where it lies: a view of memory that is registered, and used again when you post it again.
 
+        Of a write with immediate data it is empty, whatever `byte_len` says: nothing arrived in that memory.
+
         :raises ValueError: it was received into several pieces: look there.
         """
-        whole = self.local
+        whole = self.local if not self.written else None
         if isinstance(whole, (list, tuple)):
             if len(whole) != 1:
                 raise ValueError(f"it was received into {len(whole)} pieces: look there")

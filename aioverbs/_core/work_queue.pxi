@@ -841,6 +841,7 @@ cdef object _received(Operation operation, v.ibv_wc *wc):
             received.route = (<char *>operation.queue._scratch_of(operation))[:GRH]
         received.src_qp = wc.src_qp
     received.byte_len = length
+    received.written = wc.opcode == v.IBV_WC_RECV_RDMA_WITH_IMM
     if wc.wc_flags & v.IBV_WC_WITH_INV:
         received.invalidated_rkey = wc.imm_data
     elif wc.wc_flags & v.IBV_WC_WITH_IMM:

@@ -23,6 +23,7 @@ from aioverbs.frames import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
 from aioverbs.traffic import Traffic
 from tests.connections.ends import HOST, SMALL, Pair, pair, use_up
 from tests.holding import hold, unhold
+from tests.pace import patience
 from tests.waiting import until
 
 LOCAL, READ = AccessFlags.LOCAL_WRITE, AccessFlags.REMOTE_READ
@@ -124,6 +125,27 @@ async def test_more_than_a_handshake(device: Device) -> None:
         await until(lambda: far.broken is not None)
         assert "handshake" in str(far.broken)
         assert len(far.inbox) <= 4
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+async def test_messages_by_writes_with_immediate_data(device: Device, early: bool) -> None:
+    """Their receives have what another message left there, which may be another peer's: nobody is given that."""
+    access = LOCAL | AccessFlags.REMOTE_WRITE
+    async with pair(device) as ends, ends.domain.register(64, access) as memory:
+        for _ in range(2 * SMALL.receive_depth):
+            await ends.near.send(b"somebody's password")
+            await ends.far.receive()
+        await ends.far.grant(memory[:32], AccessFlags.REMOTE_WRITE)
+        granted = await ends.near.receive_grant()
+        far = traffic_of(ends.far)
+        if early:
+            far._early = 1 << 30
+        with contextlib.suppress(WorkCompletionError, BrokenResourceError):
+            await ends.near.qp.write_with_immediate(memory[32:51], granted.remote[:19], WHOLE)
+        async with asyncio.timeout(patience(20)):
+            with pytest.raises(BrokenResourceError, match=r"must not.*immediate"):
+                await ends.far.receive()
 
 
 @pytest.mark.once

@@ -1,10 +1,20 @@
 """Messages in the order of their arrival, in memory that goes back and forth."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from aioverbs import CompletionQueue, Device, QpCapabilities, QpType, WcStatus, WorkCompletionError
+from aioverbs import (
+    CompletionQueue,
+    ConcurrentAccessError,
+    Device,
+    Message,
+    QpCapabilities,
+    QpType,
+    WcStatus,
+    WorkCompletionError,
+)
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.pace import patience
 from tests.statuses import as_said
@@ -70,6 +80,19 @@ async def test_in_their_order(device: Device, qp_type: QpType) -> None:
             with message:
                 if message.data[0] == 2:
                     break
+
+
+@pytest.mark.once
+async def test_a_write_with_immediate_data_brings_no_bytes(device: Device) -> None:
+    """They are where it wrote them; where it was received there is an earlier message, or nothing."""
+    async with ends(device) as pair, Postbox(pair, depth=1, size=32) as box:
+        await box.send(b"earlier")
+        with await anext(box.qp.messages()) as message:
+            assert (message.written, bytes(message.data)) == (False, b"earlier")
+        await pair.near.write_with_immediate(pair.source[:40], pair.target.remote()[:40], 5)
+        with await anext(box.qp.messages()) as message:
+            assert (message.byte_len, message.immediate, bytes(message.data)) == (40, 5, b"")
+            assert message.written
 
 
 async def test_what_is_kept_is_not_received_into(device: Device) -> None:

@@ -130,18 +130,22 @@ class _End:
     def _lost(self, error: Exception) -> None:
         # What it sent last may be there already, or just about to be.
         assert self.traffic is not None
-        self.traffic.look()
-        if self.traffic.ended:
+        if self.traffic.closed:
+            return
+        if not self.traffic.look():
+            self._loop.call_soon(self._lost, error)
+        elif self.traffic.ended:
             self._gone(error)
-        elif not self.traffic.closed:
+        else:
             self._loop.call_later(_LINGER_S, self._gone, error)
 
     def _gone(self, error: Exception) -> None:
         assert self.traffic is not None
         if self.traffic.closed:
             return
-        self.traffic.look()
-        if self.traffic.ended:
+        if not self.traffic.look():
+            self._loop.call_soon(self._gone, error)
+        elif self.traffic.ended:
             self.traffic.fail("the peer closed it")
         elif isinstance(error, DeviceRemovedError):
             self.traffic.fail("the device was removed", error)

@@ -222,11 +222,17 @@ class Traffic:
         """What is raised for who asks something of it that it does not do any more."""
         return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
 
-    def look(self) -> None:
-        """Take what has arrived."""
+    def look(self) -> bool:
+        """Take what has arrived, and say whether it could: not while another thread is inside of its domain."""
         completer = self.receive_queue.completer
         if completer is not None and completer.watched:
-            completer.drain()
+            try:
+                completer.drain()
+            except ConcurrentAccessError:
+                return False
+            except VerbsError:
+                return True  # nothing more comes
+        return True
 
     # ---- What arrives
 

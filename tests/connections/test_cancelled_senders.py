@@ -201,3 +201,32 @@ async def test_a_shorter_time_cuts_a_server_short_that_is_being_stopped(device: 
         with anyio.fail_after(patience(20)):
             await server.stop(0)
             await first
+
+
+class With:
+    """Something, but for some of its attributes."""
+
+    def __init__(self, whole: object, **others: object) -> None:
+        self._whole = whole
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("error", [ConcurrentAccessError, lambda _: VerbsError("ibv_poll_cq", errno.EIO)])
+async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more_raises(
+    device: Device, error: type[Exception]
+) -> None:
+    async with pair(device) as ends:
+        traffic: Any = ends.near._traffic
+        queue = traffic.receive_queue
+        drain = InUse(queue.completer.drain, 3, error)
+        traffic.receive_queue = With(queue, completer=With(queue.completer, watched=True, drain=drain))
+        receiving = asyncio.create_task(ends.near.receive())
+        await asyncio.sleep(0)
+        await ends.far.abort()
+        await asyncio.wait([receiving], timeout=patience(20))
+        assert isinstance(receiving.exception(), BrokenResourceError)
+        assert drain.left < 3

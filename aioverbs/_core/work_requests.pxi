@@ -80,6 +80,7 @@ cdef class Requests:
     cdef uint32_t opcodes               # bits of those that its type has
     cdef uint32_t read_sge
     cdef object _cause                  # see `broken`
+    cdef bint ended                     # whoever waits was told that it is in ERR, or it was moved there
     cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
     cdef bint spoiled                   # what arrived could not be taken in: it is to be moved to ERR
     cdef object deaf                    # by what its completions are lost, as long as it is not reset; else None
@@ -238,7 +239,7 @@ cdef class Requests:
             return 0
         self._set_cause(error)
         self.handle._state = ERR
-        self.spoiled = True
+        self.spoiled = self.ended = True
         for queue in self.queues():
             (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
         return self._unsettle(self.receive_queue.completer)
@@ -328,17 +329,21 @@ cdef class Requests:
     def recovered(self):
         """It was reset: it is as new."""
         self._set_cause(None)
-        self.spoiled = False
+        self.spoiled = self.ended = False
 
     cdef int _broke(self, Operation operation) except -1:
-        # A completion had another status than success: the queue pair is in an error state, by this or before.
+        # A completion had another status than success: the queue pair is in an error state, by this or before. That
+        # `query` has found it there tells of no cause, and tells nobody who waits.
         cdef int state = self.handle._state
-        if state == ERR or (state == SQE and not operation.queue.receives):
+        if state == ERR and (self.ended or operation.queue.closing):
+            return 0
+        if state == SQE and not operation.queue.receives and self.broken is not None:
             return 0
         connected = self.handle._type in (RC, XRC_SEND)
         self._set_cause(operation._failure())
-        if connected or operation.queue.receives or operation.status == FLUSHED:
+        if state == ERR or connected or operation.queue.receives or operation.status == FLUSHED:
             self.handle._state = ERR
+            self.ended = True
             for queue in self.queues():
                 (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
             if self.receive_queue is not None:
@@ -370,6 +375,7 @@ cdef class Requests:
 
     def errored(self):
         """It was moved to ERR: who awaits messages is told where no receive is that would be flushed."""
+        self.ended = True
         if self.receive_queue is not None:
             self.receive_queue._end_inboxes(self._broken_by())
 

@@ -3,16 +3,27 @@
 import asyncio
 import errno
 import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 
-from aioverbs import BrokenResourceError, Device, VerbsError
+from aioverbs import (
+    BrokenResourceError,
+    ConcurrentAccessError,
+    Device,
+    QpState,
+    QueuePair,
+    SharedReceiveQueue,
+    VerbsError,
+)
 from aioverbs._core.work import Inbox
-from tests.data_path.ends import PEERS, ends
+from tests.data_path.ends import PEERS, Ends, ends
 from tests.data_path.test_messages import Postbox
 from tests.pace import patience
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 
 @pytest.mark.once
@@ -50,7 +61,10 @@ async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_no
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("how", ["by a request", "by its user", "by its receives' queue", "by its sends' queue"])
+@pytest.mark.parametrize(
+    "how",
+    ["by a request", "by a request, and that is known", "by its user", "by its receives' queue", "by its sends' queue"],
+)
 async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Device, how: str) -> None:
     """Whatever its queue pair broke by."""
     async with (
@@ -65,16 +79,22 @@ async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Devic
             kept.append(await anext(messages))
         waiting = asyncio.ensure_future(anext(messages))
         await asyncio.sleep(0)
-        if how == "by a request":  # to nowhere
+        if how.startswith("by a request"):  # to nowhere
+            write = box.qp.write(pair.source[:8], type(pair.target.remote())(0, 8, 1))
+            if "known" in how:  # without a turn of the loop, which would take what completed
+                wait_until(lambda: box.qp.query().qp_state is QpState.ERR)
             with pytest.raises(Exception, match="REM_ACCESS_ERR"):
-                await box.qp.write(pair.source[:8], type(pair.target.remote())(0, 8, 1))
+                await write
         elif how == "by its user":
             box.qp.to_error()
         else:
             cq = sends if how == "by its sends' queue" else pair.far_cq
             cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
         await asyncio.wait([waiting], timeout=patience(20))
-        assert isinstance(waiting.exception(), BrokenResourceError)
+        broken = waiting.exception()
+        assert isinstance(broken, BrokenResourceError)
+        if how.startswith("by a request"):
+            assert "REM_ACCESS_ERR" in str(broken)
         for message in kept:
             message.release()
 

@@ -201,16 +201,8 @@ cdef class Completer:
         cdef WorkQueue queue
         cdef Operation operation
         while self.chained:
-            queue = self.chained[-1]
-            if queue.chain is None:       # it was posted before, or will never be: its queue may be destroyed
-                self.chained.pop()
-                continue
-            queue._enter()
-            self.chained.pop()
-            try:
-                queue._flush()
-            finally:
-                queue.handle._unuse()
+            queue = self.chained.pop()
+            queue._flush_by_completer()
         stalled, self.stalled = self.stalled, []
         for queue in stalled:
             queue._advance()

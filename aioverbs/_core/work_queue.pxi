@@ -621,6 +621,8 @@ cdef class WorkQueue:
                 return self._stall()
             except BusyResourceError:       # another thread changes its state: when that is over
                 return self._stall_until_resumed()
+            except AffinityError:           # of a completion queue that is anybody's, where another loop took this
+                return self._call_at_owner(self.advance)
             except Exception as error:
                 refused = error
             operation = self._take_first(self.limit - self.used)
@@ -653,6 +655,55 @@ cdef class WorkQueue:
             return self._stall()
         if self.completer.loop is not None:
             self.when_resumed(self.completer.loop, self.resume)
+        return 0
+
+    cdef int _call_at_owner(self, callback) except -1:
+        try:
+            self.handle.affinity.loop.call_soon_threadsafe(callback)
+        except RuntimeError:            # that loop is closed: what waits ends with the queue
+            pass
+        return 0
+
+    def advance(self):
+        """On its owner's loop: those that wait get the places that came back in another one's."""
+        cdef section within
+        section_enter(&within, _section(self))
+        try:
+            self._advance()
+        finally:
+            section_leave(&within)
+
+    def flush(self):
+        """On its owner's loop: post what was chained, which its completion queue's loop may not do."""
+        cdef section within
+        section_enter(&within, _section(self))
+        try:
+            self._flush_by_completer()
+        except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+            self.completer._need_turn()
+        finally:
+            section_leave(&within)
+
+    cdef int _flush_by_completer(self) except -1:
+        # Or by the owner, if that is another one. It is not among `chained` any more, and nobody else has it posted
+        # until it is there again.
+        if self.chain is None:          # it was posted, or will never be
+            return 0
+        try:
+            self._enter()
+        except AffinityError:           # of a completion queue that is anybody's
+            return self._call_at_owner(self.flush)
+        except BusyResourceError:       # another thread changes its state: when that is over
+            if self.completer.loop is not None:
+                self.when_resumed(self.completer.loop, self.flush)
+            return 0
+        except BaseException:
+            self.completer.chained.append(self)
+            raise
+        try:
+            self._flush()
+        finally:
+            self.handle._unuse()
         return 0
 
     def when_resumed(self, loop, callback):

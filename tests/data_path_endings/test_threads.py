@@ -12,13 +12,16 @@ import pytest
 from aioverbs import (
     AffinityError,
     BrokenResourceError,
+    CompletionQueue,
     ConcurrentAccessError,
     Device,
     MessageModel,
+    QpCapabilities,
     ThreadModel,
 )
 from tests.data_path.ends import PATIENT
 from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, open_pair, pair_on, until
+from tests.holding import hold, unhold
 from tests.pace import fewer, patience
 
 TURNS = fewer(300, least=100)
@@ -165,6 +168,75 @@ async def test_who_waits_on_another_loop_than_that_which_takes_what_completes(de
             asked.clear()
             await asyncio.wait_for(near.send(memory[8:16]), PATIENCE_S)
         await waiting
+
+
+@pytest.mark.once
+async def test_what_waits_for_a_place_that_comes_back_on_another_loop(device: Device) -> None:
+    """It is posted by its owner: whoever takes what completes there may not."""
+    async with (
+        device.protection_domain() as pd,
+        pd.completion_queue(256) as cq,
+        pd.register(64, ACCESS) as memory,
+        device.thread_domain() as td,
+        pd.parent_domain(td) as domain,
+        domain.queue_pair(cq, capabilities=QpCapabilities(max_send_wr=2)) as near,
+        domain.queue_pair(cq) as far,
+        pd.queue_pair(cq) as others,
+    ):
+        near.connect(far.local_endpoint(), ACCESS, **PATIENT)
+        far.connect(near.local_endpoint(), ACCESS, **PATIENT)
+        others.connect(others.local_endpoint(), ACCESS, **PATIENT)
+        hold(device, near)
+        writes = [near.write(memory[:8], memory.remote()[:8]) for _ in range(4)]
+        assert near.statistics().sends.queued == 2
+        unhold(device, near)
+
+        async def take() -> None:
+            for _ in range(10_000):
+                if near.statistics().sends.completed == 2:
+                    break
+                await others.write(memory[8:16], memory.remote()[8:16])
+
+        thread = threading.Thread(target=lambda: asyncio.run(take()))
+        thread.start()
+        thread.join()  # this loop stands still, and takes nothing itself
+        assert near.statistics().sends.completed == 2
+        for write in writes:
+            await asyncio.wait_for(write, PATIENCE_S)
+
+
+@pytest.mark.once
+async def test_what_is_posted_together_and_completes_where_another_loop_watches(device: Device) -> None:
+    """At the end of that loop's turn; by its owner."""
+    async with (
+        device.protection_domain() as pd,
+        pd.register(64, ACCESS) as memory,
+        device.thread_domain() as td,
+        pd.parent_domain(td) as domain,
+    ):
+        opened: list[CompletionQueue] = []
+        errors: list[dict[str, Any]] = []
+        over = threading.Event()
+
+        async def watch() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+            async with pd.completion_queue(256, message_model=MessageModel.HIGH_BANDWIDTH) as cq:
+                opened.append(cq)
+                await until(over.is_set)
+
+        watching = asyncio.ensure_future(elsewhere(watch))
+        try:
+            await until(lambda: opened or watching.done())
+            async with domain.queue_pair(opened[0]) as qp:
+                qp.connect(qp.local_endpoint(), ACCESS, **PATIENT)
+                for _ in range(3):
+                    write = qp.write(memory[:8], memory.remote()[8:16])
+                    await until(lambda write=write: write.ended)  # type: ignore[misc]
+                    write.result()
+        finally:
+            over.set()
+            await watching
+        assert not errors
 
 
 async def test_a_receive_that_another_loop_posts_for_the_owner_of_what_it_completes_in(device: Device) -> None:

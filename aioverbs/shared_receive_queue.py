@@ -14,6 +14,7 @@ from aioverbs.affinity import Affinity, to_the_end
 from aioverbs.attributes import SrqAttributes
 from aioverbs.buffers import BufferPool, LeasedBuffer
 from aioverbs.completion import CompletionQueue, Placement, Room
+from aioverbs.errors import ConcurrentAccessError
 from aioverbs.events import DeviceEvent, Eventful
 from aioverbs.limits import check_shared_receive_queue
 from aioverbs.resource import Handled, Resource, ResourceStatistics
@@ -173,8 +174,12 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
     ) -> None:
         try:
             async for event in events:
-                if event.event_type is EventType.SRQ_LIMIT_REACHED:
-                    await self._fill(pool, inbox, posted, low)
+                while event.event_type is EventType.SRQ_LIMIT_REACHED:
+                    try:
+                        await self._fill(pool, inbox, posted, low)
+                        break
+                    except ConcurrentAccessError:  # a thread is inside of a domain that any may use
+                        await asyncio.sleep(0)
         except Exception as error:  # as of a pool that was closed: whoever reads messages is told
             inbox._close(error)
 

@@ -86,6 +86,7 @@ cdef class WorkQueue:
             if self.requests is None and self.completer is not None:
                 self.completer.receivers.discard(self)
             self._abandon(status, error)
+            self._end_inboxes(StopAsyncIteration())
             if self.unended is not None:
                 unended, self.unended = self.unended, None
                 _discard_runs(unended, self.receives)

@@ -182,3 +182,66 @@ async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancell
                 await anyio.sleep_forever()
         assert scope.cancelled_caught
         assert pool.statistics().leased == 0
+
+
+@asynccontextmanager
+async def shared(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePair]]:
+    """A shared receive queue, and a queue pair that takes from it, where near sends to."""
+    async with (
+        pair.far_domain.shared_receive_queue(2) as srq,
+        pair.far_domain.completion_queue(256) as cq,
+        pair.far_domain.queue_pair(cq, srq=srq) as far,
+    ):
+        pair.near.to_reset()
+        pair.near.connect(far.local_endpoint(), PEERS, rnr_retry=7)
+        far.connect(pair.near.local_endpoint(), PEERS, min_rnr_timer=1)
+        yield srq, far
+
+
+@pytest.mark.once
+async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Device) -> None:
+    """Where nothing is posted: there is no receive whose end would tell."""
+    async with ends(device) as pair, pair.far_domain.buffer_pool(64, 2, limit=2) as pool, shared(pair) as (srq, far):
+        kept = []
+
+        async def read() -> None:
+            async with srq.messages(pool, 1) as messages:
+                kept.extend([message async for message in messages])
+
+        reading = asyncio.create_task(read())
+        await until(lambda: srq.statistics().under_way == 2)
+        for _ in range(2):
+            await pair.near.send(pair.source[:8])
+        await until(lambda: srq.statistics().completed == 2)
+        await far.aclose()
+        await srq.aclose()
+        await asyncio.wait([reading], timeout=patience(20))
+        assert reading.done()
+        reading.result()
+        assert len(kept) == 2
+        for message in kept:
+            message.release()
+
+
+@pytest.mark.once
+async def test_a_shared_queue_is_filled_when_other_threads_have_left(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ends(device) as pair, pair.far_domain.buffer_pool(64, 4) as pool, shared(pair) as (srq, _):
+        post = srq._receive_into
+        refused: list[object] = []
+
+        def post_later(*args: Any) -> Any:
+            if len(refused) < 3:
+                refused.append(args)
+                raise ConcurrentAccessError("another thread is inside")
+            return post(*args)
+
+        async with srq.messages(pool, 1) as messages, asyncio.timeout(patience(20)):
+            monkeypatch.setattr(srq, "_receive_into", post_later)
+            for number in range(8):
+                pair.source.buffer[0] = number
+                await pair.near.send(pair.source[:1])
+                with await anext(messages) as message:
+                    assert message.data[0] == number
+        assert len(refused) == 3

@@ -21,6 +21,7 @@ from aioverbs.domain import Domain
 from aioverbs.errors import (
     BrokenResourceError,
     ClosedResourceError,
+    ConcurrentAccessError,
     DeviceRemovedError,
     HandshakeError,
     TransitionError,
@@ -343,8 +344,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
-                    await traffic.send_frame(FrameKind.END, last=True)
-                    await traffic.delivered()
+                    await _patiently(lambda: traffic.send_frame(FrameKind.END, last=True))
+                    await _patiently(traffic.delivered)
         finally:
             await super().aclose()
 
@@ -535,3 +536,12 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """An `anyio.abc.ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
         traffic = self._now()
         return MessageByteStream(self, traffic.fragment, traffic.check_caller)
+
+
+async def _patiently(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Call that until no other thread is inside of a domain that any may use."""
+    while True:
+        with contextlib.suppress(ConcurrentAccessError):
+            await call()
+            return
+        await asyncio.sleep(0)

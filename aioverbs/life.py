@@ -21,13 +21,15 @@ import anyio
 from aioverbs import forks
 from aioverbs._core.engine import Affinity
 from aioverbs.affinity import Bell, to_the_end
-from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
+from aioverbs.errors import BusyResourceError, ClosedResourceError, ConcurrentAccessError, ForkedProcessError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
 __all__ = ["CLOSED", "FAILED", "OPEN", "Destroyable", "Life", "ResourceInfo", "Site", "State", "line_of", "reap"]
 
+# How often closing a part is tried again that met another thread inside of its domain, in as many turns of the loop.
+_TRIES = 1000
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
 _tree = threading.RLock()  # a user's finalizer may open something all the same
@@ -497,7 +499,7 @@ class Life:
         for child in children:
             left_open = not child.quiet and child.state is not CLOSING
             try:
-                while not await child._close(interruptions, in_task):
+                while not await child._close_as_part(interruptions, in_task):
                     await self._wait_for(child, interruptions)
             finally:
                 if left_open and child.state in (CLOSING, CLOSED):
@@ -505,6 +507,22 @@ class Life:
                         _warn_open(child, f"{self!r} was closed before it")
                     except ResourceWarning as raised:  # warnings are errors
                         interruptions.append(raised)
+
+    async def _close_as_part(self, interruptions: list[BaseException], in_task: bool) -> bool:
+        """As `_close`, and again for a while where another thread is inside of a domain that any may use.
+
+        That is for what is part of another resource, of which half would be closed.
+        """
+        for _ in range(_TRIES if self.quiet else 0):
+            with contextlib.suppress(ConcurrentAccessError):
+                return await self._close(interruptions, in_task)
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError as raised:
+                if in_task:
+                    raise
+                interruptions.append(raised)
+        return await self._close(interruptions, in_task)
 
     async def _wait_for(self, child: "Life", interruptions: list[BaseException]) -> None:
         """Until who closes a child has done so."""

@@ -230,3 +230,24 @@ async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more
         await asyncio.wait([receiving], timeout=patience(20))
         assert isinstance(receiving.exception(), BrokenResourceError)
         assert drain.left < 3
+
+
+@pytest.mark.once
+async def test_closing_while_another_thread_is_inside(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent is delivered, the peer is told that no more comes, and all of it is closed."""
+    async with pair(device) as ends:
+        near: Any = ends.near
+        qp = near.qp
+        owner = qp._life.owner
+        send, write, check = InUse(qp.send, 3), InUse(qp.write, 3), InUse(owner.check, 3)
+        await near.send(b"hello")
+        monkeypatch.setattr(qp, "send", send)
+        monkeypatch.setattr(qp, "write", write)
+        qp._life.owner = With(owner, check=check)
+        await near.aclose()
+        assert near.closed
+        assert qp.closed
+        assert (send.left, write.left, check.left) == (0, 0, 0)
+        assert await ends.far.receive() == b"hello"
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive()

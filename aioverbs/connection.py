@@ -477,7 +477,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         It takes a credit, as any message does.
         """
         traffic = self._now()
-        check_immediate(immediate)  # before anything is written
+        traffic.check_caller("write_with_immediate")  # this, and what follows, before anything is written
+        traffic.check_sending()
+        check_immediate(immediate)
         written = self.write(local, remote, fence=fence)
         await traffic.send(b"", immediate)
         traffic._keep(written)  # the message goes: whoever is cancelled from here on must not withdraw what it tells of

@@ -437,6 +437,15 @@ class Traffic:
         if self.broken is not None or self.closed:
             raise self.error()
 
+    def check_sending(self) -> None:
+        """See that messages can still be sent.
+
+        :raises ClosedResourceError: the end of them was.
+        """
+        if self.end_sent:
+            raise ClosedResourceError("send_eof() was called: nothing is sent after it")
+        self.check()
+
     # ---- What is sent
 
     async def send_early(self, data: bytes) -> None:
@@ -478,8 +487,7 @@ class Traffic:
         if len(data) > self._max_message:
             raise ValueError(f"the peer takes messages of {self._max_message:,} bytes at most, not {len(data):,}")
         async with self._lock:
-            if self.end_sent:
-                raise ClosedResourceError("send_eof() was called: nothing is sent after it")
+            self.check_sending()
             flags, prefix = FIRST, b""
             if immediate is not None:
                 flags |= HAS_IMMEDIATE

@@ -10,6 +10,7 @@ import pytest
 from aioverbs import (
     AccessFlags,
     BrokenResourceError,
+    ClosedResourceError,
     Connection,
     Device,
     Granted,
@@ -73,6 +74,18 @@ async def test_immediate_data_that_there_is_not(device: Device) -> None:
             with pytest.raises(error):
                 await ends.far.send(b"", immediate=wrong)  # type: ignore[arg-type]
         assert ends.far.qp.statistics().sends.posted == posted, "nor was anything written"
+
+
+@pytest.mark.once
+async def test_nothing_is_written_that_no_message_may_tell_of(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64, LOCAL | ALL) as memory:
+        await ends.near.grant(memory, ALL)
+        granted = await ends.far.receive_grant()
+        await ends.far.send_eof()
+        posted = ends.far.qp.statistics().sends.posted
+        with pytest.raises(ClosedResourceError, match="send_eof"):
+            await ends.far.write_with_immediate(memory[:8], granted[8:16], 7)
+        assert ends.far.qp.statistics().sends.posted == posted
 
 
 async def test_a_grant_as_bytes_of_a_message(device: Device) -> None:

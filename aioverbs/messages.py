@@ -80,11 +80,18 @@ class Refiller:
         try:
             self.fill()
         except BaseException:
-            self._free.remove(local)
-            raise
+            try:
+                self._free.remove(local)
+            except ValueError:  # it was posted, which must not be done twice: another one was not
+                self._call_later()
+            else:
+                raise
 
     def _forgotten(self, local: RegionSlice) -> None:
         self._free.append(local)
+        self._call_later()
+
+    def _call_later(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody fills it any more
             self._loop.call_soon_threadsafe(self._fill_by_and_by)
 

@@ -95,6 +95,44 @@ async def test_a_write_with_immediate_data_brings_no_bytes(device: Device) -> No
             assert message.written
 
 
+class Meanwhile:
+    """Posts receives; when it has posted one a message is forgotten, and the next is in another thread's way."""
+
+    def __init__(self, requester: Any, kept: list[Message]) -> None:
+        self._requester = requester
+        self._kept = kept
+        self._refused = False
+
+    def _receive_into(self, inbox: Any, local: Any) -> Any:
+        if not self._kept and not self._refused:
+            self._refused = True
+            raise ConcurrentAccessError("another thread is inside")
+        posted = self._requester._receive_into(inbox, local)
+        self._kept.clear()
+        return posted
+
+
+@pytest.mark.once
+async def test_what_was_posted_is_not_posted_twice_where_another_could_not_be(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair, depth=2) as box:
+        messages, kept = box.qp.messages(), []
+        for number in range(2):
+            await box.send(bytes([number]))
+            kept.append(await anext(messages))
+        refiller = box.qp._refiller
+        assert refiller is not None
+        refiller._requester = Meanwhile(refiller._requester, kept)
+        message = kept.pop()
+        message.release()
+        message.release()
+        await until(lambda: box.qp.statistics().receives.under_way == 2)
+        for number in range(4):
+            await box.send(bytes([number]))
+            with await anext(messages) as message:
+                assert bytes(message.data) == bytes([number])
+        assert not refiller._free
+
+
 async def test_what_is_kept_is_not_received_into(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         kept = []

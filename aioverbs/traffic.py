@@ -375,18 +375,14 @@ class Traffic:
         assert self._credits is not None
         while self._controls and self._credits.sendable:
             immediate, fence = next(iter(self._controls.items()))
-            if not self._send_control(immediate, fence):
-                self._loop.call_soon(self._send_controls)
+            if not self._send_control(immediate, fence, self._send_controls):
                 return
             del self._controls[immediate]
 
     def _update(self) -> None:
         assert self._credits is not None
-        if self._credits.update_due:
-            if self._send_control(header(FrameKind.CREDITS), False):
-                self.updates += 1
-            else:
-                self._loop.call_soon(self._update)
+        if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._update):
+            self.updates += 1
 
     def control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
         """Tell the peer something without bytes, as soon as there is a credit for it.
@@ -400,17 +396,23 @@ class Traffic:
         """Whether the peer is to be told that, and there was no credit for it yet."""
         return header(kind, 0, 0, number) in self._controls
 
-    def _send_control(self, immediate: int, fence: bool) -> bool:
-        # Whether it is sent, or never will be; else it is to be tried again.
+    def _send_control(self, immediate: int, fence: bool, again: Callable[[], None]) -> bool:
+        # Whether it is sent, or never will be; else `again` is called, as soon as it may be sent.
         assert self._credits is not None
         returned = self._credits.take()
         try:
             sent = self.qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
-        except ConcurrentAccessError:  # as above
+        except BaseException as error:
             self._credits.untake(returned)
-            return False
-        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
-            return True  # that it is over, others tell
+            if isinstance(error, ConcurrentAccessError):  # as above
+                self._loop.call_soon(again)
+                return False
+            if isinstance(error, BusyResourceError):
+                self.receive_queue.when_resumed(self._loop, again)
+                return False
+            if isinstance(error, ClosedResourceError | BrokenResourceError | StateError | AffinityError | VerbsError):
+                return True  # that it is over, others tell
+            raise
         self._keep(sent)
         return True
 

@@ -12,6 +12,7 @@ import pytest
 from aioverbs import (
     AccessFlags,
     BrokenResourceError,
+    BusyResourceError,
     ConcurrentAccessError,
     Connection,
     Device,
@@ -103,14 +104,15 @@ async def test_a_write_is_not_withdrawn_where_the_message_goes_that_tells_of_it(
 class InUse:
     """A verb that another thread's verbs are in the way of, a few times."""
 
-    def __init__(self, verb: Callable[..., Any], times: int) -> None:
+    def __init__(self, verb: Callable[..., Any], times: int, error: type[Exception] = ConcurrentAccessError) -> None:
         self._verb = verb
+        self._error = error
         self.left = times
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.left:
             self.left -= 1
-            raise ConcurrentAccessError("another thread is inside")
+            raise self._error("another thread is inside")
         return self._verb(*args, **options)
 
 
@@ -135,12 +137,13 @@ async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("error", [ConcurrentAccessError, BusyResourceError])
 async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_later(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     async with pair(device) as ends:
         qp = ends.far.qp
-        refused = [InUse(qp._receive_into, 2), InUse(qp.send, 2)]
+        refused = [InUse(qp._receive_into, 2, error), InUse(qp.send, 2, error)]
         for name, verb in zip(("_receive_into", "send"), refused, strict=True):
             monkeypatch.setattr(qp, name, verb)
         with anyio.fail_after(patience(20)):

@@ -256,7 +256,7 @@ cdef class Requests:
         self.torn = False
         cdef bint ends = self.spoiled
         self.spoiled = False
-        if self.handle.closed or not (forgets or ends or (self.receive_queue.used and self.handle._state == ERR)):
+        if self.handle.closed or not (forgets or ends or self._may_hold_receives()):
             return 0
         try:
             self.handle.modify(QpState.RESET if forgets else QpState.ERR)
@@ -264,7 +264,7 @@ cdef class Requests:
             self.torn, self.spoiled = forgets, ends
             raise
         except BusyResourceError:       # another thread changes its state: when that is over
-            self.torn = forgets
+            self.torn, self.spoiled = forgets, ends
             return self._settle_when_resumed()
         except AffinityError:           # of a completion queue that is anybody's
             self.torn, self.spoiled = forgets, ends
@@ -282,6 +282,10 @@ cdef class Requests:
             if self.shared is not None:
                 self.shared._end_if_deaf()
         return 0
+
+    cdef bint _may_hold_receives(self) noexcept:
+        # In ERR, as far as that is known.
+        return self.receive_queue is not None and self.receive_queue.used and self.handle._state == ERR
 
     cdef int _settle_at_owner(self) except -1:
         try:

@@ -127,6 +127,7 @@ FOR_ALL = {
     "Granted.__getitem__": "makes a value",
     "Inbox.__aiter__": "is itself",
     "Message.byte_len": _KNOWN,
+    "Message.written": _KNOWN,
     "Message.data": "its bytes",
     "Message.immediate": _KNOWN,
     "Message.invalidated_rkey": _KNOWN,

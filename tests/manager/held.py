@@ -36,6 +36,10 @@ class Helpers:
         for each in self.waiting:
             each.set()
 
+    def release_first(self) -> None:
+        with self._lock:
+            self.waiting.pop(0).set()
+
 
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:

@@ -57,7 +57,7 @@ static void after_fork(void)
 }
 
 /* In the child, by the thread that held the lock in the parent. What was to be closed by a thread is left to the one
- * that the next such descriptor begins here. */
+ * that begins here with the next such descriptor, or when somebody asks whether too many wait. */
 static void close_all(void)
 {
     int fd;
@@ -132,7 +132,7 @@ static int take_doomed(void)
     return fd;
 }
 
-/* Takes what waits in a Unix socket; descriptors among it are discarded, too. It is shut down, so that it ends. */
+/* Takes what waits in a Unix stream; descriptors among it are discarded, too. It is shut down, so that it ends. */
 static bool empty(int fd)
 {
     char bytes[4096];
@@ -143,18 +143,26 @@ static bool empty(int fd)
     return !unwanted;
 }
 
+static bool socket_is(int fd, int option, int expected)
+{
+    int value;
+    socklen_t size = sizeof(value);
+
+    return !getsockopt(fd, SOL_SOCKET, option, &value, &size) && value == expected;
+}
+
+/* What waits in a Unix socket of messages is the kernel's to close, which this thread waits for: messages may be empty,
+ * so that the last one is not told from the end. */
 static void *close_doomed(void *unused)
 {
     static const struct linger none = {0};
-    int fd, family;
-    socklen_t size;
+    int fd;
 
     (void)unused;
     prctl(PR_SET_NAME, "aioverbs-close");
     while ((fd = take_doomed()) >= 0) {
-        size = sizeof(family);
         setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* most are no sockets */
-        if (!getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) && family == AF_UNIX) {
+        if (socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
             shutdown(fd, SHUT_RDWR);
             while (!empty(fd))
                 ;
@@ -164,14 +172,14 @@ static void *close_doomed(void *unused)
     return NULL;
 }
 
-/* Under the lock. Where the thread does not start they wait for the next attempt. */
+/* Under the lock. Where the thread does not start they wait for the next attempt: by who discards one, or asks. */
 static void begin_closing(void)
 {
     pthread_attr_t detached;
     sigset_t all, before;
     pthread_t thread;
 
-    if (closing || pthread_attr_init(&detached))
+    if (closing || !doomed_count || pthread_attr_init(&detached))
         return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* signals are for the user's threads */
@@ -207,6 +215,7 @@ bool soft_descriptors_are_stuck(void)
     bool stuck;
 
     soft_descriptors_hold();
+    begin_closing(); /* where nobody is let in meanwhile, nobody brings another one */
     stuck = doomed_count > MESSAGE;
     soft_descriptors_release();
     return stuck;
@@ -247,7 +256,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool 
     if (held)
         soft_descriptors_hold();
     got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    header = got > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    header = got >= 0 ? CMSG_FIRSTHDR(&message) : NULL; /* they are installed, also where no byte came */
     if (header && !held) {
         soft_descriptors_hold();
         held = true;

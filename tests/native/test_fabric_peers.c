@@ -1,12 +1,15 @@
 /* Peers that are not what they should be: each is turned away, counted and its reason kept; the others go on. */
 #include "support.h"
 #include "support_fabric.h"
+#include "support_fork.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "soft_descriptors.h"
 #include "soft_stream.h"
 
 static struct node *a, *b;
@@ -141,21 +144,22 @@ static unsigned int open_descriptors(void)
     return count;
 }
 
-/* Whether they went: the kernel may know that the other side takes none. */
+/* Beside one byte, or beside none where `byte` is NULL. Whether they went: the kernel may know that the other side
+ * takes none. */
 static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int count)
 {
     union {
         struct cmsghdr header;
         char bytes[CMSG_SPACE(8 * sizeof(int))];
     } control = {.header = {CMSG_LEN(count * sizeof(int)), SOL_SOCKET, SCM_RIGHTS}};
-    struct iovec piece = {byte, 1};
+    struct iovec piece = {byte, byte != NULL};
     struct msghdr message = {
         .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_SPACE(count * sizeof(int))};
 
     REQUIRE(count <= 8);
     while (count--)
         memcpy(CMSG_DATA(&control.header) + count * sizeof(int), &passed, sizeof(passed));
-    if (sendmsg(fd, &message, MSG_NOSIGNAL) == 1)
+    if (sendmsg(fd, &message, MSG_NOSIGNAL) == (ssize_t)piece.iov_len)
         return true;
     CHECK_EQ(errno, EPERM);
     return false;
@@ -183,6 +187,33 @@ static void descriptors_that_nobody_asked_for(void)
         EVENTUALLY(open_descriptors() == before);
         fd = raw_open(b);
         CHECK(!send_with_descriptors(fd, hello, STDERR_FILENO, each) || raw_is_closed(fd));
+        close(fd);
+        EVENTUALLY(open_descriptors() == before);
+    }
+    close_all();
+}
+
+/* What a socket that comes has in it is closed with it, also what came there beside no byte. */
+static void descriptors_beside_no_byte(void)
+{
+    static const int types[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET};
+    struct soft_hello said = {.flags = 0};
+    uint8_t hello[SOFT_HELLO_SIZE];
+    unsigned int before, i;
+    int fd, ends[2];
+
+    open_all();
+    before = open_descriptors();
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    for (i = 0; i < sizeof(types) / sizeof(types[0]); i++) {
+        REQUIRE_EQ(socketpair(AF_UNIX, types[i] | SOCK_CLOEXEC, 0, ends), 0);
+        CHECK(send_with_descriptors(ends[0], types[i] == SOCK_STREAM ? hello : NULL, STDERR_FILENO, 8));
+        close(ends[0]);
+        fd = raw_connect(b);
+        CHECK(send_with_descriptors(fd, hello, ends[1], 1));
+        close(ends[1]);
+        CHECK(raw_is_closed(fd));
         close(fd);
         EVENTUALLY(open_descriptors() == before);
     }
@@ -265,6 +296,38 @@ static void descriptors_whose_close_waits(void)
     close(other);
     node_close(nobody);
     close_all();
+}
+
+static void is_not_stuck(void *argument)
+{
+    (void)argument;
+    EVENTUALLY(!soft_descriptors_are_stuck());
+}
+
+/* The thread that closes them is in the middle of that in the parent; the child, to which they came, too, has none. */
+static void a_child_closes_what_waits_to_be_closed(void)
+{
+    int ends[2], other, passed, fd;
+
+    if (UNDER_TSAN) /* the child of a process with threads starts none */
+        return;
+    REQUIRE_EQ(soft_descriptors_watch_forks(), 0);
+    passed = lingering(&other);
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, ends), 0);
+    CHECK(send_with_descriptors(ends[0], NULL, passed, 1));
+    close(passed);
+    close(ends[0]);
+    soft_descriptor_discard(ends[1]); /* whose close waits for the one in it */
+    EVENTUALLY(fcntl(ends[1], F_GETFD) < 0);
+    while (!soft_descriptors_are_stuck()) {
+        fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0);
+        REQUIRE(fd >= 0);
+        soft_descriptor_discard(fd);
+    }
+    in_child(is_not_stuck, NULL);
+    CHECK(soft_descriptors_are_stuck());
+    close(other);
+    EVENTUALLY(!soft_descriptors_are_stuck());
 }
 
 /* ---- Frames ---------------------------------------------------------------------------------------------- */
@@ -609,7 +672,8 @@ static void a_peer_that_cannot_write(void)
 }
 
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
-                CASE(descriptors_whose_close_waits), CASE(frames_that_are_none),
+                CASE(descriptors_beside_no_byte), CASE(descriptors_whose_close_waits),
+                CASE(a_child_closes_what_waits_to_be_closed), CASE(frames_that_are_none),
                 CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
                 CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
                 CASE(a_peer_that_does_not_prove), CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

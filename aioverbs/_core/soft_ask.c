@@ -644,7 +644,10 @@ uint64_t soft_ask(struct soft_qp *qp)
         if (atomic_load(&qp->state) != state || out->rewind)
             continue; /* it failed, or is to begin again */
         if (state == IBV_QPS_SQD && !under_way(qp)) {
+            /* What waits for its way has not begun: it does so anew, with all its time, and perhaps by another way. */
             qp->waiting = false;
+            out->deadline = UINT64_MAX;
+            soft_link_forget(qp->link, qp);
             soft_drained(qp);
         }
         return again < out->deadline ? again : out->deadline;

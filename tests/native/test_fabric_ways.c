@@ -1,0 +1,136 @@
+/* Queue pairs that wait for their way to a peer, when they are drained and led elsewhere. */
+#include "support.h"
+#include "support_fabric.h"
+#include "support_types.h"
+#include "support_work.h"
+
+#include <unistd.h>
+
+#include "soft_stream.h"
+
+/* A device, and a peer whose listener lets in and says nothing: who sends waits for the connection. */
+struct scene {
+    struct home home;
+    struct end end;
+    struct node *peer;
+    struct soft_entry entry;
+    int stream; /* the peer's side of the connection */
+};
+
+static struct soft_qp *qp_of(struct scene *scene)
+{
+    return to_soft_qp(scene->end.qp);
+}
+
+static void open_scene(struct scene *scene, enum ibv_qp_type type)
+{
+    struct check_variant like = *variant;
+
+    new_directory();
+    like.options.settings = &settings;
+    home_open_like(&scene->home, &like);
+    scene->peer = node_open();
+    listen_by_hand(scene->peer, &scene->entry);
+    TYPED_OPEN(&scene->end, &scene->home, .type = type);
+}
+
+static void close_scene(struct scene *scene)
+{
+    home_close(&scene->home);
+    close(scene->stream);
+    soft_directory_leave(&scene->entry);
+    node_close(scene->peer);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+static void accept_silently(struct scene *scene)
+{
+    uint8_t hello[SOFT_HELLO_SIZE];
+
+    scene->stream = accept_by_hand(scene->entry.fd, hello);
+    REQUIRE(scene->stream >= 0);
+}
+
+/* What it waits for; NULL: it waits for no way. */
+static struct soft_link *waits_for(struct scene *scene)
+{
+    struct soft_qp *qp = qp_of(scene);
+    struct soft_link *link;
+
+    soft_lock_take(&qp->sq_lock);
+    if (qp->link)
+        soft_mutex_take(&qp->link->stream.tx);
+    link = qp->waiter.link;
+    if (qp->link)
+        soft_mutex_give(&qp->link->stream.tx);
+    soft_lock_give(&qp->sq_lock);
+    return link;
+}
+
+/* Whether nothing is left of what it waited for, nor of the time that this had. */
+static bool is_drained(struct scene *scene)
+{
+    struct soft_qp *qp = qp_of(scene);
+    bool drained;
+
+    soft_lock_take(&qp->sq_lock);
+    drained = !qp->waiting && qp->out.deadline == UINT64_MAX;
+    soft_lock_give(&qp->sq_lock);
+    return drained;
+}
+
+static struct ibv_qp_attr path_to(const union ibv_gid *gid, enum ibv_qp_state state)
+{
+    struct ibv_qp_attr attr = default_link;
+
+    attr.qp_state = state;
+    attr.timeout = 20; /* 4 s, which do not pass here */
+    attr.port_num = 1;
+    attr.dest_qp_num = 17;
+    attr.ah_attr = (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh = {.dgid = *gid, .sgid_index = 1}};
+    return attr;
+}
+
+static int modify(struct scene *scene, enum ibv_qp_state state, int mask, const union ibv_gid *gid)
+{
+    struct ibv_qp_attr attr = path_to(gid, state);
+
+    return soft_verbs.modify_qp(scene->end.qp, &attr, IBV_QP_STATE | mask);
+}
+
+/* A request that had not begun stands on no list of its old way, whichever way it is to go then, and has all its time. */
+static void drained_before_it_began(void)
+{
+    struct scene scene = {0};
+    const union ibv_gid *gid;
+    union ibv_gid elsewhere;
+    struct soft_link *before;
+
+    open_scene(&scene, IBV_QPT_RC);
+    gid = &scene.peer->device.gids[0];
+    elsewhere = *gid;
+    elsewhere.raw[15] ^= 1; /* where nobody is */
+    REQUIRE_EQ(modify(&scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
+    CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
+    accept_silently(&scene);
+    before = soft_link_get(to_soft_context(scene.home.context)->device, gid);
+    REQUIRE(before != NULL);
+    EVENTUALLY(waits_for(&scene) == before);
+    CHECK_EQ(modify(&scene, IBV_QPS_SQD, 0, gid), 0);
+    EVENTUALLY(is_drained(&scene));
+    CHECK(!waits_for(&scene));
+    CHECK_EQ(modify(&scene, IBV_QPS_SQD, IBV_QP_AV, &elsewhere), 0);
+    CHECK(qp_of(&scene)->link != before);
+    CHECK_EQ(modify(&scene, IBV_QPS_RTS, 0, gid), 0);
+    CHECK(waits_for(&scene) != before);
+    end_close(&scene.end);
+    soft_mutex_take(&before->stream.tx);
+    CHECK(!before->first);
+    soft_mutex_give(&before->stream.tx);
+    soft_link_put(before);
+    close_scene(&scene);
+}
+
+CHECK_MAIN(CASE(drained_before_it_began))

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "soft_lock.h"
 
+#include <assert.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,6 +43,7 @@ static const char *const names[SOFT_RANKS] = {
     [SOFT_RANK_CQ_HALF] = "the driver half of a completion queue",
     [SOFT_RANK_HALF] = "the driver half of a queue pair or shared receive queue",
     [SOFT_RANK_DEVICES] = "device_lock",
+    [SOFT_RANK_XRCD] = "device->xrcd_lock",
     [SOFT_RANK_DEVICE] = "device->lock",
     [SOFT_RANK_REAPING] = "file->reaping",
     [SOFT_RANK_PD] = "pd->lock",
@@ -104,6 +106,7 @@ void soft_rank_check(const void *lock, enum soft_rank rank)
 
 void soft_rank_push(const void *lock, enum soft_rank rank)
 {
+    assert(names[rank]);
     if (count == MOST) {
         fprintf(stderr, "soft0: a thread holds %u locks, and takes %s\n", count, names[rank]);
         abort();

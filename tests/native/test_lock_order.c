@@ -12,7 +12,7 @@
 #error "without assertions nothing is checked"
 #endif
 
-static struct soft_mutex progress, links, other_links;
+static struct soft_mutex domains, progress, links, other_links;
 static struct soft_lock sq, rq;
 static struct soft_half halves[2], queue_pair;
 
@@ -22,6 +22,7 @@ static void prepare(void)
     size_t i;
 
     REQUIRE(grace_ready());
+    CHECK_EQ(soft_mutex_init(&domains, SOFT_RANK_XRCD), 0);
     CHECK_EQ(soft_mutex_init(&progress, SOFT_RANK_PROGRESS), 0);
     CHECK_EQ(soft_mutex_init(&links, SOFT_RANK_LINKS), 0);
     CHECK_EQ(soft_mutex_init(&other_links, SOFT_RANK_LINKS), 0);
@@ -115,6 +116,12 @@ static void half_under_half(void)
     soft_half_enter(&halves[0], "poll_cq");
 }
 
+static void domains_under_progress(void)
+{
+    soft_mutex_take(&progress);
+    soft_mutex_take(&domains);
+}
+
 static void twice(void)
 {
     soft_lock_take(&sq);
@@ -152,6 +159,7 @@ static void order(void)
     CHECK_ABORTS(two_of_a_rank, "fabric->links is waited for under fabric->links");
     CHECK_ABORTS(half_under_half,
                  "the driver half of a completion queue is waited for under the driver half of a queue");
+    CHECK_ABORTS(domains_under_progress, "device->xrcd_lock is waited for under fabric->progress");
     CHECK_ABORTS(twice, "qp->sq_lock is waited for under qp->sq_lock");
     CHECK_ABORTS(waiting_in_a_section, "fabric->progress is waited for under a grace section");
     CHECK_ABORTS(sections_under_a_lock, "a grace section is waited for under qp->sq_lock");

@@ -12,6 +12,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
+#include <time.h>
 
 #include "soft.h"
 #include "soft_address.h"
@@ -105,10 +106,16 @@ static int make_descriptors(struct soft_fabric *fabric)
 static void drop_descriptors(struct soft_fabric *fabric)
 {
     soft_descriptor_close(fabric->timer.fd);
-    soft_descriptor_close(fabric->wake.fd);
     soft_descriptor_close(fabric->epoll);
-    fabric->timer.fd = fabric->wake.fd = fabric->epoll = -1;
+    fabric->timer.fd = fabric->epoll = -1;
     fabric->held_at = UINT64_MAX;
+}
+
+/* When nobody sends any more: whoever does may write to it at any time, whether or not the thread is there. */
+static void drop_wake(struct soft_fabric *fabric)
+{
+    soft_descriptor_close(fabric->wake.fd);
+    fabric->wake.fd = -1;
 }
 
 /* Signals are for the user's threads. */
@@ -135,7 +142,7 @@ static int start(struct soft_fabric *fabric)
 
     if (fabric->running)
         return 0;
-    if (fabric->halted)
+    if (atomic_load(&fabric->halted))
         return ECANCELED;
     error = make_descriptors(fabric);
     atomic_store(&fabric->stop, false);
@@ -143,6 +150,7 @@ static int start(struct soft_fabric *fabric)
         error = start_thread(fabric);
     if (error) {
         drop_descriptors(fabric);
+        drop_wake(fabric);
         return error;
     }
     fabric->running = true;
@@ -155,12 +163,18 @@ int soft_fabric_start(struct soft_fabric *fabric)
 {
     int error;
 
-    if (atomic_load_explicit(&fabric->active, memory_order_acquire))
-        return 0;
-    /* A datagram's execution has a sq_lock, and is in a grace section. Whoever has `setup` while the fabric does not run
-     * begins to listen, and waits for `progress` before there is a stream to read, so that nobody has something to
-     * execute; or stops, when there is no queue pair. Who halts may not wait for sections meanwhile. */
-    soft_mutex_take_unordered(&fabric->setup);
+    /* A datagram's execution has a sq_lock, and is in a grace section. Whoever has `setup` may wait for `progress`, and
+     * who has that for this sq_lock: so `setup` is not waited for. Who begins to listen is active before he waits; who
+     * halts says so at once; who stops does so when there is no queue pair; all others have it for a moment. */
+    for (;;) {
+        if (atomic_load_explicit(&fabric->active, memory_order_acquire))
+            return 0;
+        if (atomic_load(&fabric->halted))
+            return ECANCELED;
+        if (soft_mutex_try(&fabric->setup))
+            break;
+        nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+    }
     error = start(fabric);
     soft_mutex_give(&fabric->setup);
     return error;
@@ -281,13 +295,13 @@ static void close_all(struct soft_fabric *fabric)
     soft_mutex_give(&fabric->links);
 }
 
-/* For good: the process ends, beside threads that may be sending. One that sends a datagram may be in a section, and ask
- * for a link, which waits for setup (soft_fabric_start): so nobody waits for sections here. The links, which wait for
- * sections before they go, stay until there are no queue pairs any more. */
+/* For good: the process ends, beside threads that may be sending. So nobody waits for sections here, nor for a sq_lock,
+ * and those that wait for a way are not kicked. The links, which wait for sections before they go, stay until there are
+ * no queue pairs any more, and so does what wakes the thread. */
 static void stop(struct soft_fabric *fabric, bool for_good)
 {
     soft_mutex_take(&fabric->setup);
-    fabric->halted = for_good;
+    atomic_store(&fabric->halted, for_good); /* before it is seen that nothing is active */
     if (fabric->running) {
         atomic_store(&fabric->stop, true);
         soft_fabric_wake(fabric);
@@ -295,7 +309,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         soft_mutex_take(&fabric->progress);
         atomic_store_explicit(&fabric->active, false, memory_order_release);
         soft_lead_depose(fabric, NULL); /* after that nobody begins to lead */
-        if (grace_ready())
+        if (for_good || grace_ready())
             close_all(fabric);
         drop_descriptors(fabric);
         soft_mutex_give(&fabric->progress);
@@ -306,6 +320,8 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         soft_links_sweep(fabric, UINT64_MAX);
         soft_mutex_give(&fabric->progress);
     }
+    if (!for_good)
+        drop_wake(fabric);
     soft_mutex_give(&fabric->setup);
 }
 

@@ -95,17 +95,11 @@ static inline void soft_mutex_destroy(struct soft_mutex *mutex)
     pthread_mutex_destroy(&mutex->mutex);
 }
 
-/* Against the order: the caller says beside the call why nobody who has it waits for what this thread holds. */
-static inline void soft_mutex_take_unordered(struct soft_mutex *mutex)
-{
-    pthread_mutex_lock(&mutex->mutex);
-    soft_rank_take(mutex);
-}
-
 static inline void soft_mutex_take(struct soft_mutex *mutex)
 {
     soft_rank_wait(mutex);
-    soft_mutex_take_unordered(mutex);
+    pthread_mutex_lock(&mutex->mutex);
+    soft_rank_take(mutex);
 }
 
 /* Whether it was free: that waits for nobody, and so may come in any order. */

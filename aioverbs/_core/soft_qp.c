@@ -551,7 +551,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         if (mask & IBV_QP_AV) {
             struct soft_link *before = qp->link;
 
-            /* What is not sent may wait there, also where all that was sent is answered. Nobody looks for it there later. */
+            /* What is not sent may wait there, though all that was sent is answered. Nobody looks there later. */
             if (before)
                 soft_link_forget(before, qp);
             qp->link = *link;

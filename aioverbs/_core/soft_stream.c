@@ -187,6 +187,8 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     soft_mutex_give(&stream->tx);
     epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
     hang_up(fd, stream->is_unix);
+    if (link && atomic_load(&fabric->halted)) /* whose memory goes: nothing is executed for them any more */
+        return;
     if (link) {
         struct grace_reader *grace = grace_enter();
 

@@ -141,7 +141,7 @@ struct soft_fabric {
     struct soft_mutex setup; /* starting, listening, stopping */
     bool running;            /* setup: the thread runs */
     bool listening;          /* setup */
-    bool halted;             /* setup: for good */
+    atomic_bool halted;      /* written under setup: for good */
     char error[256];         /* setup: why listening failed */
     pthread_t thread;        /* setup */
     struct soft_entry entry; /* setup; its socket is watched by unix_watch */
@@ -186,7 +186,8 @@ struct soft_fabric {
 
 /* ---- soft_fabric.c ------------------------------------------------------------------------------------------ */
 
-/* The thread runs: 0 or an errno. Any lock but a stream's and the fabric's may be held. */
+/* The thread runs: 0, or an errno: ECANCELED at the end of the process. Any lock but a stream's and the fabric's may be
+ * held. */
 int soft_fabric_start(struct soft_fabric *fabric);
 void soft_fabric_wake(struct soft_fabric *fabric);
 

@@ -4,6 +4,7 @@
 #include "support_threads.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -638,7 +639,10 @@ static void who_halts_waits_for_no_sender(void)
     REQUIRE_EQ(pthread_join(thread, NULL), 0);
     CHECK(asked.link == NULL);
     CHECK_EQ(asked.error, ECANCELED);
+    /* Who sends may still wake it: what has that number is no file of the user's. */
+    CHECK(fcntl(a->device.fabric->wake.fd, F_GETFD) >= 0);
     close_both();
+    CHECK_EQ(a->device.fabric->wake.fd, -1);
 }
 
 CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may_come_later),

@@ -1,9 +1,10 @@
-/* Queue pairs that wait for their way to a peer, when they are drained and led elsewhere. */
+/* Queue pairs that wait for their way to a peer, when they are drained and led elsewhere, and when the process ends. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_types.h"
 #include "support_work.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include "soft_stream.h"
@@ -98,7 +99,7 @@ static int modify(struct scene *scene, enum ibv_qp_state state, int mask, const 
     return soft_verbs.modify_qp(scene->end.qp, &attr, IBV_QP_STATE | mask);
 }
 
-/* A request that had not begun stands on no list of its old way, whichever way it is to go then, and has all its time. */
+/* A request that had not begun stands on no list of its old way, wherever it is to go then, and has all its time. */
 static void drained_before_it_began(void)
 {
     struct scene scene = {0};
@@ -133,4 +134,60 @@ static void drained_before_it_began(void)
     close_scene(&scene);
 }
 
-CHECK_MAIN(CASE(drained_before_it_began))
+/* ---- The end of the process ---------------------------------------------------------------------------------- */
+
+static atomic_bool halted;
+
+static void *halt(void *context)
+{
+    soft_halt(context);
+    atomic_store(&halted, true);
+    return NULL;
+}
+
+static struct ibv_ah *ah_to(struct scene *scene, const union ibv_gid *gid)
+{
+    struct ibv_ah_attr attr = {.is_global = 1, .port_num = 1, .grh = {.dgid = *gid, .sgid_index = 1}};
+    struct ibv_ah *ah = soft_verbs.create_ah(scene->home.base, &attr);
+
+    REQUIRE(ah != NULL);
+    return ah;
+}
+
+/* Who halts does not execute what waits: the next datagram wants another way, which is not to be had any more. */
+static void halted_while_datagrams_wait(void)
+{
+    struct scene scene = {0};
+    struct ibv_sge sge;
+    struct ibv_send_wr wr;
+    union ibv_gid elsewhere;
+    struct ibv_ah *ways[2];
+    pthread_t thread;
+    uint64_t i;
+
+    open_scene(&scene, IBV_QPT_UD);
+    type_connect(scene.end.qp, &default_link, 0);
+    elsewhere = scene.peer->device.gids[0];
+    ways[0] = ah_to(&scene, &elsewhere);
+    elsewhere.raw[15] ^= 1;
+    ways[1] = ah_to(&scene, &elsewhere);
+    for (i = 0; i < 2; i++) {
+        sge = span(&scene.end, 0, 8);
+        wr = datagram(IBV_WR_SEND, i, &sge, 1, ways[i], 5);
+        CHECK_EQ(post(scene.end.qp, &wr), 0);
+    }
+    accept_silently(&scene);
+    CHECK_EQ(soft_set_port(scene.home.context, false), 0); /* whoever executes them is done with the first one */
+    atomic_store(&halted, false);
+    REQUIRE_EQ(pthread_create(&thread, NULL, halt, scene.home.context), 0);
+    EVENTUALLY(atomic_load(&halted));
+    REQUIRE(atomic_load(&halted));
+    pthread_join(thread, NULL);
+    CHECK_EQ(soft_set_port(scene.home.context, true), 0);
+    end_close(&scene.end);
+    for (i = 0; i < 2; i++)
+        CHECK_EQ(soft_verbs.destroy_ah(ways[i]), 0);
+    close_scene(&scene);
+}
+
+CHECK_MAIN(CASE(drained_before_it_began), CASE(halted_while_datagrams_wait))

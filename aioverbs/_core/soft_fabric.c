@@ -320,7 +320,9 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         soft_links_sweep(fabric, UINT64_MAX);
         soft_mutex_give(&fabric->progress);
     }
-    if (!for_good)
+    if (for_good)
+        soft_links_recall(fabric);
+    else
         drop_wake(fabric);
     soft_mutex_give(&fabric->setup);
 }

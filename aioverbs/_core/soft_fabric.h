@@ -62,8 +62,9 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
  * queue pair is left. */
 void soft_fabric_stop(struct soft_device *device);
 
-/* The same at the end of the process: queue pairs may be left, which are not served any more. Until it is stopped it
- * does not start again. */
+/* The same at the end of the process: queue pairs may be left, which are not served any more, and whose memory no peer
+ * writes to from here on; a peer that is just at it is waited for, SOFT_LEASE_NS at most. Until it is stopped it does
+ * not start again. */
 void soft_fabric_halt(struct soft_device *device);
 
 /* The settings from here on, unless it has begun. */

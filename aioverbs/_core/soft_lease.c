@@ -177,6 +177,29 @@ void soft_lease_forget(struct soft_link *link)
     }
 }
 
+/* No lease is opened any more whose request leaves: the stream was closed before. The gate is shut at the first look:
+ * what has gone through it is over by the last one, and a peer that was stopped before it moves nothing. */
+bool soft_lease_recall(struct soft_link *link)
+{
+    struct soft_lease_page *page;
+    bool left = true;
+    unsigned int i;
+
+    soft_mutex_take(&link->stream.tx);
+    page = link->stream.leases;
+    soft_direct_shut(link);
+    for (i = 0; page && i < SOFT_LEASES; i++) {
+        uint64_t found = atomic_load(&page->words[i]);
+
+        if (found >> 32 == OPEN)
+            atomic_compare_exchange_strong(&page->words[i], &found, word(FREE, (uint32_t)found));
+        left = left && found >> 32 != BUSY;
+    }
+    left = left || link->overdue || soft_process_gone(link->stream.pidfd);
+    soft_mutex_give(&link->stream.tx);
+    return left;
+}
+
 /* ---- The peer ------------------------------------------------------------------------------------------------ */
 
 bool soft_lease_enter(struct soft_lease_page *page, uint16_t lease, uint32_t serial)

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 
 #include "soft.h"
 #include "soft_address.h"
@@ -133,6 +134,35 @@ void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
         free_link(link);
     while ((link = find_outdated(fabric))) /* only here links are freed */
         soft_licence_drop(link, false);
+}
+
+/* `last`: those that have not left are waited for no longer. */
+static bool recall(struct soft_fabric *fabric, bool last)
+{
+    struct soft_link *link;
+    bool left = true;
+    unsigned int i;
+
+    soft_mutex_take(&fabric->links);
+    for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
+        for (link = fabric->table[i]; link; link = link->next)
+            if (!soft_lease_recall(link)) {
+                if (last)
+                    soft_lease_give_up(link);
+                else
+                    left = false;
+            }
+    soft_mutex_give(&fabric->links);
+    return left;
+}
+
+void soft_links_recall(struct soft_fabric *fabric)
+{
+    uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
+
+    assert_held(&fabric->setup);
+    while (!recall(fabric, soft_now_ns() >= end))
+        nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
 }
 
 /* ---- Connecting, under progress ------------------------------------------------------------------------------ */

@@ -236,6 +236,10 @@ void soft_link_connected(struct soft_link *link);    /* the socket is, or failed
 void soft_link_opened(struct soft_link *link);       /* the handshake is over */
 void soft_links_sweep(struct soft_fabric *fabric, uint64_t now);
 
+/* Halted, all streams closed, under setup, which keeps links from being freed: waits until no peer moves anything any
+ * more, SOFT_LEASE_NS at most. */
+void soft_links_recall(struct soft_fabric *fabric);
+
 /* Under progress, in a grace section: those who wait are kicked, as long as there is room; or each once. */
 void soft_link_kick(struct soft_link *link, bool all);
 
@@ -356,6 +360,9 @@ void soft_lease_drop(struct soft_stream *stream);
 
 bool soft_lease_is_overdue(struct soft_link *link); /* the peer kept memory that it was to leave */
 void soft_lease_forget(struct soft_link *link);     /* under tx: its process is gone, and another one's comes */
+
+/* The link is closed, and for good. Whether the peer moves nothing any more, of whatever request; else ask again. */
+bool soft_lease_recall(struct soft_link *link);
 
 /* The peer's side: whether the request is still wanted, and is not given up until it is left. */
 bool soft_lease_enter(struct soft_lease_page *page, uint16_t lease, uint32_t serial);

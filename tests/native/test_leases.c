@@ -6,6 +6,7 @@
 #include "support_types.h"
 #include "support_work.h"
 
+#include <errno.h>
 #include <unistd.h>
 
 #include "soft_stream.h"
@@ -237,4 +238,75 @@ static void a_peer_that_does_not_leave_is_waited_for_once(void)
     }
 }
 
-CHECK_MAIN_ONCE(CASE(memory_is_taken_back_when_the_peer_has_left), CASE(a_peer_that_does_not_leave_is_waited_for_once))
+/* ---- The end of the process ---------------------------------------------------------------------------------- */
+
+static unsigned int count_words(struct scene *scene, unsigned int state)
+{
+    struct soft_lease_page *page = qp_of(scene, 0)->link->stream.leases;
+    unsigned int i, count = 0;
+
+    for (i = 0; i < SOFT_LEASES; i++)
+        count += atomic_load(&page->words[i]) >> 32 == state;
+    return count;
+}
+
+static void halt(struct scene *scene)
+{
+    soft_halt(scene->home.context);
+}
+
+/* As the kernel tells a peer that reaches for the gate. */
+static bool gate_is_shut(struct scene *scene)
+{
+    struct soft_link *link = qp_of(scene, 0)->link;
+    bool shut;
+    int pipes[2];
+
+    REQUIRE_EQ(pipe(pipes), 0);
+    soft_mutex_take(&link->stream.tx);
+    shut = write(pipes[1], &link->gate->byte, 1) < 0 && errno == EFAULT;
+    soft_mutex_give(&link->stream.tx);
+    close(pipes[0]);
+    close(pipes[1]);
+    return shut;
+}
+
+static void leave_at_the_end(void *argument)
+{
+    struct part *part = argument;
+    struct scene *scene = part->scene;
+
+    if (part->verb) {
+        play(part);
+        return;
+    }
+    EVENTUALLY(count_words(scene, OPEN) == 0);
+    CHECK_EQ(count_words(scene, BUSY), 1);
+    CHECK(gate_is_shut(scene));
+    CHECK(!atomic_load(&scene->is_over));
+    mark(scene, BUSY, OPEN);
+}
+
+/* When it is halted no peer begins to move anything, and who was just at it has left. */
+static void nothing_moves_after_the_end(void)
+{
+    struct scene scene;
+    struct part parts[2] = {{&scene, halt}, {&scene, NULL}};
+    struct soft_lease_page *page;
+    uint64_t word;
+    uint16_t lease;
+
+    open_scene(&scene);
+    page = qp_of(&scene, 0)->link->stream.leases;
+    mark(&scene, BUSY, OPEN);
+    for (lease = 0; (word = atomic_load(&page->words[lease])) >> 32 != OPEN;)
+        lease++;
+    CHECK(soft_lease_enter(page, lease, (uint32_t)word));
+    run_threads(2, leave_at_the_end, parts, sizeof(parts[0]));
+    CHECK_EQ(count_words(&scene, OPEN) + count_words(&scene, BUSY), 0);
+    CHECK(!soft_lease_enter(page, lease, (uint32_t)word));
+    close_scene(&scene);
+}
+
+CHECK_MAIN_ONCE(CASE(memory_is_taken_back_when_the_peer_has_left), CASE(a_peer_that_does_not_leave_is_waited_for_once),
+                CASE(nothing_moves_after_the_end))

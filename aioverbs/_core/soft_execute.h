@@ -70,8 +70,8 @@ uint64_t soft_ask(struct soft_qp *qp);
 /* 0: it left, or was dropped. Else it waits for the way, until then. */
 uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request);
 
-/* In a state in which nothing is sent, no lock held, outside of grace sections: waits until the peer moves no byte of
- * it any more, which takes SOFT_LEASE_NS at most. */
+/* In a state in which nothing is sent, outside of grace sections, no lock held but driver halves: waits until the peer
+ * moves no byte of it any more, which takes SOFT_LEASE_NS at most. Whoever comes to these halves waits as long. */
 void soft_ask_settle(struct soft_qp *qp);
 
 /* Nothing is under way any more, and the peer has left all memory. Its answers find nothing. */

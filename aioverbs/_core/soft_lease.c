@@ -3,8 +3,9 @@
  * no byte is moved for a request that is over, whatever became of the connection.
  *
  * Nobody waits in here. A lease that is BUSY stays the queue pair's, which asks for it again: from its timer, while it
- * sends nothing (soft_ask.c), or from the verb that wants its memory back, with no lock held and outside of grace
- * sections. So a peer that keeps a word BUSY holds up that queue pair and that verb, and nobody else.
+ * sends nothing (soft_ask.c), or from the verb that wants its memory back, with no lock of a device half held, outside
+ * of grace sections. Destroying or resetting a queue pair does so inside of its driver half and those of its completion
+ * queues. So a peer that keeps a word BUSY holds up that queue pair, that verb and who polls these queues, nobody else.
  *
  * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: who was kept waiting
  * for SOFT_LEASE_NS counts the peer as overdue. Then its gate is shut, so that no system call that it begins from then

@@ -245,3 +245,26 @@ async def test_a_shared_queue_is_filled_when_other_threads_have_left(
                 with await anext(messages) as message:
                     assert message.data[0] == number
         assert len(refused) == 3
+
+
+@pytest.mark.once
+async def test_what_cannot_be_taken_in_while_another_thread_changes_the_state(device: Device) -> None:
+    """It is moved to ERR after that, also where no receive is left that would see to it."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("a planted mistake")
+
+    async with ends(device) as pair, asyncio.timeout(patience(20)):
+        work = pair.far._work
+        assert work is not None
+        assert work.receive_queue is not None
+        inbox = Inbox(work.receive_queue, fail, lambda _: None)
+        _ = pair.far._receive_into(inbox, pair.target[:8])
+        change = pair.far.handle.begin_modify()
+        await pair.near.send(pair.source[:8])
+        with pytest.raises(BrokenResourceError, match="a planted mistake"):
+            await anext(inbox)
+        for _ in range(3):  # turns of the loop, in which it is tried
+            await asyncio.sleep(0)
+        change.end()
+        await until(lambda: pair.far.query().qp_state is QpState.ERR)

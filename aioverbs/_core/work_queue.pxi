@@ -659,9 +659,13 @@ cdef class WorkQueue:
         return 0
 
     cdef int _call_at_owner(self, callback) except -1:
+        # Not where that loop runs in another thread than the owner's: it would be called there again and again.
+        loop = self.handle.affinity.loop
+        if loop is asyncio._get_running_loop():
+            return 0
         try:
-            self.handle.affinity.loop.call_soon_threadsafe(callback)
-        except RuntimeError:            # that loop is closed: what waits ends with the queue
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:            # it is closed: what waits ends with the queue
             pass
         return 0
 

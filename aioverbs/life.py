@@ -331,19 +331,25 @@ class Life:
             self.owner.check(self, "aclose")
             if not self.children:
                 return
-        orphans = []
-        for life in self.subtree():
-            owner = life.owner
-            if owner is None or owner.owns():
-                continue
+        foreign = self._foreign()
+        for life, owner in foreign:
             if not owner.orphaned:
                 raise BusyResourceError(
                     f"{self!r} cannot be closed here: {life!r} belongs to {owner!r}; close that there first"
                 )
-            orphans.append(owner)
-        for owner in orphans:
+        for _, owner in foreign:
             if owner.orphaned:  # it may have come more than once
                 owner.take_over()
+
+    def _foreign(self) -> "list[tuple[Life, Affinity]]":
+        """Return what of its subtree belongs to another owner than the caller, with that owner; under the tree's lock."""
+        owned = ((life, life.owner) for life in self.subtree())
+        return [(life, owner) for life, owner in owned if owner is not None and not owner.owns()]
+
+    def held_elsewhere(self) -> bool:
+        """Return whether another owner, which is not gone, has to close a part of it first."""
+        with _tree:
+            return any(not owner.orphaned for _, owner in self._foreign())
 
     def subtree(self) -> "list[Life]":
         """It and all that was made from it, parents before children."""
@@ -589,11 +595,20 @@ _closing: set[asyncio.Task[None]] = set()  # loops keep weak references only; to
 def reap() -> None:
     """Have the running loop close the devices that were forgotten."""
     with contextlib.suppress(IndexError):  # another loop took the last
-        while _forgotten:
+        for _ in range(len(_forgotten)):  # those that cannot be closed yet come back
             _close_forgotten(_forgotten.popleft())
 
 
 def _close_forgotten(life: Life) -> None:
+    if not life.parents and life.held_elsewhere():
+        # The owner of the part reaps when it has closed that. It may have done both since, before this was to be found.
+        _forgotten.append(life)
+        if life.held_elsewhere():
+            return
+        try:
+            _forgotten.remove(life)
+        except ValueError:  # that owner took it
+            return
     task = asyncio.get_running_loop().create_task(life.close())
     _closing.add(task)
     task.add_done_callback(functools.partial(_closed_forgotten, life))

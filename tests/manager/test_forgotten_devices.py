@@ -4,13 +4,15 @@ import asyncio
 import errno
 import gc
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from aioverbs import Device, ResourceDomain, open_device
+from aioverbs import Device, ResourceDomain, life, open_device
 from aioverbs._core import engine
 from aioverbs.affinity import run_on_owner
 from tests.conftest import LOOP_FACTORIES
@@ -81,6 +83,40 @@ async def test_one_with_a_domain_of_another_loop_is_closed_after_that() -> None:
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             await forget()
         assert await all_closed()
+
+
+async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other loop looks for devices to close just before this one has given the device up."""
+    closing = threading.Event()
+
+    class Forgotten(deque[Any]):
+        def append(self, device: Any) -> None:
+            if threading.get_ident() == this_thread and device.held_elsewhere() and not closing.is_set():
+                closing.set()
+                while device.held_elsewhere():
+                    time.sleep(0.001)
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), elsewhere.loop).result(30)
+            super().append(device)
+
+    async def open_domain(device: Device) -> ResourceDomain:
+        return await device.resource_domain().open()
+
+    async def forget() -> None:
+        device = await open_device("soft0").open()
+        domain = await run_on_owner(elsewhere.owner, open_domain, device)
+        await run_on_owner(elsewhere.owner, lambda: None)
+        elsewhere.loop.call_soon_threadsafe(closing.wait, 30)
+        monkeypatch.setattr(life, "_forgotten", deque())
+        del device, domain
+        gc.collect()
+        monkeypatch.setattr(life, "_forgotten", Forgotten(life._forgotten))
+
+    this_thread = threading.get_ident()
+    with Elsewhere() as elsewhere:
+        with pytest.warns(ResourceWarning, match="it was forgotten"):
+            await forget()
+        assert await all_closed()
+        assert closing.is_set()
 
 
 async def test_one_that_cannot_be_closed_is_told_of_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,9 +23,6 @@ from aioverbs._core.verbs cimport (
 )
 
 
-cdef uint32_t fork_count() noexcept     # soft_fork_count(), for other modules
-
-
 cdef class Affinity:
     cdef void *_thread                  # of its owner, remembered; NULL: of no thread
     cdef readonly object loop           # of its owner, or None
@@ -36,6 +33,8 @@ cdef class Affinity:
     cdef int _inside                    # affinity_claim
     cdef uint32_t _forks                # soft_fork_count() when it was made
 
+    @staticmethod
+    cdef uint32_t _fork_count() noexcept # soft_fork_count(), for other modules
     cdef int _bind(self) except -1
     cdef int _enter(self, object what, str verb) except -1
     cdef void _leave(self) noexcept

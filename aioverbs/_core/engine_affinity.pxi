@@ -10,10 +10,6 @@ cdef object _running_loop():
     return _get_running_loop()
 
 
-cdef uint32_t fork_count() noexcept:
-    return v.soft_fork_count()
-
-
 cdef str _name_of_loop(object loop):
     return f"event loop {type(loop).__module__}.{type(loop).__qualname__} at {id(loop):#x}"
 
@@ -60,6 +56,10 @@ cdef class Affinity:
     def __dealloc__(self):
         if self._thread:
             affinity_thread_forget(<affinity_thread *>self._thread)
+
+    @staticmethod
+    cdef uint32_t _fork_count() noexcept:
+        return v.soft_fork_count()
 
     @staticmethod
     def of_running_loop():

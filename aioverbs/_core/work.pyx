@@ -65,7 +65,6 @@ from aioverbs._core.engine cimport (
     ProtectionDomain,
     QueuePair,
     SharedReceiveQueue,
-    fork_count,
 )
 
 cdef extern from "slots.h" nogil:

@@ -22,7 +22,7 @@ cdef class Pins:
 
     def __init__(self, Pins parent=None, idle=None):
         self.parent = parent
-        self._forks = fork_count()
+        self._forks = Affinity._fork_count()
         self._idle = idle
 
     def __len__(self):
@@ -59,7 +59,7 @@ cdef class Pins:
     @property
     def inherited(self):
         """Whether these are of the process that this one was forked from."""
-        return self._forks != fork_count()
+        return self._forks != Affinity._fork_count()
 
     @property
     def closed(self):

@@ -483,7 +483,7 @@ cdef class Received:
 
     :param local: where, as it was given to `Requester.receive`.
     :param byte_len: how many bytes; those of a datagram's route do not count.
-    :param written: the sender wrote them where it chose, by a write with immediate data: nothing is in `local`.
+    :param written: the sender wrote them where it chose, by a write with immediate data: nothing is in ``local``.
     :param immediate: the sender's immediate data, 32 bits; None: there were none.
     :param invalidated_rkey: the key that the sender invalidated; None: it did not.
     :param qp_num: of the queue pair that it arrived at.
@@ -510,7 +510,7 @@ cdef class Received:
     def data(self):
         """What arrived, where it lies: a view of memory that is registered, and used again when you post it again.
 
-        Of a write with immediate data it is empty, whatever `byte_len` says: nothing arrived in that memory.
+        Of a write with immediate data it is empty, whatever ``byte_len`` says: nothing arrived in that memory.
 
         :raises ValueError: it was received into several pieces: look there.
         """

@@ -7,6 +7,8 @@ from aioverbs.qp_states import Limits
 
 __all__ = ["check_port", "gid_index", "gid_table", "limits_of"]
 
+_MOST_GIDS = 1 << 8  # the indices that ``sgid_index`` of ``ibv_global_route`` can have
+
 
 def gid_table(context: engine.Context, port: int) -> list[Gid]:
     """The GIDs that a port has: ``ibv_query_gid_table``.
@@ -28,7 +30,7 @@ def check_port(context: engine.Context, port: int, gid_index: int | None = None)
     if not 1 <= port <= count:
         raise ValueError(f"{context.name} has the ports 1 to {count}, and not {port}")
     if gid_index is not None:
-        gids = context.query_port(port).gid_tbl_len
+        gids = min(context.query_port(port).gid_tbl_len, _MOST_GIDS)
         if not 0 <= gid_index < gids:
             raise ValueError(
                 f"port {port} of {context.name} has GIDs at the indices 0 to {gids - 1}, and none at {gid_index}: give"

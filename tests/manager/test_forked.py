@@ -15,6 +15,7 @@ from aioverbs.affinity import Affinity, run_on_owner
 from aioverbs.device import Device, open_device
 from aioverbs.events import EventPump
 from aioverbs.life import _tree
+from tests.capabilities import Capability, needs
 from tests.core.children import in_child
 from tests.manager.test_write import REMOTE, ends
 from tests.pace import patience
@@ -150,6 +151,7 @@ async def test_no_call_is_carried_to_the_parent() -> None:
 
 
 @pytest.mark.once
+@needs(Capability.FAULT_PLAN)
 async def test_what_is_waited_for_there_says_so(device: Device) -> None:
     """Who waits is not left to wait for what only the parent hears of."""
     async with device.protection_domain() as pd, pd.register(64) as region:
@@ -175,6 +177,7 @@ async def test_what_is_waited_for_there_says_so(device: Device) -> None:
 
 
 @pytest.mark.once
+@needs(Capability.XRC_DOMAINS)
 async def test_nothing_is_done_where_a_child_closes_an_xrc_domain_that_is_in_use(device: Device) -> None:
     async with (
         device.protection_domain() as pd,

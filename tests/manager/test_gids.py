@@ -237,7 +237,7 @@ async def test_datagrams_are_sent_from_it(device: Device) -> None:
 async def test_one_that_is_not_there(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         empty = len(gid_table(device.handle, 1))
-        length = device.port().gid_tbl_len
+        length = min(device.port().gid_tbl_len, 256)  # those that an address can name
         with pytest.raises(ValueError, match=f"{device.name} has the ports 1 to 1, and not 2"):
             await domain.queue_pair(cq, port=2).open()
         if empty < length:

@@ -18,12 +18,18 @@ static int bind_1(struct ibv_mw *mw, uint64_t length, unsigned int access)
     return verbs_bind_mw(b.qp, mw, &bind);
 }
 
+/* As ibv_inc_rkey: the eight bits that are the user's. */
+static uint32_t next_key(uint32_t rkey)
+{
+    return (rkey & ~0xffu) | ((rkey + 1) & 0xff);
+}
+
 static struct ibv_send_wr *bind_2(struct ibv_mw *mw, uint64_t length, unsigned int access)
 {
     struct ibv_send_wr *wr = request(IBV_WR_BIND_MW, &b, NULL, 0);
 
     wr->bind_mw.mw = mw;
-    wr->bind_mw.rkey = mw->rkey + 1;
+    wr->bind_mw.rkey = next_key(mw->rkey);
     wr->bind_mw.bind_info =
         (struct ibv_mw_bind_info){.mr = b.mr, .addr = (uintptr_t)b.memory, .length = length, .mw_access_flags = access};
     return wr;
@@ -208,7 +214,7 @@ ROW(post_send, "BIND_MW of type 2 that is bound already")
     struct ibv_mw *mw = window(IBV_MW_TYPE_2);
     uint32_t rkey = bound_2(mw);
     struct ibv_send_wr *wr = bind_2(mw, 4096, ALL_REMOTE);
-    wr->bind_mw.rkey = rkey + 1;
+    wr->bind_mw.rkey = next_key(rkey);
     SAY_INT(post(&b, wr));
     say_statuses(b.send_cq, 1);
 }

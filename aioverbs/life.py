@@ -342,7 +342,7 @@ class Life:
                 owner.take_over()
 
     def _foreign(self) -> "list[tuple[Life, Affinity]]":
-        """Return what of its subtree belongs to another owner than the caller, with that owner; under the tree's lock."""
+        """Return the parts of its subtree that others own, with their owners. Call under the tree's lock."""
         owned = ((life, life.owner) for life in self.subtree())
         return [(life, owner) for life, owner in owned if owner is not None and not owner.owns()]
 

@@ -34,7 +34,7 @@ cdef class Affinity:
     cdef uint32_t _forks                # soft_fork_count() when it was made
 
     @staticmethod
-    cdef uint32_t _fork_count() noexcept # soft_fork_count(), for other modules
+    cdef uint32_t _fork_count() noexcept    # soft_fork_count(), for other modules
     cdef int _bind(self) except -1
     cdef int _enter(self, object what, str verb) except -1
     cdef void _leave(self) noexcept

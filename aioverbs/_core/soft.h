@@ -322,8 +322,9 @@ struct soft_key {
 };
 
 /* A number for a region or window of a protection domain, with what tells one use of it from the next: 0 or an errno.
- * Then it finds the key, or nothing; and then it is free. */
+ * Then it finds the key, or nothing; and then it is free. Meanwhile a window may count its uses on, to this one. */
 int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use);
+void soft_key_use(struct soft_device *device, const struct soft_key *key, uint8_t use);
 void soft_key_publish(struct soft_device *device, struct soft_key *key);
 void soft_key_withdraw(struct soft_device *device, struct soft_key *key);
 void soft_key_release(struct soft_device *device, struct soft_key *key);

@@ -141,6 +141,7 @@ bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
     if (good) {
         unbind(mw);
         mw->rkey = wqe->rkey;
+        soft_key_use(qp->context->device, &mw->key, (uint8_t)mw->rkey);
         if (mr) {
             /* Who deregisters the region withdraws it first and waits for this section before he counts. */
             atomic_fetch_add(&mr->windows, 1);

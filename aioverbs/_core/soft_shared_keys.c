@@ -77,6 +77,22 @@ static uint32_t number_of(const struct soft_key *key)
     return key->file ? (key->number - SOFT_MAX_NUMBER) % SOFT_SHARED_KEYS : key->number;
 }
 
+/* At once, and not when it is given back: a process that dies has used up what it used. */
+void soft_key_use(struct soft_device *device, const struct soft_key *key, uint8_t use)
+{
+    struct soft_shared_key *told;
+    uint32_t serial;
+
+    if (!key->file) {
+        soft_table_use(&device->keys, key->number, use);
+        return;
+    }
+    told = mine(key->file, number_of(key));
+    serial = (uint32_t)(atomic_load(&told->state) >> 32);
+    serial += (uint8_t)(use - serial);
+    atomic_store(&told->state, (uint64_t)serial << 32 | use); /* it is a window's: never live */
+}
+
 void soft_key_publish(struct soft_device *device, struct soft_key *key)
 {
     soft_table_publish(table_of(device, key), number_of(key), key);

@@ -106,6 +106,13 @@ void soft_table_publish(struct soft_table *table, uint32_t number, void *object)
     atomic_store(&chunk->entries[number & (SOFT_CHUNK_SIZE - 1)], object);
 }
 
+void soft_table_use(struct soft_table *table, uint32_t number, uint8_t use)
+{
+    struct soft_chunk *chunk = atomic_load(&table->chunks[number >> SOFT_CHUNK_BITS]);
+
+    chunk->uses[number & (SOFT_CHUNK_SIZE - 1)] = use;
+}
+
 void soft_table_withdraw(struct soft_table *table, uint32_t number)
 {
     soft_table_publish(table, number, NULL);

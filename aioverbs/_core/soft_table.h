@@ -5,6 +5,8 @@
  * when no unused one is left, oldest first: a stale number meets nothing rather than a stranger.
  * A key is a number and the low byte of its uses: it comes again after 131,072 others at the earliest, unless a million
  * are in use. In a domain that processes share, in which a slot passes from one to the next, after 256 at the earliest.
+ * A window's binding is a use as well: one, by ibv_inc_rkey, else as many as it takes the low byte on. So a window that
+ * is bound 256 times has its first key again.
  * Whoever keeps an old key for longer than that may reach what was registered since, of the same protection domain. */
 #ifndef AIOVERBS_SOFT_TABLE_H
 #define AIOVERBS_SOFT_TABLE_H
@@ -22,7 +24,7 @@
 
 struct soft_chunk {
     _Atomic(void *) entries[SOFT_CHUNK_SIZE];
-    uint8_t uses[SOFT_CHUNK_SIZE]; /* under the table's lock: how often each number was given out */
+    uint8_t uses[SOFT_CHUNK_SIZE]; /* of each number: who has it writes it, and of a free one who holds the lock */
 };
 
 struct soft_table {
@@ -41,6 +43,9 @@ void soft_table_destroy(struct soft_table *table); /* nobody looks into it any m
  * one use of the number from the next. 0 or an errno. */
 int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses);
 void soft_table_publish(struct soft_table *table, uint32_t number, void *object);
+
+/* The number's own counts its uses on, to this one: what the next one of the number is told comes behind it. */
+void soft_table_use(struct soft_table *table, uint32_t number, uint8_t use);
 
 /* The number finds nothing from here on; it is free again when soft_table_release was called. */
 void soft_table_withdraw(struct soft_table *table, uint32_t number);

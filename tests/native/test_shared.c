@@ -287,6 +287,49 @@ static void slots_are_used_again_but_no_keys(void)
     sharing_close(&sharing);
 }
 
+/* A window's bindings count there, too, and at once: its process may be killed. */
+static void a_slot_passes_on_without_the_keys_of_windows(void)
+{
+    struct sharing sharing;
+    struct soft_shared *file;
+    struct ibv_send_wr wr = request(IBV_WR_BIND_MW, 1, NULL, 0);
+    struct ibv_mw *mw;
+    struct ibv_mr *mr;
+    uint64_t word;
+    uint32_t key;
+    int fd;
+
+    sharing_open(&sharing);
+    mw = verbs_alloc_mw(sharing.pds[1], IBV_MW_TYPE_2); /* it has the first place of the slot */
+    mr = soft_verbs.reg_mr(sharing.pds[1], &word, 8, ACCESS_ALL | IBV_ACCESS_MW_BIND);
+    REQUIRE(mw && mr);
+    key = mw->rkey + 2;
+    wr.bind_mw.mw = mw;
+    wr.bind_mw.rkey = key;
+    wr.bind_mw.bind_info = (struct ibv_mw_bind_info){mr, (uintptr_t)&word, 8, IBV_ACCESS_REMOTE_WRITE};
+    REQUIRE_EQ(post(sharing.qp, &wr), 0);
+    EXPECT(sharing.cq, 1, IBV_WC_SUCCESS);
+    file = atomic_load(&to_soft_pd(sharing.pds[1])->domain->file);
+    CHECK_EQ((uint8_t)(atomic_load(&file->page->keys[file->slot][0].state) >> 32), (uint8_t)key);
+    CHECK_EQ(verbs_dealloc_mw(mw), 0);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+
+    REQUIRE_EQ(soft_export_shpd(sharing.pds[0], &fd), 0);
+    CHECK_EQ(soft_verbs.destroy_qp(sharing.qp), 0);
+    CHECK_EQ(alloc_release(sharing.sources[1]), 0);
+    CHECK_EQ(soft_verbs.dealloc_pd(sharing.pds[1]), 0);
+    sharing.pds[1] = soft_import_shpd(sharing.homes[1].context, fd, KEY);
+    REQUIRE(sharing.pds[1] != NULL);
+    close(fd);
+    sharing.sources[1] = source_of(sharing.pds[1]);
+    sharing.qp = make_loop(sharing.pds[1], sharing.cq, 8);
+    mr = soft_verbs.reg_mr(sharing.pds[1], &word, 8, ACCESS_ALL);
+    REQUIRE(mr != NULL);
+    CHECK_EQ(mr->rkey, key + 1);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    sharing_close(&sharing);
+}
+
 /* What is left of an instance keeps the file, not the domain. */
 static void regions_outlive_the_domain(void)
 {
@@ -465,5 +508,5 @@ static void nothing_there_is_believed(void)
 }
 
 CHECK_MAIN(CASE(one_serves_what_the_other_registered), CASE(windows_stay_at_home), CASE(an_instance_goes),
-           CASE(slots_are_used_again_but_no_keys), CASE(regions_outlive_the_domain), CASE(regions_go_under_fire),
-           CASE(nothing_there_is_believed))
+           CASE(slots_are_used_again_but_no_keys), CASE(a_slot_passes_on_without_the_keys_of_windows),
+           CASE(regions_outlive_the_domain), CASE(regions_go_under_fire), CASE(nothing_there_is_believed))

@@ -6,6 +6,8 @@
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "soft_table.h"
+
 #define WINDOW 4096u
 #define WINDOW_ALL (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)
 
@@ -505,6 +507,66 @@ static void window_gone(void)
     field_close(&field);
 }
 
+/* ---- Keys ---------------------------------------------------------------------------------------------------- */
+
+/* The key of the next region that has the window's number. */
+static uint32_t next_of(struct ibv_pd *pd, uint32_t number)
+{
+    static uint8_t memory[8];
+    uint32_t key = 0, i;
+
+    for (i = 0; i < 4 * SOFT_NUMBERS_RESTED && key >> 8 != number; i++) {
+        struct ibv_mr *mr = soft_verbs.reg_mr(pd, memory, sizeof(memory), ACCESS_ALL);
+
+        REQUIRE(mr != NULL);
+        key = mr->rkey;
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    }
+    CHECK_EQ(key >> 8, number);
+    return key;
+}
+
+/* Whoever kept one of the keys that a window had does not reach what is registered next. */
+static void a_region_has_no_key_that_a_window_was_bound_by(void)
+{
+    static const uint8_t steps[][4] = {{1, 1, 1, 1}, {1}, {7, 100, 3}, {255, 2}, {0}};
+    struct field field;
+    size_t i, step;
+
+    for (i = 0; i < COUNT_OF(steps); i++) {
+        uint32_t key, number;
+
+        field_open(&field, IBV_MW_TYPE_2);
+        key = field.mw->rkey;
+        number = key >> 8;
+        for (step = 0; step < COUNT_OF(steps[i]) && steps[i][step]; step++) {
+            key = number << 8 | (uint8_t)(key + steps[i][step]);
+            CHECK_EQ(bind2(&field.pair.a, field.mw, key, part_of(&field.pair.a, 0, WINDOW)), IBV_WC_SUCCESS);
+            CHECK_EQ(invalidate(&field.pair.a, key), IBV_WC_SUCCESS);
+        }
+        CHECK_EQ(verbs_dealloc_mw(field.mw), 0);
+        field.mw = NULL;
+        CHECK_EQ(next_of(field.pair.own.base, number) & 0xff, (uint8_t)(key + 1));
+        field_close(&field);
+    }
+}
+
+static void so_it_is_with_windows_that_count_themselves(void)
+{
+    struct field field;
+    uint32_t key = 0, i;
+
+    field_open(&field, IBV_MW_TYPE_1);
+    for (i = 0; i < 3; i++) {
+        CHECK_EQ(bind1(&field.pair.a, field.mw, part_of(&field.pair.a, 0, WINDOW)), IBV_WC_SUCCESS);
+        key = field.mw->rkey;
+    }
+    CHECK_EQ(verbs_dealloc_mw(field.mw), 0);
+    field.mw = NULL;
+    CHECK_EQ(next_of(field.pair.own.base, key >> 8) & 0xff, (uint8_t)(key + 1));
+    field_close(&field);
+}
+
 /* ---- Races ------------------------------------------------------------------------------------------------- */
 
 enum { ROUNDS = UNDER_TSAN ? 60 : 150 };
@@ -621,4 +683,6 @@ static void shut_under_fire(void)
 
 CHECK_MAIN(CASE(type_1), CASE(rights), CASE(type_2), CASE(no_empty_binding), CASE(send_with_invalidate),
            CASE(another_queue_pair), CASE(reset_ends_no_binding), CASE(nothing_to_invalidate), CASE(breaches),
-           CASE(foreign_window), CASE(refused_at_post), CASE(region_is_held), CASE(window_gone), CASE(shut_under_fire))
+           CASE(foreign_window), CASE(refused_at_post), CASE(region_is_held), CASE(window_gone),
+           CASE(a_region_has_no_key_that_a_window_was_bound_by), CASE(so_it_is_with_windows_that_count_themselves),
+           CASE(shut_under_fire))

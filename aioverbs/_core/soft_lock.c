@@ -64,6 +64,7 @@ static const char *const names[SOFT_RANKS] = {
     [SOFT_RANK_FRAMES] = "plan->frames",
     [SOFT_RANK_HELD] = "fabric->held",
     [SOFT_RANK_LEADING] = "fabric->leading",
+    [SOFT_RANK_WAITED] = "file->waiting",
     [SOFT_RANK_TABLE] = "table->lock",
     [SOFT_RANK_DESCRIPTORS] = "the lock of descriptors",
 };

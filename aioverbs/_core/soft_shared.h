@@ -24,6 +24,7 @@
 
 #include "alloc_area.h"
 #include "soft_table.h"
+#include "soft_waited.h"
 
 #define SOFT_SHARED_SLOTS 240u
 #define SOFT_SHARED_KEYS 65536u /* of a process; with the slots this fills the numbers that a device's own leave free */
@@ -89,7 +90,9 @@ struct soft_shared {
     struct soft_mutex reaping;
     atomic_bool late;                       /* somebody was not waited for to the end: no chunk is given out again */
     atomic_bool overdue[SOFT_SHARED_SLOTS]; /* that was its process, which is still there as far as is known */
-    atomic_ullong seen[SOFT_SHARED_SLOTS];  /* when its process was there */
+    struct soft_lock waiting;               /* guards what follows */
+    struct soft_waited waited;             /* for all others: one process may have several slots, or another one soon */
+    atomic_ullong seen[SOFT_SHARED_SLOTS]; /* when its process was there */
 };
 
 /* Under device->lock. NULL and errno. The one makes a file; the other takes what another process made, by a descriptor
@@ -119,10 +122,10 @@ void soft_shared_recall(struct soft_shared *file, uint32_t place);
 void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot);
 
 /* No other process is at memory by a key that was recalled before, as grace_wait for the threads of this one. A process
- * that was stopped in the middle, or says so, is waited for two seconds, once: after that a millisecond and what it
- * takes to look at its words, for as long as it has the slot. What it has then still to do it does to memory that no
- * allocator gives out again. More is not promised: each process of the domain can write to all of its memory whenever
- * it likes. */
+ * that was stopped in the middle, or says so, is waited for two seconds, once, and all of them together no longer: what
+ * was waited in one call counts in the next (soft_waited.h). From then on it has a millisecond, for as long as it has
+ * the slot. What it has then still to do it does to memory that no allocator gives out again. More is not promised:
+ * each process of the domain can write to all of its memory whenever it likes. */
 void soft_shared_wait(struct soft_shared *file);
 
 struct grace_reader;

@@ -251,6 +251,7 @@ static struct soft_shared *begin(struct soft_device *device)
     file->device = device;
     file->generation = soft_generation;
     file->fd = -1;
+    soft_lock_init(&file->waiting, SOFT_RANK_WAITED);
     atomic_init(&file->references, 1);
     return file;
 }

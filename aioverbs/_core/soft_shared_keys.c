@@ -12,8 +12,8 @@
 /* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
 #define BELIEVED_NS 10000000u
 
-/* As for leases: a process that was stopped between two instructions. From then on it has no more than the other time,
- * which is long enough for what is just being done. */
+/* As for leases: processes that were stopped between two instructions have the one time, in all. From then on each of
+ * them has no more than the other one, which is long enough for what is just being done. */
 #define STUCK_NS 2000000000u
 #define OVERDUE_NS 1000000u
 
@@ -365,14 +365,25 @@ int soft_unimport_mr(struct ibv_mr *mr)
 
 /* ---- Waiting for others --------------------------------------------------------------------------------------- */
 
-/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time. The word is the other
- * process's to write. */
-static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint *inside, uint64_t end)
+/* Somebody is still waited for, since `begin`. False: the other processes have had their time, in all. */
+static bool have_time(struct soft_shared *file, uint64_t begin, uint64_t now)
 {
-    uint64_t patient = soft_now_ns() + SOFT_YIELD_NS;
+    bool have;
 
-    while (atomic_load(inside)) {
-        if (soft_now_ns() < patient) {
+    soft_lock_take(&file->waiting);
+    have = soft_waited_more(&file->waited, begin, now, STUCK_NS);
+    soft_lock_give(&file->waiting);
+    return have;
+}
+
+/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time: `soon`, and if it was
+ * never overdue, not before the others have had theirs. The word is the other process's to write. */
+static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint *inside, uint64_t begin, uint64_t soon)
+{
+    uint64_t now = soft_now_ns(), patient = now + SOFT_YIELD_NS;
+
+    for (; atomic_load(inside); now = soft_now_ns()) {
+        if (now < patient && now < soon) {
             sched_yield();
             continue;
         }
@@ -380,26 +391,22 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
             atomic_store(&file->overdue[slot], false); /* the next one that has the slot is another process */
             return true;
         }
-        if (soft_now_ns() > end)
+        if (now >= soon && (atomic_load(&file->overdue[slot]) || !have_time(file, begin, now)))
             return false;
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     }
     return true;
 }
 
-/* All of the slot's words. What the others took of the time until `end` is not taken from who was never overdue, but
- * for what is longer than OVERDUE_NS. */
-static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t end)
+/* All of the slot's words. Who was never overdue has a moment of its own, however long the others took. */
+static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t begin)
 {
-    uint64_t soon = soft_now_ns() + OVERDUE_NS;
-    bool left = true;
-    uint32_t word;
+    uint64_t soon = (atomic_load(&file->overdue[slot]) ? begin : soft_now_ns()) + OVERDUE_NS;
+    uint32_t word = 0;
 
-    if (atomic_load(&file->overdue[slot]) || end < soon)
-        end = soon;
-    for (word = 0; word < SOFT_SHARED_WORDS; word++)
-        left &= wait_for(file, slot, &file->page->words[slot][word].inside, end);
-    if (left)
+    while (word < SOFT_SHARED_WORDS && wait_for(file, slot, &file->page->words[slot][word].inside, begin, soon))
+        word++;
+    if (word == SOFT_SHARED_WORDS)
         return;
     atomic_store(&file->late, true);
     atomic_store(&file->overdue[slot], true);
@@ -407,10 +414,10 @@ static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t end)
 
 void soft_shared_wait(struct soft_shared *file)
 {
-    uint64_t end = soft_now_ns() + STUCK_NS;
+    uint64_t begin = soft_now_ns();
     uint32_t slot;
 
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
         if (slot != file->slot && atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1)
-            wait_for_slot(file, slot, end);
+            wait_for_slot(file, slot, begin);
 }

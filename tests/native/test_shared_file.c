@@ -1,6 +1,7 @@
 /* The file of a protection domain that processes share: what is taken for one, who is in it, and what the dead leave. */
 #define _GNU_SOURCE
 #include "support.h"
+#include "support_fabric.h"
 #include "support_fork.h"
 #include "support_threads.h"
 
@@ -362,6 +363,80 @@ static void nobody_waits_for_ever(void)
     shared_close(&shared);
 }
 
+/* Two threads: one gives regions back, the other one is a process that is inside each time, and leaves just before it
+ * has been waited for to the end. */
+struct stall {
+    struct shared shared;
+    atomic_uint begun, done; /* rounds */
+};
+
+enum { ROUNDS = 3 };
+#define STAY_NS 1900000000ull
+
+/* Of a slot of its own in each round but the last: it may have several, as its own or by others like it. */
+static atomic_uint *word_of_round(struct stall *stall, unsigned int round)
+{
+    return &stall->shared.file->page->words[5 + round % 2][round].inside;
+}
+
+static void give_back(struct stall *stall)
+{
+    static uint8_t memory[4096];
+    uint64_t before = now_ns();
+    unsigned int round;
+
+    for (round = 0; round < ROUNDS; round++) {
+        struct ibv_mr *mr = soft_verbs.reg_mr(stall->shared.pd, memory, sizeof(memory), ACCESS_ALL);
+
+        REQUIRE(mr != NULL);
+        atomic_store(word_of_round(stall, round), 1);
+        atomic_store(&stall->begun, round + 1);
+        CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+        atomic_store(&stall->done, round + 1);
+    }
+    CHECK(now_ns() - before < 2 * STAY_NS);
+}
+
+static void stay_and_leave(struct stall *stall)
+{
+    unsigned int round;
+
+    for (round = 0; round < ROUNDS; round++) {
+        uint64_t begin;
+
+        EVENTUALLY(atomic_load(&stall->begun) > round);
+        begin = now_ns();
+        while (atomic_load(&stall->done) <= round && now_ns() - begin < STAY_NS)
+            sleep_us(500);
+        atomic_store(word_of_round(stall, round), 0);
+    }
+}
+
+struct stall_part {
+    struct stall *stall;
+    void (*play)(struct stall *);
+};
+
+static void play(void *argument)
+{
+    struct stall_part *part = argument;
+
+    part->play(part->stall);
+}
+
+static void who_leaves_just_in_time_is_not_waited_for_again_and_again(void)
+{
+    static struct stall stall;
+    struct stall_part parts[2] = {{&stall, give_back}, {&stall, stay_and_leave}};
+
+    shared_open(&stall.shared);
+    REQUIRE_EQ(lock_slots(&stall.shared, F_WRLCK, 5, 2), 0);
+    atomic_fetch_or(&stall.shared.file->page->taken[0], 3u << 5);
+    run_threads(2, play, parts, sizeof(parts[0]));
+    CHECK(atomic_load(&stall.shared.file->overdue[6]));
+    shared_close(&stall.shared);
+}
+
 /* ---- Two processes ------------------------------------------------------------------------------------------------- */
 
 #define SIZE (1u << 20)
@@ -504,5 +579,6 @@ static void a_child_has_none_of_it(void)
 
 CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(files_of_huge_pages), CASE(it_cannot_be_cut_short),
                 CASE(no_slot_is_left), CASE(no_key_is_left), CASE(no_memory_is_left), CASE(closed_with_a_piece_out),
-                CASE(what_they_leave_is_cleared), CASE(nobody_waits_for_ever), CASE(regions_go_under_fire),
+                CASE(what_they_leave_is_cleared), CASE(nobody_waits_for_ever),
+                CASE(who_leaves_just_in_time_is_not_waited_for_again_and_again), CASE(regions_go_under_fire),
                 CASE(a_child_has_none_of_it))

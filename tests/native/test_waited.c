@@ -1,0 +1,89 @@
+/* For how long one is waited for, all in all. The times are given, so that none passes. */
+#include "soft_waited.h"
+
+#include "support_check.h"
+
+#define MS 1000000ull
+#define LIMIT (2000 * MS)
+#define BEGIN (1000000 * MS)
+
+/* A wait for one that is there for so many ms, looked at every 10 ms; for how many ms it is waited. */
+static unsigned int wait_ms(struct soft_waited *waited, uint64_t begin, unsigned int stays)
+{
+    unsigned int at;
+
+    for (at = 0; at < stays; at += 10)
+        if (!soft_waited_more(waited, begin, begin + at * MS, LIMIT))
+            break;
+    return at;
+}
+
+static void one_that_stays_is_waited_for_to_the_limit(void)
+{
+    struct soft_waited waited = {0};
+
+    CHECK_EQ(wait_ms(&waited, BEGIN, 10000), 2000);
+    CHECK(wait_ms(&waited, BEGIN + 2100 * MS, 10000) < 100); /* and after that for what is free */
+}
+
+static void one_that_goes_just_before_is_not_waited_for_again_and_again(void)
+{
+    struct soft_waited waited = {0};
+    uint64_t now = BEGIN, rounds;
+
+    for (rounds = 0; rounds < 100; rounds++)
+        now += (wait_ms(&waited, now, 1900) + 10) * MS;
+    CHECK(now - BEGIN < 100 * 90 * MS + LIMIT);
+    waited = (struct soft_waited){0};
+    CHECK_EQ(wait_ms(&waited, BEGIN, 1900), 1900);
+    CHECK(wait_ms(&waited, BEGIN + 1920 * MS, 1900) <= 220);
+}
+
+static void what_an_honest_one_takes_is_not_counted(void)
+{
+    struct soft_waited waited = {0};
+    uint64_t now = BEGIN, end = BEGIN + 1000 * LIMIT;
+
+    for (; now < end; now += 50 * MS)
+        CHECK_EQ(wait_ms(&waited, now, 50), 50);
+    CHECK_EQ(wait_ms(&waited, now, 10000), 2000);
+}
+
+static void the_sum_shrinks_with_time(void)
+{
+    struct soft_waited waited = {0};
+    uint64_t now = BEGIN;
+    unsigned int i;
+
+    for (i = 0; i < 100; i++, now += 1250 * MS) /* a fifth of the time */
+        CHECK_EQ(wait_ms(&waited, now, 250), 250);
+    CHECK_EQ(wait_ms(&waited, now + 4 * LIMIT, 10000), 2000);
+}
+
+/* Threads that wait for the same one at the same time wait once. */
+static void waits_at_once_count_once(void)
+{
+    struct soft_waited waited = {0};
+    uint64_t at;
+
+    for (at = 0; at < 1900 * MS; at += 10 * MS) {
+        CHECK(soft_waited_more(&waited, BEGIN, BEGIN + at, LIMIT));
+        CHECK(soft_waited_more(&waited, BEGIN, BEGIN + at, LIMIT));
+        if (at > 1000 * MS)
+            CHECK(soft_waited_more(&waited, BEGIN + 1000 * MS, BEGIN + at - MS, LIMIT));
+    }
+}
+
+/* Nor is what passed after the other one was last seen: who waited may have been stopped. */
+static void only_what_was_seen_counts(void)
+{
+    struct soft_waited waited = {0};
+
+    CHECK(soft_waited_more(&waited, BEGIN, BEGIN, LIMIT));
+    CHECK_EQ(wait_ms(&waited, BEGIN + 10 * LIMIT, 10000), 2000);
+}
+
+CHECK_MAIN_ONCE(CASE(one_that_stays_is_waited_for_to_the_limit),
+                CASE(one_that_goes_just_before_is_not_waited_for_again_and_again),
+                CASE(what_an_honest_one_takes_is_not_counted), CASE(the_sum_shrinks_with_time),
+                CASE(waits_at_once_count_once), CASE(only_what_was_seen_counts))

@@ -207,20 +207,19 @@ struct ibv_pd *soft_import_shpd(struct ibv_context *ibv_context, int fd, uint64_
     struct soft_shared *file = NULL;
     struct soft_pd *pd = NULL;
 
-    if (!error) {
-        soft_mutex_take(&device->lock);
-        file = soft_shared_take(device, fd);
-        if (file) {
-            struct soft_domain *domain = domain_of(device, file);
+    if (!error && !(file = soft_shared_take(device, fd)))
+        error = errno;
+    if (file) {
+        struct soft_domain *domain;
 
-            pd = domain ? soft_pd_new(context, domain) : first_instance(context, file, share_key);
-        }
+        soft_mutex_take(&device->lock);
+        domain = domain_of(device, file);
+        pd = domain ? soft_pd_new(context, domain) : first_instance(context, file, share_key);
         if (!pd)
             error = errno;
         soft_mutex_give(&device->lock);
-    }
-    if (file)
         soft_shared_drop(file);
+    }
     errno = error;
     return pd ? &pd->pd : NULL;
 }

@@ -95,7 +95,7 @@ struct soft_shared {
     atomic_ullong seen[SOFT_SHARED_SLOTS]; /* when its process was there */
 };
 
-/* Under device->lock. NULL and errno. The one makes a file; the other takes what another process made, by a descriptor
+/* NULL and errno. The one makes a file, under device->lock; the other takes what another process made, by a descriptor
  * that stays the caller's: EPROTO where it is none, EMFILE where there are as many processes as there can be. */
 struct soft_shared *soft_shared_make(struct soft_device *device);
 struct soft_shared *soft_shared_take(struct soft_device *device, int fd);
@@ -125,7 +125,8 @@ void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot);
  * that was stopped in the middle, or says so, is waited for two seconds, once, and all of them together no longer: what
  * was waited in one call counts in the next (soft_waited.h). From then on it has a millisecond, for as long as it has
  * the slot. What it has then still to do it does to memory that no allocator gives out again. More is not promised:
- * each process of the domain can write to all of its memory whenever it likes. */
+ * each process of the domain can write to all of its memory whenever it likes. Not under device->lock, like
+ * soft_shared_reap and soft_shared_take. */
 void soft_shared_wait(struct soft_shared *file);
 
 struct grace_reader;

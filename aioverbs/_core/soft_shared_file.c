@@ -46,6 +46,11 @@ bool soft_shared_is_there(const struct soft_shared *file, uint32_t slot)
 
 /* ---- Slots --------------------------------------------------------------------------------------------------- */
 
+static bool is_marked(const struct soft_shared *file, uint32_t slot)
+{
+    return atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1;
+}
+
 static void mark(struct soft_shared *file, uint32_t slot, bool taken)
 {
     uint64_t bit = 1ull << slot % 64;
@@ -73,50 +78,72 @@ static void free_chunks(struct soft_shared *file, uint32_t slot)
     atomic_store(&file->page->slots[slot].highest, 0);
 }
 
-/* Whoever has the slot's lock, with nothing of his own there. */
-static void clear(struct soft_shared *file, uint32_t slot)
+/* Whoever has the slot's lock, and nothing of his own there, like the next one. Nobody waits for it or finds a key. */
+static void silence(struct soft_shared *file, uint32_t slot)
 {
     unsigned int i;
 
-    for (i = 0; i < SOFT_SHARED_WORDS; i++) /* first of all: others may wait for it */
+    for (i = 0; i < SOFT_SHARED_WORDS; i++)
         atomic_store(&file->page->words[slot][i].inside, 0);
     soft_shared_forget_keys(file, slot);
-    grace_wait();
-    soft_shared_wait(file);
-    free_chunks(file, slot);
+}
+
+static void clear(struct soft_shared *file, const uint32_t *slots, uint32_t count)
+{
+    uint32_t i;
+
+    for (i = 0; i < count; i++)
+        silence(file, slots[i]);
+    if (count) {
+        grace_wait();
+        soft_shared_wait(file);
+    }
+    for (i = 0; i < count; i++)
+        free_chunks(file, slots[i]);
 }
 
 void soft_shared_reap(struct soft_shared *file)
 {
-    uint32_t slot;
+    uint32_t slots[SOFT_SHARED_SLOTS], count = 0, slot, i;
 
     soft_mutex_take(&file->reaping);
-    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
-        if (slot == file->slot || !(atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1) ||
-            lock(file, F_WRLCK, slot))
-            continue;
-        clear(file, slot);
-        mark(file, slot, false);
-        atomic_store(&file->overdue[slot], false);
-        lock(file, F_UNLCK, slot);
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
+        if (slot != file->slot && is_marked(file, slot) && !lock(file, F_WRLCK, slot))
+            slots[count++] = slot;
+    clear(file, slots, count);
+    for (i = 0; i < count; i++) {
+        mark(file, slots[i], false);
+        atomic_store(&file->overdue[slots[i]], false);
+        lock(file, F_UNLCK, slots[i]);
     }
     soft_mutex_give(&file->reaping);
 }
 
-static int take_slot(struct soft_shared *file)
+/* A slot that nothing is left in, which waits for nobody; or any that is free, if need be. */
+static int take_slot(struct soft_shared *file, bool any)
 {
     uint32_t slot;
     int error = EAGAIN;
 
     for (slot = 0; slot < SOFT_SHARED_SLOTS && error; slot++) {
+        if (!any && is_marked(file, slot))
+            continue;
         error = lock(file, F_WRLCK, slot);
         if (error && error != EAGAIN && error != EACCES)
             return error;
-        file->slot = slot;
+        if (!error && !any && is_marked(file, slot)) { /* its process died just now */
+            lock(file, F_UNLCK, slot);
+            error = EAGAIN;
+        }
+        if (!error)
+            file->slot = slot;
     }
     if (error)
         return EMFILE;
-    clear(file, file->slot);
+    if (is_marked(file, file->slot))
+        clear(file, &file->slot, 1);
+    else
+        silence(file, file->slot);
     mark(file, file->slot, true);
     file->area.owner = (uint16_t)(file->slot + 1);
     file->area.highest = &file->page->slots[file->slot].highest;
@@ -230,6 +257,8 @@ static int map(struct soft_shared *file, uint64_t bytes)
 
 static void end(struct soft_shared *file)
 {
+    if (file->slot < SOFT_SHARED_SLOTS)
+        mark(file, file->slot, false); /* nothing of this process is in it any more */
     if (file->page)
         munmap(file->page, file->size);
     soft_descriptor_close(file->fd);
@@ -251,28 +280,33 @@ static struct soft_shared *begin(struct soft_device *device)
     file->device = device;
     file->generation = soft_generation;
     file->fd = -1;
+    file->slot = SOFT_SHARED_SLOTS; /* none */
     soft_lock_init(&file->waiting, SOFT_RANK_WAITED);
     atomic_init(&file->references, 1);
     return file;
 }
 
-/* Under device->lock: it is mapped. */
-static struct soft_shared *finish(struct soft_shared *file, int error)
+/* Which file it is, so that it is found again. */
+static int identify(struct soft_shared *file)
 {
     struct stat found;
 
+    if (fstat(file->fd, &found))
+        return errno;
+    file->dev = found.st_dev;
+    file->ino = found.st_ino;
+    return 0;
+}
+
+/* It has a slot, unless there was an error. */
+static struct soft_shared *finish(struct soft_shared *file, int error)
+{
     assert_held(&file->device->lock);
-    if (!error)
-        error = take_slot(file);
-    if (!error && fstat(file->fd, &found))
-        error = errno;
     if (error) {
         end(file);
         errno = error;
         return NULL;
     }
-    file->dev = found.st_dev;
-    file->ino = found.st_ino;
     file->next = file->device->files;
     file->device->files = file;
     return file;
@@ -291,7 +325,10 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
     if (!error) {
         memcpy(file->page->head.magic, MAGIC, sizeof(file->page->head.magic));
         file->page->head.bytes = bytes;
+        error = identify(file);
     }
+    if (!error)
+        error = take_slot(file, false);
     return finish(file, error);
 }
 
@@ -309,6 +346,7 @@ static int check(const struct soft_shared *file, uint64_t *bytes)
     return 0;
 }
 
+/* It is the caller's to drop, or NULL. */
 static struct soft_shared *find(struct soft_device *device, int fd)
 {
     struct soft_shared *file;
@@ -320,6 +358,8 @@ static struct soft_shared *find(struct soft_device *device, int fd)
     for (file = device->files; file; file = file->next)
         if (file->dev == found.st_dev && file->ino == found.st_ino)
             break;
+    if (file)
+        soft_shared_hold(file);
     return file;
 }
 
@@ -332,19 +372,11 @@ static int open_again(int fd)
     return open(path, O_RDWR | O_CLOEXEC);
 }
 
-struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
+static int join(struct soft_shared *file, int fd)
 {
-    struct soft_shared *file = find(device, fd);
     uint64_t bytes = 0;
     int error = 0;
 
-    if (file) {
-        soft_shared_hold(file);
-        return file;
-    }
-    file = begin(device);
-    if (!file)
-        return NULL;
     soft_descriptors_hold();
     file->fd = soft_descriptor_own(open_again(fd));
     if (file->fd < 0)
@@ -353,8 +385,40 @@ struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
     if (!error)
         error = check(file, &bytes);
     if (!error)
+        error = identify(file);
+    if (!error)
         error = map(file, bytes);
-    file = finish(file, error);
+    if (error)
+        return error;
+    error = take_slot(file, false);
+    return error == EMFILE ? take_slot(file, true) : error;
+}
+
+/* What others left, and they themselves, may have to be waited for, so it is made ready before device->lock is taken.
+ * */
+struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
+{
+    struct soft_shared *file, *found;
+    int error;
+
+    soft_mutex_take(&device->lock);
+    found = find(device, fd);
+    soft_mutex_give(&device->lock);
+    if (found)
+        return found;
+    file = begin(device);
+    if (!file)
+        return NULL;
+    error = join(file, fd);
+    soft_mutex_take(&device->lock);
+    found = find(device, fd); /* another thread was faster, and may have had the last slot */
+    if (found)
+        end(file);
+    else
+        file = finish(file, error);
+    soft_mutex_give(&device->lock);
+    if (found)
+        return found;
     if (file)
         soft_shared_reap(file);
     return file;
@@ -385,8 +449,6 @@ void soft_shared_drop(struct soft_shared *file)
         *link = file->next;
     }
     soft_mutex_give(&file->device->lock);
-    if (!last)
-        return;
-    mark(file, file->slot, false); /* nothing of this process is in it any more */
-    end(file);
+    if (last)
+        end(file);
 }

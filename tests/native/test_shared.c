@@ -2,9 +2,10 @@
  * processes are: what one registered the other serves, until it is taken back; whatever stands in their file. */
 #define _GNU_SOURCE
 #include "support.h"
+#include "support_fabric.h"
 #include "support_threads.h"
 
-#include <netinet/in.h>
+#include <fcntl.h>
 #include <stdatomic.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -25,18 +26,6 @@ struct sharing {
     struct ibv_cq *cq;
     struct ibv_qp *qp;
 };
-
-static uint16_t free_port(void)
-{
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
-    socklen_t size = sizeof(address);
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-
-    REQUIRE(fd >= 0 && !bind(fd, (struct sockaddr *)&address, size));
-    REQUIRE_EQ(getsockname(fd, (struct sockaddr *)&address, &size), 0);
-    close(fd);
-    return ntohs(address.sin_port);
-}
 
 static struct alloc_source *source_of(struct ibv_pd *pd)
 {
@@ -330,6 +319,103 @@ static void a_slot_passes_on_without_the_keys_of_windows(void)
     sharing_close(&sharing);
 }
 
+/* ---- Joining --------------------------------------------------------------------------------------------------- */
+
+enum { DEAD = 3, STUCK = 5 }; /* slots of processes */
+
+struct joining {
+    struct sharing sharing;
+    int fd; /* of the file, as another process has it */
+    struct soft_shared_page *page;
+    atomic_bool is_over;
+};
+
+static void lock_slots(const struct joining *joining, uint32_t first, uint32_t end)
+{
+    struct flock what = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = first, .l_len = end - first};
+
+    REQUIRE_EQ(fcntl(joining->fd, F_OFD_SETLK, &what), 0);
+}
+
+static void join(struct joining *joining)
+{
+    struct sharing *sharing = &joining->sharing;
+
+    sharing->pds[1] = soft_import_shpd(sharing->homes[1].context, joining->fd, KEY);
+    atomic_store(&joining->is_over, true);
+    REQUIRE(sharing->pds[1] != NULL);
+}
+
+/* As soon as what the dead process left is being cleared; which waits for the stuck one. */
+static void do_other_things(struct joining *joining)
+{
+    struct ibv_context *context = joining->sharing.homes[1].context;
+    struct ibv_pd *pd;
+
+    EVENTUALLY(!atomic_load(&joining->page->words[DEAD][0].inside));
+    pd = soft_verbs.alloc_pd(context);
+    REQUIRE(pd != NULL);
+    CHECK_EQ(soft_verbs.dealloc_pd(pd), 0);
+    CHECK(!atomic_load(&joining->is_over));
+    atomic_store(&joining->page->words[STUCK][0].inside, 0);
+}
+
+struct joining_part {
+    struct joining *joining;
+    void (*play)(struct joining *);
+};
+
+static void play(void *argument)
+{
+    struct joining_part *part = argument;
+
+    part->play(part->joining);
+}
+
+/* `full`: but for the dead one's, all slots are other processes'. */
+static void join_beside_a_stuck_process(bool full)
+{
+    static struct joining joining;
+    struct joining_part parts[2] = {{&joining, join}, {&joining, do_other_things}};
+    struct sharing *sharing = &joining.sharing;
+    struct soft_shared *file;
+
+    atomic_store(&joining.is_over, false);
+    sharing_open(sharing);
+    REQUIRE_EQ(soft_export_shpd(sharing->pds[0], &joining.fd), 0);
+    joining.page = atomic_load(&to_soft_pd(sharing->pds[0])->domain->file)->page;
+    CHECK_EQ(soft_verbs.destroy_qp(sharing->qp), 0);
+    CHECK_EQ(alloc_release(sharing->sources[1]), 0);
+    CHECK_EQ(soft_verbs.dealloc_pd(sharing->pds[1]), 0);
+    lock_slots(&joining, full ? 1 : STUCK, full ? DEAD : STUCK + 1);
+    if (full)
+        lock_slots(&joining, DEAD + 1, SOFT_SHARED_SLOTS);
+    atomic_fetch_or(&joining.page->taken[0], 1u << DEAD | 1u << STUCK);
+    atomic_store(&joining.page->words[DEAD][0].inside, 1);
+    atomic_store(&joining.page->words[STUCK][0].inside, 1);
+
+    run_threads(2, play, parts, sizeof(parts[0]));
+
+    file = atomic_load(&to_soft_pd(sharing->pds[1])->domain->file);
+    CHECK_EQ(file->slot, full ? DEAD : 1);
+    CHECK(!atomic_load(&file->late));
+    atomic_fetch_and(&joining.page->taken[0], ~((uint64_t)1 << STUCK));
+    close(joining.fd);
+    sharing->sources[1] = source_of(sharing->pds[1]);
+    sharing->qp = make_loop(sharing->pds[1], sharing->cq, 8);
+    sharing_close(sharing);
+}
+
+static void others_go_on_while_a_process_joins(void)
+{
+    join_beside_a_stuck_process(false);
+}
+
+static void so_they_do_where_only_the_slots_of_the_dead_are_left(void)
+{
+    join_beside_a_stuck_process(true);
+}
+
 /* What is left of an instance keeps the file, not the domain. */
 static void regions_outlive_the_domain(void)
 {
@@ -509,4 +595,5 @@ static void nothing_there_is_believed(void)
 
 CHECK_MAIN(CASE(one_serves_what_the_other_registered), CASE(windows_stay_at_home), CASE(an_instance_goes),
            CASE(slots_are_used_again_but_no_keys), CASE(a_slot_passes_on_without_the_keys_of_windows),
+           CASE(others_go_on_while_a_process_joins), CASE(so_they_do_where_only_the_slots_of_the_dead_are_left),
            CASE(regions_outlive_the_domain), CASE(regions_go_under_fire), CASE(nothing_there_is_believed))

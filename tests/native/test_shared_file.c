@@ -156,9 +156,8 @@ static void no_slot_is_left(void)
     CHECK_EQ(lock_slots(&shared, F_WRLCK, 0, 1), EAGAIN);
     REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 1, SOFT_SHARED_SLOTS - 1), 0);
     CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
-    soft_mutex_take(&other->lock);
     CHECK_REFUSED(soft_shared_take(other, shared.fd), EMFILE);
-    soft_mutex_give(&other->lock);
+    CHECK_EQ(atomic_load(&shared.file->page->taken[0]), 1);
     CHECK(other->files == NULL);
     soft_mutex_destroy(&other->lock);
     free(other);
@@ -298,14 +297,21 @@ static void what_they_leave_is_cleared(void)
     close(fd);
     CHECK(!has_traces(&shared, 5));
 
-    leave_traces(&shared, 1); /* whose slot the next one gets */
+    leave_traces(&shared, 1); /* who comes next takes another slot, and clears this one */
     CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
-    soft_mutex_take(&other->lock);
     file = soft_shared_take(other, shared.fd);
-    soft_mutex_give(&other->lock);
+    REQUIRE(file != NULL);
+    CHECK_EQ(file->slot, 2);
+    CHECK_EQ(atomic_load(&shared.file->page->taken[0]), 5);
+    CHECK(!has_traces(&shared, 1));
+    soft_shared_drop(file);
+
+    leave_traces(&shared, 1); /* and takes it where no other one is left */
+    REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 2, SOFT_SHARED_SLOTS - 2), 0);
+    file = soft_shared_take(other, shared.fd);
     REQUIRE(file != NULL);
     CHECK_EQ(file->slot, 1);
-    CHECK(atomic_load(&shared.file->page->taken[0]) == 3);
+    CHECK_EQ(atomic_load(&shared.file->page->taken[0]), 3);
     soft_shared_drop(file);
     CHECK(!has_traces(&shared, 1));
     soft_mutex_destroy(&other->lock);

@@ -85,11 +85,11 @@ static bool take_back(struct soft_qp *qp, uint32_t count)
     return left == end;
 }
 
-/* For how long the peer has been waited for, of which at least one lease was asked back. */
-static uint64_t waited(struct soft_qp *qp)
+/* Since when the peer has been waited for, of which at least one lease was asked back. */
+static uint64_t waiting_since(struct soft_qp *qp)
 {
     struct soft_outbound *out = &qp->out;
-    uint64_t now = soft_now_ns(), first = now;
+    uint64_t first = soft_now_ns();
     uint32_t i;
 
     for (i = 0; i < out->moving_count; i++) {
@@ -98,7 +98,7 @@ static uint64_t waited(struct soft_qp *qp)
         if (asked_back && asked_back < first)
             first = asked_back;
     }
-    return now - first;
+    return first;
 }
 
 /* The same. True: the peer has left the memory of all these parts, or had the time that it may take. */
@@ -108,7 +108,7 @@ static bool stop_moving(struct soft_qp *qp, uint32_t count)
 
     if (take_back(qp, count))
         return true;
-    if (waited(qp) < SOFT_LEASE_NS)
+    if (soft_lease_may_stay(qp->link, waiting_since(qp)))
         return false;
     soft_lease_give_up(qp->link);
     return take_back(qp, qp->out.moving_count - others);
@@ -122,9 +122,9 @@ static bool stop_moving_all(struct soft_qp *qp)
 /* When the peer may have left the memory that it is waited for to leave: soon, and then less and less often. */
 static uint64_t look_again(struct soft_qp *qp)
 {
-    uint64_t delay = SOFT_YIELD_NS / 2 + waited(qp) / 4;
+    uint64_t since = waiting_since(qp), now = soft_now_ns(), delay = SOFT_YIELD_NS / 2 + (now - since) / 4;
 
-    return soft_now_ns() + (delay < LOOK_AGAIN_NS ? delay : LOOK_AGAIN_NS);
+    return now + (delay < LOOK_AGAIN_NS ? delay : LOOK_AGAIN_NS);
 }
 
 /* Those up to this sequence number were answered. Whether the peer has left their memory. */

@@ -129,12 +129,16 @@ bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid);
 int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial);
 
 /* It is answered, or given up. True: from here on the peer moves nothing of it, and the lease is another request's.
- * False: the peer is just moving bytes; to be asked again, for SOFT_LEASE_NS at most. Never waits; any lock but a
+ * False: the peer is just moving bytes; to be asked again, as long as soft_lease_may_stay. Never waits; any lock but a
  * stream's may be held, like the next two. */
 bool soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial);
 
 /* Its frame did not go out, so whatever the peer wrote there, it knows no memory by it. */
 void soft_lease_cancel(struct soft_link *link, uint16_t lease, uint32_t serial);
+
+/* The peer is waited for, since `begin`, to leave memory. False: it had SOFT_LEASE_NS for that, in this wait and those
+ * before (soft_waited.h), and is given up. */
+bool soft_lease_may_stay(struct soft_link *link, uint64_t begin);
 
 /* The peer was waited for as long as it may take: the link is torn, and has no more leases. */
 void soft_lease_give_up(struct soft_link *link);

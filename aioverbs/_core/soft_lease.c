@@ -7,12 +7,13 @@
  * of grace sections. Destroying or resetting a queue pair does so inside of its driver half and those of its completion
  * queues. So a peer that keeps a word BUSY holds up that queue pair, that verb and who polls these queues, nobody else.
  *
- * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: who was kept waiting
- * for SOFT_LEASE_NS counts the peer as overdue. Then its gate is shut, so that no system call that it begins from then
- * on moves anything, though it may have been stopped right before that; the link is torn, so that no answer to what was
- * asked on it is ever heard; all leases of it count as taken back, which the caller rests on; and no lease is opened on
- * it again, so data goes over the stream. What is left is a system call that has gone through the gate: the kernel does
- * not stop in the middle of one, and one that moves SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_LEASE_NS are.
+ * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: a peer that has kept
+ * others waiting for SOFT_LEASE_NS, in one wait or in all (soft_waited.h), is overdue. Then its gate is shut, so that
+ * no system call that it begins from then on moves anything, though it may have been stopped right before that; the
+ * link is torn, so that no answer to what was asked on it is ever heard; all leases of it count as taken back, which
+ * the caller rests on; and no lease is opened on it again, so data goes over the stream. What is left is a system call
+ * that has gone through the gate: the kernel does not stop in the middle of one, and one that moves
+ * SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_LEASE_NS are.
  * That holds for an honest peer. One that is not honest needs neither lease nor gate to write to this process's memory:
  * it is of this user, or it would have none, and the kernel lets it. */
 #define _GNU_SOURCE
@@ -144,6 +145,16 @@ void soft_lease_cancel(struct soft_link *link, uint16_t lease, uint32_t serial)
     soft_mutex_take(&link->stream.tx);
     put(link, lease);
     soft_mutex_give(&link->stream.tx);
+}
+
+bool soft_lease_may_stay(struct soft_link *link, uint64_t begin)
+{
+    bool may_stay;
+
+    soft_mutex_take(&link->stream.tx);
+    may_stay = soft_waited_more(&link->waited, begin, soft_now_ns(), SOFT_LEASE_NS);
+    soft_mutex_give(&link->stream.tx);
+    return may_stay;
 }
 
 void soft_lease_give_up(struct soft_link *link)

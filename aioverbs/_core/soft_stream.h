@@ -15,6 +15,7 @@
 #include "soft_fabric.h"
 #include "soft_hello.h"
 #include "soft_lock.h"
+#include "soft_waited.h"
 
 #define SOFT_IN_SIZE (SOFT_FRAGMENT + (64u << 10)) /* of what was received and not handled */
 #define SOFT_SMALL_ANSWERS (32u << 10)             /* are gathered until the batch ends */
@@ -124,6 +125,7 @@ struct soft_link {
     uint64_t tickets;                  /* the last one that was given */
     uint64_t leased[SOFT_LEASES / 64]; /* tx: a bit for each lease that is in use */
     uint32_t serials[SOFT_LEASES];     /* tx: the last one of each */
+    struct soft_waited waited;         /* tx: for the peer to leave memory */
     bool overdue;                      /* tx: the peer kept memory that it was to leave: there are no leases any more */
     int leases_fd;                     /* progress: to be sent with HELLO, or -1 */
     struct soft_gate *gate;            /* tx: NULL before the first offer; not to be touched when the peer is overdue */

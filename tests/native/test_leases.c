@@ -157,14 +157,17 @@ static void destroy(struct scene *scene)
 
 static void (*const verbs[])(struct scene *) = {deregister, reset, destroy};
 
-/* Whether it was found out that the peer is at the memory. */
-static bool is_waited_for(struct scene *scene)
+/* Whether it was found out that the peer is at the memory of that queue pair, by a lease. */
+static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *lease)
 {
-    struct soft_qp *qp = qp_of(scene, 0);
+    struct soft_qp *qp = qp_of(scene, index);
+    const struct soft_moving *first;
     bool waited_for;
 
     soft_lock_take(&qp->sq_lock);
-    waited_for = qp->out.moving_count && qp->out.moving[qp->out.moving_first % SOFT_MOVING].asked_back;
+    first = &qp->out.moving[qp->out.moving_first % SOFT_MOVING];
+    waited_for = qp->out.moving_count && first->asked_back;
+    *lease = first->lease;
     soft_lock_give(&qp->sq_lock);
     return waited_for;
 }
@@ -181,13 +184,14 @@ static void play(void *argument)
     struct scene *scene = part->scene;
     static uint8_t other[4096];
     struct ibv_mr *mr;
+    uint16_t lease;
 
     if (part->verb) {
         part->verb(scene);
         atomic_store(&scene->is_over, true);
         return;
     }
-    EVENTUALLY(is_waited_for(scene));
+    EVENTUALLY(is_waited_for(scene, 0, &lease));
     CHECK(soft_fabric_get_streams(device_of(scene), NULL, 0) > 0);
     mr = soft_verbs.reg_mr(scene->home.base, other, sizeof(other), IBV_ACCESS_LOCAL_WRITE);
     CHECK(mr != NULL);
@@ -236,6 +240,61 @@ static void a_peer_that_does_not_leave_is_waited_for_once(void)
         soft_link_put(link);
         close_scene(&scene);
     }
+}
+
+/* ---- A peer that leaves just in time --------------------------------------------------------------------------- */
+
+#define STAY_NS (SOFT_LEASE_NS - 100000000ull)
+
+static void reset_one_by_one(struct scene *scene)
+{
+    uint64_t begin = now_ns();
+    unsigned int i;
+
+    for (i = 0; i < ENDS; i++)
+        CHECK_EQ(qp_to(scene->ends[i].qp, IBV_QPS_RESET), 0);
+    CHECK(now_ns() - begin < 2 * (uint64_t)STAY_NS);
+}
+
+static void leave_one_by_one(void *argument)
+{
+    struct part *part = argument;
+    struct scene *scene = part->scene;
+    struct soft_lease_page *page;
+    unsigned int i;
+
+    if (part->verb) {
+        play(part);
+        return;
+    }
+    page = qp_of(scene, 0)->link->stream.leases;
+    for (i = 0; i < ENDS; i++) {
+        uint64_t begin, word;
+        uint16_t lease = 0;
+
+        EVENTUALLY(atomic_load(&scene->is_over) || is_waited_for(scene, i, &lease));
+        for (begin = now_ns(); !atomic_load(&scene->is_over) && now_ns() - begin < STAY_NS;)
+            sleep_us(500);
+        word = atomic_load(&page->words[lease]);
+        if (word >> 32 == BUSY)
+            atomic_store(&page->words[lease], (uint64_t)OPEN << 32 | (uint32_t)word);
+    }
+}
+
+/* Each queue pair is waited for a bit less than what a peer may take at most: all in all that is as much as for one. */
+static void a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again(void)
+{
+    struct scene scene;
+    struct part parts[2] = {{&scene, reset_one_by_one}, {&scene, NULL}};
+    struct soft_link *link;
+
+    open_scene(&scene);
+    link = soft_link_get(device_of(&scene), &scene.peer->device.gids[0]);
+    REQUIRE(link != NULL);
+    run_threads(2, leave_one_by_one, parts, sizeof(parts[0]));
+    CHECK(soft_lease_is_overdue(link));
+    soft_link_put(link);
+    close_scene(&scene);
 }
 
 /* ---- The end of the process ---------------------------------------------------------------------------------- */
@@ -309,4 +368,5 @@ static void nothing_moves_after_the_end(void)
 }
 
 CHECK_MAIN_ONCE(CASE(memory_is_taken_back_when_the_peer_has_left), CASE(a_peer_that_does_not_leave_is_waited_for_once),
+                CASE(a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again),
                 CASE(nothing_moves_after_the_end))

@@ -160,11 +160,7 @@ class Connectable(Eventful[engine.QueuePair]):
 
         :raises BrokenResourceError: its completion queue broke meanwhile, or a receive failed.
         """
-        for wanted, changes in self._way_to(remote, access, attributes):
-            if wanted is _RTR and _may_block(self.handle.context):
-                await self._step_elsewhere(wanted, changes, remote)
-            else:
-                self._step(wanted, changes, remote)
+        await self._follow(self._way_to(remote, access, attributes), remote)
 
     def _way_to(
         self, remote: Endpoint, access: AccessFlags | None, attributes: Changes
@@ -325,6 +321,14 @@ class Connectable(Eventful[engine.QueuePair]):
             if limits != of_device and "max_dest_rd_atomic" in error.wrong:
                 error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
             raise
+
+    async def _follow(self, plan: Iterable[tuple[QpState, Changes]], remote: Endpoint | None = None) -> None:
+        """Go that way without keeping the event loop waiting."""
+        for wanted, changes in plan:
+            if wanted is _RTR and _may_block(self.handle.context):
+                await self._step_elsewhere(wanted, changes, remote)
+            else:
+                self._step(wanted, changes, remote)
 
     def _step(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
         self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then

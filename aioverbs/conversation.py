@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import enum
 import errno
+import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -162,6 +164,10 @@ class Conversation:
                 qp.to_error()
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use
             self._dispatcher.loop.call_soon(self._to_error, qp)
+        except BusyResourceError:  # another thread changes its state: when that is over
+            assert qp._work is not None
+            assert qp._work.send_queue is not None
+            qp._work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
         except (ClosedResourceError, VerbsError, AffinityError):
             return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
 
@@ -207,14 +213,17 @@ class Conversation:
         :raises Exception: `error_of` another event.
         """
         await self._bell.wait_while(lambda: not (self._events or self._failure or self._closed))
-        if self._closed:
-            raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
-        if self._failure is not None:
-            raise self._failure
+        self._check_going_on(verb)
         event = self._events.popleft()
         if event.event_type != kind:
             raise error_of(verb, event)
         return event
+
+    def _check_going_on(self, verb: str) -> None:
+        if self._closed:
+            raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
+        if self._failure is not None:
+            raise self._failure
 
     def check_device(self, qp: QueuePair) -> None:
         """See that a queue pair is of the device that this leads to."""
@@ -230,22 +239,25 @@ class Conversation:
             changes["qp_access_flags"] = access
         qp.to_init(**changes)
 
-    def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
-        """Take it to RTS, by what the managers agreed on; what it was given."""
+    async def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
+        """Take it to RTS, by what the managers agreed on; what it was given.
+
+        The event loop goes on meanwhile, as with `QueuePair.establish`.
+
+        :raises ClosedResourceError: it was closed meanwhile.
+        :raises Exception: the conversation failed meanwhile, by this.
+        """
         limits = limits_for(qp, self.handle.port_num)
         self._qp = qp
-        moves: tuple[tuple[QpState, QpState, Callable[..., None]], ...] = (
-            (QpState.INIT, QpState.RTR, qp.to_rtr),
-            (QpState.RTR, QpState.RTS, qp.to_rts),
-        )
         made = Changes()
-        for before, after, move in moves:
+        for before, after in itertools.pairwise((QpState.INIT, QpState.RTR, QpState.RTS)):
             takes = qp_states.needs(QpType.RC, before, after)
             names = takes.required | takes.optional
             told = self.handle.init_qp_attr(after)
             fit = cast(Changes, {name: value for name, value in given.items() if name in names})
             changes = settle(told, fit, limits)
-            move(**changes)
+            await qp._follow(qp._plan(qp.query().qp_state, (after,), changes, None))
+            self._check_going_on("ibv_modify_qp")
             made.update(changes)
         return made
 

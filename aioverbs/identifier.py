@@ -227,7 +227,7 @@ class Identifier(Handled[core.Identifier]):
                 srq=qp.handle.srq is not None,
             )
             answer = await conversation.hear(CmEventType.CONNECT_RESPONSE, "rdma_connect")
-            conversation.to_rts(qp, attributes)
+            await conversation.to_rts(qp, attributes)
             self.handle.establish()
             conversation.private_data = answer.private_data
             conversation.connected()
@@ -256,7 +256,7 @@ class Identifier(Handled[core.Identifier]):
         conversation, data = self._ready("accept", Stage.REQUESTED, qp, attributes, private_data, _REPLY_BYTES)
         async with conversation.step("accept", Stage.REQUESTED, timeout_s):
             conversation.to_init(qp, access)
-            made = conversation.to_rts(qp, attributes)
+            made = await conversation.to_rts(qp, attributes)
             self.handle.accept(
                 qp_num=qp.qp_num,
                 private_data=data,

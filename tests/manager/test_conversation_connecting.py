@@ -1,0 +1,104 @@
+"""A queue pair that two connection managers agree on, and what they say while another thread takes it to RTR."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from aioverbs import ClosedResourceError, Device, DeviceRemovedError, QpState, QueuePair
+from aioverbs._core import rdma_cm as core
+from aioverbs.affinity import Bell
+from aioverbs.cm_events import CmEventType, Dispatcher
+from aioverbs.conversation import Conversation, Stage
+from aioverbs.qp_states import Changes
+from tests.manager.held import Helpers
+from tests.waiting import until
+
+pytestmark = pytest.mark.once
+
+
+class Manager:
+    """An identifier whose peer is the queue pair itself."""
+
+    port_num = 1
+
+    def __init__(self, qp: QueuePair) -> None:
+        here = qp.local_endpoint()
+        self._told = {
+            QpState.INIT: Changes(pkey_index=0, port_num=1),
+            QpState.RTR: Changes(
+                av=qp.path_to(here),
+                path_mtu=here.mtu,
+                dest_qp_num=here.qp_num,
+                rq_psn=here.psn,
+                max_dest_rd_atomic=1,
+                min_rnr_timer=1,
+            ),
+            QpState.RTS: Changes(sq_psn=here.psn, max_rd_atomic=1, timeout=14, retry_cnt=6, rnr_retry=6),
+        }
+
+    def init_qp_attr(self, state: QpState) -> Changes:
+        return self._told[state].copy()
+
+
+def heard(conversation: Conversation, kind: CmEventType) -> None:
+    told = SimpleNamespace(event_type=int(kind), status=0, private_data=b"", identifier=None, listener=None)
+    conversation.heard(cast(core.Event, told))
+
+
+def state(qp: QueuePair) -> QpState:
+    return qp.query().qp_state
+
+
+@contextlib.asynccontextmanager
+async def conversing(device: Device) -> AsyncIterator[tuple[QueuePair, Conversation]]:
+    """A queue pair in INIT, and the conversation by which it is to be connected."""
+    dispatcher = cast(Dispatcher, SimpleNamespace(loop=asyncio.get_running_loop(), listening={}))
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
+        handle = cast(core.Identifier, Manager(qp))
+        conversation = Conversation(handle, dispatcher, Bell(), Stage.RESOLVED)
+        conversation.to_init(qp, None)
+        yield qp, conversation
+
+
+async def connect(conversation: Conversation, qp: QueuePair, timeout_s: float | None = None) -> None:
+    async with conversation.step("connect", Stage.RESOLVED, timeout_s):
+        await conversation.to_rts(qp, Changes(timeout=12))
+        conversation.connected()
+
+
+async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
+    async with conversing(device) as (qp, conversation):
+        connecting = asyncio.create_task(connect(conversation, qp))
+        await until(lambda: helpers.waiting)
+        assert not connecting.done()
+        helpers.release()
+        await connecting
+        assert state(qp) is QpState.RTS
+        assert qp.query().timeout == 12
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (lambda conversation: heard(conversation, CmEventType.DEVICE_REMOVAL), DeviceRemovedError),
+        (Conversation.destroy, ClosedResourceError),
+    ],
+    ids=["removed", "closed"],
+)
+async def test_it_ends_while_the_verb_is_called(
+    device: Device, helpers: Helpers, end: Callable[[Conversation], None], error: type[Exception]
+) -> None:
+    """Who connects is told, and the queue pair goes to ERR as soon as it can be used again."""
+    async with conversing(device) as (qp, conversation):
+        connecting = asyncio.create_task(connect(conversation, qp))
+        await until(lambda: helpers.waiting)
+        end(conversation)
+        helpers.release()
+        with pytest.raises(error):
+            await connecting
+        await until(lambda: state(qp) is QpState.ERR)
+        assert conversation.stage is Stage.FAILED

@@ -12,7 +12,7 @@ from anyio.lowlevel import RunVar
 
 from aioverbs import qp_states
 from aioverbs._core import engine
-from aioverbs.affinity import to_the_end, wake
+from aioverbs.affinity import running_loop, to_the_end, wake
 from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.endpoint import Endpoint
 from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
@@ -51,6 +51,7 @@ class Connectable(Eventful[engine.QueuePair]):
         self._qp_state = QpState.RESET
         self._remote: Endpoint | None = None
         self._served: int | None = None  # the last max_dest_rd_atomic that the device was told
+        self._follows: asyncio.Task[None] | None = None  # a way, also when who wanted that was cancelled
 
     def _under_way(self) -> int:
         """How many work requests were posted and are not done."""
@@ -330,6 +331,28 @@ class Connectable(Eventful[engine.QueuePair]):
             else:
                 self._step(wanted, changes, remote)
 
+    async def _follow_in_time(self, plan: list[tuple[QpState, Changes]], remote: Endpoint | None = None) -> None:
+        """`_follow`, for who has a limit of time: a cancellation is raised at once.
+
+        A verb that is under way then ends by itself, later. Until then it `_is_held_up`.
+        """
+        if not _may_block(self.handle.context):
+            await self._follow(plan, remote)
+            return
+        self._follows = task = running_loop().create_task(self._follow(plan, remote))
+        task.add_done_callback(_look_at)
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        task.result()
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether another thread may be in a verb for it, and nobody knows for how long."""
+        return self._follows is not None and not self._follows.done()
+
     def _step(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
         self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
         self.handle.modify(wanted, **changes)
@@ -364,6 +387,12 @@ class Connectable(Eventful[engine.QueuePair]):
             self._remote = remote
             if self.state is OPEN:  # else it is being closed
                 attend(self.handle.context)
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """What it ended by is known: nobody need await it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _may_block(context: engine.Context) -> bool:

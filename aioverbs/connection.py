@@ -295,12 +295,18 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             return
         try:
             qp = self._traffic.qp
-            await qp.establish(peer.endpoint, **self._settings.repetitions(software=qp.handle.context.software))
+            repetitions = self._settings.repetitions(software=qp.handle.context.software)
+            await qp._follow_in_time(qp._way_to(peer.endpoint, None, repetitions), peer.endpoint)
         except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, BrokenResourceError) or (
                 isinstance(error, VerbsError) and error.errno in _MAY_PASS
             )
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether its closing may take long, as a thread is in a verb for its queue pair."""
+        return self._traffic is not None and self._traffic.qp._is_held_up
 
     def _begin(self, line: Line) -> None:
         """Both are through with the handshake."""

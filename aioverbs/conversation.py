@@ -37,6 +37,7 @@ from aioverbs.types import AccessFlags, QpState, QpType
 
 __all__ = ["Conversation", "Stage", "error_of"]
 
+_ANSWER = "the peer did not answer"
 _GOODBYE_S = 1.0  # the longest that closing waits for a peer to hear of it
 
 
@@ -88,6 +89,7 @@ class Conversation:
         self._dispatcher = dispatcher
         self._bell = bell
         self._busy = False
+        self._awaits = _ANSWER
         self._closed = False
         self._events: deque[core.Event] = deque()  # for who waits for one
         self._failure: Exception | None = None
@@ -185,7 +187,7 @@ class Conversation:
         except BaseException as error:
             self._end(Stage.FAILED, error if isinstance(error, Exception) else None)
             if isinstance(error, TimeoutError) and limit.expired():
-                raise TimeoutError(f"{what}: the peer did not answer within {timeout_s} s") from None
+                raise TimeoutError(f"{what}: {self._awaits} within {timeout_s} s") from None
             raise
         finally:
             self._busy = False
@@ -242,7 +244,7 @@ class Conversation:
     async def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
         """Take it to RTS, by what the managers agreed on; what it was given.
 
-        The event loop goes on meanwhile, as with `QueuePair.establish`.
+        The event loop goes on meanwhile, as with `QueuePair.establish`, but a cancellation does not wait for the verb.
 
         :raises ClosedResourceError: it was closed meanwhile.
         :raises Exception: the conversation failed meanwhile, by this.
@@ -256,7 +258,9 @@ class Conversation:
             told = self.handle.init_qp_attr(after)
             fit = cast(Changes, {name: value for name, value in given.items() if name in names})
             changes = settle(told, fit, limits)
-            await qp._follow(qp._plan(qp.query().qp_state, (after,), changes, None))
+            self._awaits = "the device did not find the peer's neighbour"
+            await qp._follow_in_time(qp._plan(qp.query().qp_state, (after,), changes, None))
+            self._awaits = _ANSWER
             self._check_going_on("ibv_modify_qp")
             made.update(changes)
         return made

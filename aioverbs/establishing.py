@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+from aioverbs.affinity import running_loop
 from aioverbs.cm_line import NO_WAY, CmLine, resolve
 from aioverbs.connection import Connection, Line
 from aioverbs.connection_settings import ConnectionSettings
@@ -32,15 +33,29 @@ _TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP onl
 Transport = Literal["tcp", "rdmacm", "auto"]
 
 
+_left: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
+
+
+@dataclass
+class _Progress:
+    """How far an attempt to connect has come.
+
+    :param awaits: what is missing, for the text of a timeout.
+    """
+
+    awaits: str = ""
+
+
 async def _shake_hands(
     line: Line,
     secret: bytes | None,
     connection: Connection,
+    progress: _Progress | None = None,
     *,
     initiator: bool,
 ) -> Connection:
     """Both parts of `Handshake`: what it needs of the line, and the making of the connection, which is aborted where
-    it fails."""
+    it fails: by a task, where that has to wait for a verb, which nobody else waits for."""
     handshake = Handshake(initiator, os.urandom(16), secret)
     try:
         if isinstance(line, CmLine):
@@ -65,7 +80,12 @@ async def _shake_hands(
             with contextlib.suppress(OSError, BrokenResourceError, StateError, WorkCompletionError):
                 await line.send(refusal_of(error))
         try:
-            await connection.abort()
+            if connection._is_held_up:
+                if progress is not None:
+                    progress.awaits = "the device still looks for the peer's neighbour"
+                _leave(connection)
+            else:
+                await connection.abort()
         finally:
             if isinstance(error, Exception) or isinstance(line, CmLine):
                 await line.aclose()
@@ -73,6 +93,14 @@ async def _shake_hands(
                 line.abort()
         raise
     return connection
+
+
+def _leave(connection: Connection) -> None:
+    """Have a connection aborted by a task."""
+    connection._life.quiet = True  # nobody left it open
+    task = running_loop().create_task(connection.abort())
+    _left.add(task)
+    task.add_done_callback(_left.discard)
 
 
 async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> None:
@@ -185,7 +213,7 @@ def connect(
                 progress.awaits = "the peer's host did not answer by TCP"
                 line = await dial(host, port, ssl, server_hostname)
                 progress.awaits = "the peer did not go on with the handshake over TCP"
-                return await _shake_hands(line, secret, Connection(domain, chosen), initiator=True)
+                return await _shake_hands(line, secret, Connection(domain, chosen), progress, initiator=True)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -193,16 +221,6 @@ def connect(
             raise TimeoutError(text) from None
 
     return Connecting(make)
-
-
-@dataclass
-class _Progress:
-    """How far an attempt to connect has come.
-
-    :param awaits: what is missing, for the text of a timeout.
-    """
-
-    awaits: str = ""
 
 
 async def _by_rdma_cm(
@@ -230,7 +248,7 @@ async def _by_rdma_cm(
         async with asyncio.timeout(None if timeout_s is None else _TRY_S):  # it is asked again and again
             line = await resolve(host, port, context, context.query_gid(settings.port, index))
         progress.awaits = "the peer did not answer by rdma_cm, or go on with the handshake"
-        return await _shake_hands(line, secret, Connection(domain, settings), initiator=True)
+        return await _shake_hands(line, secret, Connection(domain, settings), progress, initiator=True)
 
 
 def check_secret(secret: bytes | None) -> None:

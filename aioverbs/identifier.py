@@ -74,7 +74,8 @@ class Identifier(Handled[core.Identifier]):
 
     Each method that waits takes `timeout_s`, None for no limit. One that fails, is cancelled or takes too long leaves
     it with no other use than to be closed; the queue pair is then in INIT, where that is as far as it came, else in
-    ERR. When the peer disconnects or the device is removed the queue pair goes to ERR, so that who waits there is told.
+    ERR: at once, or when a verb is over that a thread calls for it, as for `QueuePair.establish`; that is not awaited.
+    When the peer disconnects or the device is removed the queue pair goes to ERR, so that who waits there is told.
     """
 
     _conversation: Conversation | None = None

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from aioverbs import ClosedResourceError, Device, DeviceRemovedError, QpState, QueuePair
+from aioverbs import BusyResourceError, ClosedResourceError, Device, DeviceRemovedError, QpState, QueuePair
 from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Bell
 from aioverbs.cm_events import CmEventType, Dispatcher
@@ -102,3 +102,24 @@ async def test_it_ends_while_the_verb_is_called(
             await connecting
         await until(lambda: state(qp) is QpState.ERR)
         assert conversation.stage is Stage.FAILED
+
+
+@pytest.mark.parametrize("timeout_s", [0.01, None], ids=["time is over", "cancelled"])
+async def test_who_has_waited_enough_is_told_at_once(device: Device, helpers: Helpers, timeout_s: float | None) -> None:
+    async with conversing(device) as (qp, conversation):
+        connecting = asyncio.create_task(connect(conversation, qp, timeout_s))
+        await until(lambda: helpers.waiting)
+        if timeout_s is None:
+            connecting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await connecting
+        else:
+            with pytest.raises(
+                TimeoutError, match="connect: the device did not find the peer's neighbour within 0.01 s"
+            ):
+                await connecting
+        with pytest.raises(BusyResourceError):
+            qp.query()
+        helpers.release()
+        await until(lambda: qp.handle.state is QpState.ERR)
+        assert state(qp) is QpState.ERR

@@ -1,0 +1,88 @@
+"""Handshakes whose verb takes longer than they may: who waits is told in time, and what they made is closed later."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from aioverbs import Device, ResourceDomain, connecting, open_device
+from aioverbs._core import engine
+from aioverbs.server import Server
+from tests.connections.serving import asked, served
+from tests.manager.held import Helpers
+from tests.pace import patience
+from tests.waiting import until
+
+pytestmark = pytest.mark.once
+
+
+@contextlib.asynccontextmanager
+async def held_up(
+    device: Device, monkeypatch: pytest.MonkeyPatch, end: str, handshake_timeout_s: float = 20.0
+) -> AsyncIterator[tuple[Server, ResourceDomain]]:
+    """A server, and the domain of a client; the verb takes its time at one end."""
+    async with (
+        open_device(device.name) as another,
+        device.resource_domain() as domain,
+        another.resource_domain() as near,
+        served(domain, transport="tcp", handshake_timeout_s=handshake_timeout_s) as server,
+    ):
+        slow = (another if end == "client" else device).handle
+
+        def may_block(context: engine.Context) -> bool:
+            return context is slow
+
+        monkeypatch.setattr(connecting, "_may_block", may_block)
+        yield server, near
+
+
+def parts(domain: ResourceDomain) -> set[str]:
+    """What connections on it are made of."""
+    return {life.kind for life in domain._life.subtree()} & {"Connection", "QueuePair"}
+
+
+async def test_connect_says_in_time_what_it_waited_for(
+    device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with held_up(device, monkeypatch, "client") as (server, near):
+        with pytest.raises(TimeoutError, match="s: the device still looks for the peer's neighbour"):
+            await asked(server, near, transport="tcp", timeout_s=patience(0.5))
+        assert len(helpers.waiting) == 1
+        assert parts(near) == {"Connection", "QueuePair"}
+        helpers.release()
+        await until(lambda: not parts(near))
+
+
+async def test_a_cancellation_does_not_wait(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it where its domain is closed at once, which waits, and warns of nothing."""
+    async with held_up(device, monkeypatch, "client") as (server, near):
+        asking = asyncio.create_task(_ask(server, near))
+        await until(lambda: helpers.waiting)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        closing = asyncio.create_task(near.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        helpers.release()
+        await closing
+
+
+async def _ask(server: Server, domain: ResourceDomain) -> None:
+    await asked(server, domain, transport="tcp")
+
+
+async def test_a_server_has_its_place_for_the_next_one(
+    device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with held_up(device, monkeypatch, "server", handshake_timeout_s=patience(0.2)) as (server, near):
+        asking = asyncio.create_task(_ask(server, near))
+        await until(lambda: server.statistics().refused)
+        assert len(helpers.waiting) == 1
+        assert server.statistics().refused == (("TimeoutError", 1),)
+        assert server.statistics().handshakes == 0
+        await server.stop()
+        await asyncio.wait([asking])
+        assert asking.exception() is not None
+        helpers.release()

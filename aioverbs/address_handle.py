@@ -1,5 +1,9 @@
 """Address handles: the ways that datagrams take."""
 
+import asyncio
+from typing import Self
+
+from aioverbs import neighbours
 from aioverbs._core import engine
 from aioverbs._core.work import Way
 from aioverbs.attributes import AddressVector
@@ -30,6 +34,25 @@ class AddressHandle(Handled[engine.AddressHandle]):
         self._port = port
         self._gid_index = index
         self.pins = Pins()
+
+    async def open(self) -> Self:
+        """Make it.
+
+        On RDMA devices the kernel looks for the neighbour that it leads to, for seconds where nobody answers. A helper
+        thread calls that verb, one of those of `QueuePair.establish`; a cancellation waits for its end.
+
+        :raises ClosedResourceError: it was opened before, or its protection domain is closed.
+        :raises ValueError: the port has no GID, or no path leads there from it.
+        :raises VerbsError: the device refuses, as where it finds no neighbour.
+        """
+        if not neighbours.may_block(self._pd_handle.context):
+            return await super().open()
+        try:
+            await neighbours.in_helper(self._open_now)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        return self
 
     def _open(self) -> None:
         path = self._to

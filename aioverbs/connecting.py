@@ -3,16 +3,12 @@
 import asyncio
 import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Unpack
 
-import anyio
-from anyio.lowlevel import RunVar
-
-from aioverbs import qp_states
+from aioverbs import neighbours, qp_states
 from aioverbs._core import engine
-from aioverbs.affinity import running_loop, to_the_end, wake
+from aioverbs.affinity import running_loop
 from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.endpoint import Endpoint
 from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
@@ -28,7 +24,6 @@ from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
 __all__ = ["Connectable", "limits_for"]
 
-_HELPERS = 8  # threads of a loop in which queue pairs go to RTR
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
 
@@ -326,7 +321,7 @@ class Connectable(Eventful[engine.QueuePair]):
     async def _follow(self, plan: Iterable[tuple[QpState, Changes]], remote: Endpoint | None = None) -> None:
         """Go that way without keeping the event loop waiting."""
         for wanted, changes in plan:
-            if wanted is _RTR and _may_block(self.handle.context):
+            if wanted is _RTR and neighbours.may_block(self.handle.context):
                 await self._step_elsewhere(wanted, changes, remote)
             else:
                 self._step(wanted, changes, remote)
@@ -336,7 +331,7 @@ class Connectable(Eventful[engine.QueuePair]):
 
         A verb that is under way then ends by itself, later. Until then it `_is_held_up`.
         """
-        if not _may_block(self.handle.context):
+        if not neighbours.may_block(self.handle.context):
             await self._follow(plan, remote)
             return
         self._follows = task = running_loop().create_task(self._follow(plan, remote))
@@ -363,7 +358,7 @@ class Connectable(Eventful[engine.QueuePair]):
         before = self._broken_by()
         change = self.handle.begin_modify(wanted, **changes)
         try:
-            await _in_helper(change.run)
+            await neighbours.in_helper(change.run)
         except GeneratorExit:  # the loop was closed in the middle: who closes this ends the change
             raise
         except BaseException:  # a cancellation, or there are no threads
@@ -393,40 +388,6 @@ def _look_at(task: asyncio.Task[None]) -> None:
     """What it ended by is known: nobody need await it."""
     if not task.cancelled():
         task.exception()
-
-
-def _may_block(context: engine.Context) -> bool:
-    """Whether its verbs may wait for other machines."""
-    return not context.software
-
-
-_limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that connect")
-
-
-async def _in_helper(function: Callable[[], None]) -> None:
-    """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait.
-
-    Once it was begun a cancellation is raised after its end. What is waited for is no task: a loop that ends cancels
-    those, too.
-    """
-    try:
-        limiter = _limiter.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(_HELPERS)
-        _limiter.set(limiter)
-    async with limiter:
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-
-        def call() -> None:
-            try:
-                function()
-            finally:
-                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
-                    loop.call_soon_threadsafe(wake, over)
-
-        threading.Thread(target=call, name="aioverbs: to RTR").start()
-        await to_the_end(over)
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aioverbs import Device, connecting
+from aioverbs import Device, neighbours
 
 __all__ = ["Helpers", "SlowVerb", "helpers"]
 
@@ -45,9 +45,9 @@ class Helpers:
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
     """The software device takes its time."""
     held = Helpers()
-    in_helper = connecting._in_helper
-    monkeypatch.setattr(connecting, "_may_block", lambda _: True)
-    monkeypatch.setattr(connecting, "_in_helper", lambda run: in_helper(functools.partial(held.hold, run)))
+    in_helper = neighbours.in_helper
+    monkeypatch.setattr(neighbours, "may_block", lambda _: True)
+    monkeypatch.setattr(neighbours, "in_helper", lambda run: in_helper(functools.partial(held.hold, run)))
     yield held
     held.release()
 
@@ -59,7 +59,7 @@ class SlowVerb:
     """
 
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connecting, "_may_block", lambda _: True)
+        monkeypatch.setattr(neighbours, "may_block", lambda _: True)
         slot = ctypes.c_void_p.from_address(device.handle.table_slot("modify_qp"))
         assert slot.value is not None
         real = _MODIFY(slot.value)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from aioverbs import Device, ResourceDomain, connecting, open_device
+from aioverbs import Device, ResourceDomain, neighbours, open_device
 from aioverbs._core import engine
 from aioverbs.server import Server
 from tests.connections.serving import asked, served
@@ -33,7 +33,7 @@ async def held_up(
         def may_block(context: engine.Context) -> bool:
             return context is slow
 
-        monkeypatch.setattr(connecting, "_may_block", may_block)
+        monkeypatch.setattr(neighbours, "may_block", may_block)
         yield server, near
 
 

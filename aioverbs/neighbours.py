@@ -1,0 +1,55 @@
+"""Verbs in which the kernel looks for a peer's neighbour: they are called in threads, and the event loop goes on."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from aioverbs._core import engine
+from aioverbs.affinity import running_loop, to_the_end, wake
+
+__all__ = ["in_helper", "may_block"]
+
+_HELPERS = 8  # threads of a loop in which such verbs are called
+
+
+def may_block(context: engine.Context) -> bool:
+    """Whether its verbs may wait for other machines."""
+    return not context.software
+
+
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that look for neighbours")
+
+
+async def in_helper(function: Callable[[], object]) -> None:
+    """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait.
+
+    Once it was begun a cancellation is raised after its end. What is waited for is no task: a loop that ends cancels
+    those, too. What the function raises is raised here.
+    """
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_HELPERS)
+        _limiter.set(limiter)
+    async with limiter:
+        loop = running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        failures: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                function()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
+                    loop.call_soon_threadsafe(wake, over)
+
+        threading.Thread(target=call, name="aioverbs: looks for a neighbour").start()
+        await to_the_end(over)
+        if failures:
+            raise failures.pop()

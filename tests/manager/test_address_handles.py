@@ -1,0 +1,60 @@
+"""Address handles whose verb may wait for other machines: they are made without keeping the loop."""
+
+import asyncio
+
+import pytest
+
+from aioverbs import Device, QpType, VerbsError
+from aioverbs.life import State
+from tests.capabilities import Capability, needs
+from tests.manager.held import Helpers
+from tests.waiting import until
+
+pytestmark = pytest.mark.once
+
+
+async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.register(64) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq, qp_type=QpType.UD) as qp,
+    ):
+        qp.activate()
+        handle = domain.address_handle(qp.local_endpoint())
+        opening = asyncio.create_task(handle.open())
+        await until(lambda: helpers.waiting)
+        assert not opening.done()
+        helpers.release()
+        assert await opening is handle
+        await qp.send(region[:8], to=handle.to())
+        await handle.aclose()
+
+
+async def test_one_that_is_cancelled_is_closed(device: Device, helpers: Helpers) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
+        async with domain.queue_pair(cq, qp_type=QpType.UD) as qp:
+            handle = domain.address_handle(qp.local_endpoint())
+        opening = asyncio.create_task(handle.open())
+        await until(lambda: helpers.waiting)
+        opening.cancel()
+        await asyncio.sleep(0)
+        assert not opening.done()
+        helpers.release()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert handle.closed
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
+        async with domain.queue_pair(cq, qp_type=QpType.UD) as qp:
+            handle = domain.address_handle(qp.local_endpoint())
+        device.handle.faults.fail("create_ah", 110)
+        opening = asyncio.create_task(handle.open())
+        await until(lambda: helpers.waiting)
+        helpers.release()
+        with pytest.raises(VerbsError, match="ibv_create_ah failed: ETIMEDOUT"):
+            await opening
+        assert handle.state is State.NEW

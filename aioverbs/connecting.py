@@ -148,7 +148,7 @@ class Connectable(Eventful[engine.QueuePair]):
         """Connect it as `connect` does, without keeping the event loop waiting.
 
         On RDMA devices the kernel looks for the peer's neighbour when a queue pair goes to RTR, which takes seconds
-        where nobody answers. A helper thread calls that verb; a loop has 8 of those at most. Until it is over every
+        where nobody answers. A helper thread calls that verb; a loop has 256 of those at most. Until it is over every
         other use of the queue pair raises `BusyResourceError`, but closing it and a cancellation wait. What arrives
         meanwhile is received; receives that wait for a place, or whose messages are released, are posted after it.
 

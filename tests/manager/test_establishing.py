@@ -10,9 +10,12 @@ from aioverbs import (
     BusyResourceError,
     ClosedResourceError,
     Device,
+    QpCapabilities,
     QpState,
+    ThreadModel,
     TransitionError,
     VerbsError,
+    neighbours,
 )
 from aioverbs._core import engine
 from tests.capabilities import Capability, needs
@@ -73,7 +76,25 @@ async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helper
 
 
 @pytest.mark.once
-async def test_so_many_at_once(device: Device, helpers: Helpers) -> None:
+async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: Device, helpers: Helpers) -> None:
+    """A server has 128 peers on their way, and lets go of each after half a second, and of its verb after a second."""
+    safe = device.resource_domain(thread_model=ThreadModel.SAFE)  # helpers that are released at once overlap
+    async with safe as domain, domain.completion_queue(4096) as cq:
+        depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
+        queue_pairs = [await domain.queue_pair(cq, None, depths).open() for _ in range(256)]
+        connecting = [asyncio.create_task(qp.establish(qp.local_endpoint())) for qp in queue_pairs]
+        await until(lambda: len(helpers.waiting) == 256)
+        helpers.waiting.pop().set()
+        await until(lambda: any(task.done() for task in connecting))
+        helpers.release()
+        await asyncio.gather(*connecting)
+        for qp in queue_pairs:
+            await qp.aclose()
+
+
+@pytest.mark.once
+async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_HELPERS", 8)
     async with device.resource_domain() as domain, domain.completion_queue(1024) as cq:
         queue_pairs = [await domain.queue_pair(cq).open() for _ in range(12)]
         all_of_them = asyncio.gather(*(qp.establish(qp.local_endpoint(), ACCESS) for qp in queue_pairs))

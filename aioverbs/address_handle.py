@@ -48,7 +48,7 @@ class AddressHandle(Handled[engine.AddressHandle]):
         if not neighbours.may_block(self._pd_handle.context):
             return await super().open()
         try:
-            await neighbours.in_helper(self._open_now)
+            await neighbours.in_helper("ibv_create_ah", self._open_now)
         except asyncio.CancelledError:
             await self.aclose()
             raise

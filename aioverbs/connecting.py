@@ -358,7 +358,7 @@ class Connectable(Eventful[engine.QueuePair]):
         before = self._broken_by()
         change = self.handle.begin_modify(wanted, **changes)
         try:
-            await neighbours.in_helper(change.run)
+            await neighbours.in_helper("ibv_modify_qp", change.run)
         except GeneratorExit:  # the loop was closed in the middle: who closes this ends the change
             raise
         except BaseException:  # a cancellation, or there are no threads

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from anyio.lowlevel import RunVar
 
 from aioverbs._core import engine
 from aioverbs.affinity import running_loop, to_the_end, wake
+from aioverbs.errors import VerbsError
 
 __all__ = ["in_helper", "may_block"]
 
@@ -27,11 +29,14 @@ def may_block(context: engine.Context) -> bool:
 _limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that look for neighbours")
 
 
-async def in_helper(function: Callable[[], object]) -> None:
+async def in_helper(verb: str, function: Callable[[], object]) -> None:
     """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait.
 
     Once it was begun a cancellation is raised after its end. What is waited for is no task: a loop that ends cancels
     those, too. What the function raises is raised here.
+
+    :param verb: what it calls.
+    :raises VerbsError: with EAGAIN: the process can have no more threads; nothing was called.
     """
     try:
         limiter = _limiter.get()
@@ -52,7 +57,10 @@ async def in_helper(function: Callable[[], object]) -> None:
                 with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
                     loop.call_soon_threadsafe(wake, over)
 
-        threading.Thread(target=call, name="aioverbs: looks for a neighbour").start()
+        try:
+            threading.Thread(target=call, name="aioverbs: looks for a neighbour").start()
+        except RuntimeError as error:  # at a limit of processes, such as `ulimit -u` or a container's
+            raise VerbsError(verb, errno.EAGAIN, f"no thread could be started for it: {error}") from error
         await to_the_end(over)
         if failures:
             raise failures.pop()

@@ -3,7 +3,8 @@
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ class Helpers:
         self.waiting: list[threading.Event] = []
         self._lock = threading.Lock()
 
-    def hold(self, run: Callable[[], None]) -> None:
+    def hold(self, run: Callable[[], object]) -> None:
         if self.after:
             run()
         go_on = threading.Event()
@@ -47,7 +48,11 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
     held = Helpers()
     in_helper = neighbours.in_helper
     monkeypatch.setattr(neighbours, "may_block", lambda _: True)
-    monkeypatch.setattr(neighbours, "in_helper", lambda run: in_helper(functools.partial(held.hold, run)))
+
+    def hold(verb: str, run: Callable[[], object]) -> Coroutine[Any, Any, None]:
+        return in_helper(verb, functools.partial(held.hold, run))
+
+    monkeypatch.setattr(neighbours, "in_helper", hold)
     yield held
     held.release()
 

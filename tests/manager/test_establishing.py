@@ -1,7 +1,9 @@
 """Queue pairs that are connected without keeping their loop, where the verb may wait for other machines."""
 
 import asyncio
+import errno
 import gc
+import threading
 
 import pytest
 
@@ -126,6 +128,30 @@ async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None
         qp.connect(qp.local_endpoint(), ACCESS)
         with pytest.raises(TransitionError):
             await qp.establish(qp.local_endpoint(), ACCESS)
+
+
+class NoMoreThreads(threading.Thread):
+    """One that the process may not have."""
+
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.once
+async def test_no_thread_can_be_started(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading, "Thread", NoMoreThreads)
+            with pytest.raises(
+                VerbsError, match=r"ibv_modify_qp failed: EAGAIN .*: no thread could be started"
+            ) as caught:
+                await qp.establish(qp.local_endpoint())
+        assert caught.value.errno == errno.EAGAIN
+        assert qp.query().qp_state is QpState.INIT
+        establishing = asyncio.create_task(qp.establish(qp.local_endpoint()))
+        await until(lambda: helpers.waiting)
+        helpers.release()
+        await establishing
 
 
 @pytest.mark.once

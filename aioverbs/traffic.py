@@ -457,7 +457,10 @@ class Traffic:
         buffer.view[: len(data)] = data
         sent = self.qp.send(buffer.memory[: len(data)])
         self._buffers.sent(buffer, sent)
-        await sent
+        try:
+            await sent
+        except WorkCompletionError as error:
+            raise self._lost(error) from error
 
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """A message of the user's; when this returns it is on its way, and `data` may be changed."""

@@ -1,5 +1,6 @@
 """Peers that are looked for by rdma_cm, with a stand-in for it, and found or not."""
 
+import dataclasses
 import errno
 import socket
 from collections.abc import Callable, Coroutine
@@ -9,7 +10,18 @@ from unittest import mock
 import anyio
 import pytest
 
-from aioverbs import Device, HandshakeError, UnreachableError, connect, establishing, ports
+from aioverbs import (
+    Backoff,
+    BrokenResourceError,
+    Device,
+    HandshakeError,
+    UnreachableError,
+    WorkCompletionError,
+    connect,
+    establishing,
+    ports,
+    reconnecting,
+)
 from aioverbs._core import engine
 from aioverbs.cm_line import CmLine
 from aioverbs.establishing import Transport
@@ -62,6 +74,36 @@ async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypat
     assert caught.value.reason == Reason.TEMPORARY
     identifier.aclose.assert_awaited_once()
     channel.leave.assert_awaited_once()
+
+
+class DeadLine(CmLine):
+    """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
+
+    def __init__(self) -> None:
+        super().__init__(mock.AsyncMock(), mock.AsyncMock())
+
+    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+        self._traffic = traffic
+        nobody = dataclasses.replace(traffic.qp.local_endpoint(), qp_num=0x777)
+        traffic.qp.connect(nobody, timeout=1, retry_cnt=1)
+
+    def unwatch(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("transport", ["rdmacm", "auto"])
+async def test_a_link_that_goes_down_in_the_handshake_is_tried_again(
+    device: Device, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    resolve = mock.AsyncMock(side_effect=lambda *_: DeadLine())
+    monkeypatch.setattr(establishing, "resolve", resolve)
+    twice = Backoff(0.001, 0.001, attempts=2)
+    async with device.resource_domain() as domain:
+        again = reconnecting(HOST, 1, domain=domain, transport=transport, settings=SMALL, backoff=twice)
+        with pytest.raises(BrokenResourceError, match=r"is broken: .* RETRY_EXC_ERR") as caught:
+            await anext(again)
+        assert isinstance(caught.value.__cause__, WorkCompletionError)
+    assert resolve.await_count == 2
 
 
 class SilentLine(CmLine):

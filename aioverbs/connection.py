@@ -47,21 +47,9 @@ __all__ = ["Connection", "Line"]
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 )  # of a peer; what it reaches of memory its keys say
-# Error numbers of connecting a queue pair that another attempt may not meet: the path to the peer, or a shortage.
-_MAY_PASS = {
-    errno.EADDRNOTAVAIL,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.EINTR,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ENOBUFS,
-    errno.ENODEV,  # the network interface of a GID is down
-    errno.ENOMEM,
-    errno.ETIMEDOUT,
-}
+# Error numbers of connecting a queue pair that any other attempt would meet, too; all else may pass: the path to the
+# peer, a shortage, a device that is being removed and comes back.
+_STAYS = {errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _LINGER_S = 0.02  # completions may be behind the news that the peer is gone
 
 Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
@@ -299,7 +287,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             await qp._follow_in_time(qp._way_to(peer.endpoint, None, repetitions), peer.endpoint)
         except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, BrokenResourceError) or (
-                isinstance(error, VerbsError) and error.errno in _MAY_PASS
+                isinstance(error, VerbsError) and error.errno not in _STAYS
             )
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
 

@@ -261,7 +261,10 @@ async def test_what_waiting_does_not_mend(device: Device) -> None:
 
 @pytest.mark.once
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENODEV])
+@pytest.mark.parametrize(
+    "number",
+    [errno.ETIMEDOUT, errno.ENETUNREACH, errno.ENODEV, errno.EMFILE, errno.EIO, errno.ECONNRESET, errno.EADDRINUSE],
+)
 @pytest.mark.parametrize("end", ["near", "far"])
 async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
     device: Device, caplog: pytest.LogCaptureFixture, end: str, number: int
@@ -289,7 +292,7 @@ async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
 
 @pytest.mark.once
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
 async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, number: int) -> None:
     async with (
         open_device("soft0") as other,

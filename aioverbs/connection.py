@@ -18,6 +18,7 @@ from aioverbs.cm_line import CmLine
 from aioverbs.completion import CompletionQueue
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
+from aioverbs.endpoint import Endpoint
 from aioverbs.errors import (
     BrokenResourceError,
     ClosedResourceError,
@@ -256,12 +257,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             capabilities |= Capabilities.ATOMICS
         if has_windows(context):
             capabilities |= Capabilities.WINDOWS
-        try:
-            endpoint = qp.local_endpoint()
-        except ValueError as error:  # a port without a GID, which goes and comes with its address
-            raise HandshakeError(Reason.TEMPORARY, str(error)) from error
         return Offer(
-            endpoint,
+            self._endpoint(qp),
             settings.buffer_size,
             settings.receive_depth,
             settings.max_message,
@@ -269,6 +266,12 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             atomics,
             context.name,
         )
+
+    def _endpoint(self, qp: QueuePair) -> Endpoint:
+        try:
+            return qp.local_endpoint()
+        except ValueError as error:  # a port without a GID, which goes and comes with its address
+            raise HandshakeError(Reason.TEMPORARY, str(error)) from error
 
     async def _agree(self, peer: Offer, line: "Line", early: int) -> None:
         """Connect the queue pair with the peer's, where it is not yet; from then on messages may come.
@@ -281,14 +284,18 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._traffic.begin(peer.depth, peer.buffer_size, peer.max_message, early if by_manager else 0)
         if by_manager:
             return
+        qp = self._traffic.qp
         try:
-            qp = self._traffic.qp
-            repetitions = self._settings.repetitions(software=qp.handle.context.software)
-            await qp._follow_in_time(qp._way_to(peer.endpoint, None, repetitions), peer.endpoint)
+            here = self._endpoint(qp)
+            attributes = self._settings.repetitions(software=qp.handle.context.software)
+            attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
+            await qp._follow_in_time(qp._way_to(peer.endpoint, None, attributes), peer.endpoint)
         except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, BrokenResourceError) or (
                 isinstance(error, VerbsError) and error.errno not in _STAYS
             )
+            if not may_pass:
+                self._endpoint(qp)  # a GID may have gone before the kernel looked at it, which then says EINVAL
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
 
     @property

@@ -15,7 +15,9 @@ from aioverbs import (
     ClosedResourceError,
     Connection,
     Device,
+    Endpoint,
     HandshakeError,
+    QueuePair,
     WorkerPool,
     connect,
     open_device,
@@ -330,6 +332,42 @@ async def test_reconnecting_waits_for_the_address_of_a_port(
             assert await connection.receive() == b"hello"
     (text,) = (message for message in caplog.messages if message.startswith("connecting to "))
     assert "has no GID" in text
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("end", ["near", "far"])
+@pytest.mark.parametrize("in_the_verb", [False, True])
+async def test_reconnecting_waits_for_a_gid_that_left_after_the_offer(
+    device: Device, monkeypatch: pytest.MonkeyPatch, end: str, in_the_verb: bool
+) -> None:
+    """Of the kernel's answer, EINVAL, that alone does not tell."""
+    local_endpoint, looks = QueuePair.local_endpoint, [0]
+    async with (
+        open_device("soft0") as other,
+        device.resource_domain() as domain,
+        other.resource_domain() as far_domain,
+        served(far_domain) as server,
+        contextlib.aclosing(
+            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
+        ) as again,
+    ):
+        at = device if end == "near" else other
+
+        def without_a_gid_once(qp: QueuePair) -> Endpoint:
+            if qp.handle.context is at.handle:
+                looks[0] += 1
+                if looks[0] == (3 if in_the_verb else 2):  # the first is for the offer
+                    raise ValueError("port 1 has no GID at index 1")
+            return local_endpoint(qp)
+
+        monkeypatch.setattr(QueuePair, "local_endpoint", without_a_gid_once)
+        if in_the_verb:
+            at.faults.fail("modify_qp", errno.EINVAL, first=2)
+        connection = await anext(again)
+        await connection.send(b"hello")
+        assert await connection.receive() == b"hello"
+        assert server.statistics().refused == (("TEMPORARY", 1),)
 
 
 async def test_the_last_one_is_closed(device: Device) -> None:

@@ -98,7 +98,7 @@ class _End:
     def begin(self, line: Line) -> None:
         """The handshake is over."""
         self.line = line
-        line.watch(self._lost)
+        line.watch(self.lost)
         if self._tick_s is not None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -117,13 +117,14 @@ class _End:
         self._seen = done
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
-    def _lost(self, error: Exception) -> None:
+    def lost(self, error: Exception) -> None:
+        """The peer or the device is gone."""
         # What it sent last may be there already, or just about to be.
         assert self.traffic is not None
         if self.traffic.closed:
             return
         if not self.traffic.look():
-            self._loop.call_soon(self._lost, error)
+            self._loop.call_soon(self.lost, error)
         elif self.traffic.ended:
             self._gone(error)
         else:
@@ -297,6 +298,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             if not may_pass:
                 self._endpoint(qp)  # a GID may have gone before the kernel looked at it, which then says EINVAL
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
+
+    def _watch(self, line: Line) -> None:
+        """The queue pair is about to be connected: who waits there is to know why the peer, or the device, is gone."""
+        assert self._end is not None
+        line.watch(self._end.lost)
 
     @property
     def _is_held_up(self) -> bool:

@@ -106,6 +106,7 @@ def _leave(connection: Connection) -> None:
 async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> None:
     # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
     await connection._prepare()
+    connection._watch(line)
     assert connection._traffic is not None
     attributes = connection.settings.repetitions(software=False)
     if initiator:

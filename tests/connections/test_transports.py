@@ -14,7 +14,9 @@ from aioverbs import (
     Backoff,
     BrokenResourceError,
     Device,
+    DeviceRemovedError,
     HandshakeError,
+    QueuePair,
     UnreachableError,
     WorkCompletionError,
     connect,
@@ -76,19 +78,24 @@ async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypat
     channel.leave.assert_awaited_once()
 
 
-class DeadLine(CmLine):
-    """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
+class StandIn(CmLine):
+    """A way that was found to a peer."""
 
     def __init__(self) -> None:
         super().__init__(mock.AsyncMock(), mock.AsyncMock())
+        self.when_lost: Callable[[Exception], object] | None = None
+
+    def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
+        self.when_lost = when_lost
+
+
+class DeadLine(StandIn):
+    """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
 
     async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
         self._traffic = traffic
         nobody = dataclasses.replace(traffic.qp.local_endpoint(), qp_num=0x777)
         traffic.qp.connect(nobody, timeout=1, retry_cnt=1)
-
-    def unwatch(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("transport", ["rdmacm", "auto"])
@@ -106,11 +113,56 @@ async def test_a_link_that_goes_down_in_the_handshake_is_tried_again(
     assert resolve.await_count == 2
 
 
-class SilentLine(CmLine):
-    """A way that was found to a peer that does not answer."""
+class LostLine(StandIn):
+    """A peer whose queue pair takes what comes, while its process dies, or the device is taken away.
 
-    def __init__(self) -> None:
-        super().__init__(mock.AsyncMock(), mock.AsyncMock())
+    :param peer: its queue pair.
+    """
+
+    def __init__(self, peer: QueuePair, error: Exception) -> None:
+        super().__init__()
+        self._peer, self._error = peer, error
+
+    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+        self._traffic = traffic
+        traffic.qp.connect(self._peer.local_endpoint(), **attributes)
+        self._peer.connect(traffic.qp.local_endpoint())
+
+    async def send(self, data: bytes) -> None:
+        await super().send(data)
+        assert self.when_lost is not None
+        self.when_lost(self._error)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "why"),
+    [
+        (BrokenResourceError("the peer disconnected"), BrokenResourceError, "the peer is gone: the peer disconnected"),
+        (DeviceRemovedError("the device was removed"), DeviceRemovedError, "the device was removed"),
+    ],
+    ids=["peer", "device"],
+)
+async def test_whoever_goes_in_the_handshake_is_named(
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], why: str
+) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(1024) as region,
+        domain.queue_pair(cq) as peer,
+    ):
+        peer.to_init()
+        receiving = peer.receive(region[:])
+        monkeypatch.setattr(establishing, "resolve", mock.AsyncMock(return_value=LostLine(peer, error)))
+        with pytest.raises(raised, match=f"is broken: {why}$") as caught:
+            await connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
+        assert type(caught.value) is raised
+        assert caught.value.__cause__ is error
+        await receiving
+
+
+class SilentLine(StandIn):
+    """A peer that does not answer."""
 
     async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
         await anyio.sleep_forever()

@@ -13,7 +13,7 @@ import anyio
 from aioverbs._core import engine
 from aioverbs._core.work import Completer
 from aioverbs.affinity import Affinity, run_on_owner, to_the_end
-from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, VerbsError
+from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, DeviceRemovedError, VerbsError
 from aioverbs.events import Eventful, EventPump
 from aioverbs.limits import check_completion_queue
 from aioverbs.resource import Resource, ResourceStatistics
@@ -142,10 +142,13 @@ class _Watch:
             self._loop.call_soon(self._broken, element)
             return
         except VerbsError as error:
-            self._completer.broke(error)
-            return
-        what = "the device was lost (DEVICE_FATAL)" if element is None else "it has lost completions (CQ_ERR)"
-        self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, what))
+            if element is not None:
+                self._completer.broke(error)
+                return
+        if element is None:
+            self._completer.broke(DeviceRemovedError("the device was lost (DEVICE_FATAL)"))
+        else:
+            self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, "it has lost completions (CQ_ERR)"))
 
     async def stop(self) -> None:
         """Let go of the loop, and acknowledge what it was woken by."""

@@ -291,7 +291,7 @@ class BrokenResourceError(anyio.BrokenResourceError):
 
 
 class DeviceRemovedError(BrokenResourceError):
-    """The device of a connection was taken away: close what was made from it."""
+    """The device was taken away: close what was made from it."""
 
 
 class BusyResourceError(anyio.BusyResourceError):

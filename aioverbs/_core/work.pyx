@@ -36,6 +36,7 @@ from aioverbs.errors import (
     BusyResourceError,
     ClosedResourceError,
     ConcurrentAccessError,
+    DeviceRemovedError,
     LenderClosedError,
     StateError,
     VerbsError,
@@ -193,7 +194,16 @@ cdef list _of_all = []                  # whose section it is that those enter w
 cdef PyObject *_section_of_all = <PyObject *>_of_all
 Py_INCREF(_of_all)                      # it outlives this module's variables, which go before the last finalizers run
 
+cdef object _broken(str text, object cause):
+    # The error that says so; whoever catches it is to know a device that is gone from what may be made again on it.
+    kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
+    broken = kind(text)
+    broken.__cause__ = cause
+    return broken
+
+
 # One extension, since these use each other's insides; a file per idea.
+
 include "work_memory.pxi"
 include "work_operation.pxi"
 include "work_queue.pxi"

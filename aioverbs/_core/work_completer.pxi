@@ -446,9 +446,7 @@ cdef class Completer:
 
     def broken_by(self):
         """The error for who asks something of it."""
-        broken = BrokenResourceError(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}")
-        broken.__cause__ = self.error
-        return broken
+        return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}", self.error)
 
     @property
     def watched(self):

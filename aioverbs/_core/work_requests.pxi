@@ -326,9 +326,7 @@ cdef class Requests:
 
     cdef object _unknown(self):
         # What became of requests when it was reset.
-        error = BrokenResourceError(f"{self.handle!r} was reset, by {self.broken}: whether this was done is not known")
-        error.__cause__ = self.broken
-        return error
+        return _broken(f"{self.handle!r} was reset, by {self.broken}: whether this was done is not known", self.broken)
 
     def recovered(self):
         """It was reset: it is as new."""
@@ -371,11 +369,8 @@ cdef class Requests:
 
     cdef object _broken_by(self):
         state = QpState(self.handle._state).name
-        broken = BrokenResourceError(
-            f"{self.handle!r} is in state {state}, by: {self.broken or 'somebody moved it there'}"
-        )
-        broken.__cause__ = self.broken
-        return broken
+        cause = self.broken
+        return _broken(f"{self.handle!r} is in state {state}, by: {cause or 'somebody moved it there'}", cause)
 
     def errored(self):
         """It was moved to ERR: who awaits messages is told where no receive is that would be flushed."""

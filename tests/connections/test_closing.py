@@ -18,11 +18,13 @@ from aioverbs import (
     Connection,
     ConnectionSettings,
     Device,
+    DeviceRemovedError,
     ThreadModel,
     connect,
     listen,
     open_device,
 )
+from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
 from tests.pace import fewer, patience
@@ -446,3 +448,27 @@ async def test_open_and_close_again_and_again(device: Device) -> None:
                 if number > 2:
                     seen.add((len(domain._life.children), len(domain.base._life.children)))
         assert len(seen) == 1
+
+
+@pytest.mark.once
+@needs(Capability.FAULT_PLAN)
+async def test_a_device_that_is_lost_is_named_as_one_that_is_removed(device: Device) -> None:
+    async with (
+        open_device("soft0") as other,
+        device.resource_domain() as domain,
+        other.resource_domain() as far_domain,
+        listen(HOST, domain=far_domain, settings=SMALL) as listener,
+    ):
+        near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+        far = await listener.accept()
+        receiving = asyncio.create_task(far.receive())
+        await asyncio.sleep(0)
+        other.faults.lose_device()
+        for asked in (receiving, far.send(b"more")):
+            with pytest.raises(DeviceRemovedError, match="DEVICE_FATAL"):
+                await asked
+        with pytest.raises(BrokenResourceError) as caught:  # here is only known that the peer is gone
+            await near.receive()
+        assert not isinstance(caught.value, DeviceRemovedError)
+        await near.abort()
+        await far.abort()

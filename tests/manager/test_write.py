@@ -15,6 +15,7 @@ from aioverbs import (
     AffinityError,
     BrokenResourceError,
     ClosedResourceError,
+    DeviceRemovedError,
     EventType,
     MemoryRegion,
     ParentDomain,
@@ -248,9 +249,9 @@ async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel)
         await asyncio.sleep(0.01)
         other.handle.faults.lose_device()
         results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), patience(10))
-        assert [type(result) for result in results] == [BrokenResourceError] * 3
+        assert [type(result) for result in results] == [DeviceRemovedError] * 3
         assert "DEVICE_FATAL" in str(results[0])
-        with pytest.raises(BrokenResourceError, match="DEVICE_FATAL"):
+        with pytest.raises(DeviceRemovedError, match="DEVICE_FATAL"):
             await pair.write(b"more")
         events = other.events()
         assert (await anext(events)).event_type is EventType.DEVICE_FATAL, "whoever asks hears of it still"

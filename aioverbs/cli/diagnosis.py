@@ -350,11 +350,12 @@ def _gid(device: Device, port: Port) -> Finding:
         return _error(
             "no-gid", device.name, f"port {port.number} has no GID, by which peers reach it", command, hint=hint
         )
-    if device.soft_roce and not port.ipv6:
+    # The kernel asks IPv6 where a peer of RoCE v2 is; of RoCE v1 it reads that in the GID.
+    if not port.ipv6 and any(gid.kind == "RoCE v2" for gid in port.gids):
         return _error(
             "no-ip-gid",
             device.name,
-            f"port {port.number} has GIDs of no IP address, only of its link: soft-RoCE sends from these by IPv6, which"
+            f"port {port.number} has GIDs of no IP address, only of its link: peers are found from these by IPv6, which"
             f" is off on {interface}",
             command,
             hint=hint,

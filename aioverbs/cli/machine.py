@@ -62,14 +62,12 @@ class Device:
 
     :param node: the file by which programs reach it; None where the kernel offers none.
     :param refused: the error number of opening that; 0 where it can be opened.
-    :param soft_roce: whether it is a link of soft-RoCE.
     """
 
     name: str
     node: str | None
     refused: int
     ports: tuple[Port, ...]
-    soft_roce: bool
 
 
 @dataclass(frozen=True)
@@ -278,7 +276,7 @@ def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
         numbers = sorted(map(int, _names(folder / name / "ports")))
         ports = tuple(_port(root, folder / name, number) for number in numbers)
         path = f"/{node.relative_to(root)}" if node is not None else None
-        yield Device(name, path, refused, ports, (folder / name / _PARENT).exists())
+        yield Device(name, path, refused, ports)
 
 
 def _port(root: Path, device: Path, number: int) -> Port:

@@ -252,15 +252,17 @@ def test_what_registering_beyond_the_limit_fails_with(tree: Tree, limit: int, sa
     assert the_finding(diagnose(tree.look())).message.endswith(f"registering {says}")
 
 
-@pytest.mark.parametrize(("soft_roce", "severity"), [(True, Severity.ERROR), (False, Severity.WARNING)])
-def test_link_local_gids_without_ipv6(tree: Tree, soft_roce: bool, severity: Severity) -> None:
-    """Soft-RoCE sends by the host's IPv6; NICs make their packets themselves."""
-    tree.device(gids={0: LINK_LOCAL}, ipv6=False, soft_roce=soft_roce)
+@pytest.mark.parametrize("name", ["rxe0", "mlx5_0"])
+@pytest.mark.parametrize("gid_type", ["RoCE v2", "IB/RoCE v1"])
+def test_link_local_gids_without_ipv6(tree: Tree, name: str, gid_type: str) -> None:
+    """The kernel finds the peers of RoCE v2 by the host's IPv6, whatever device makes the packets."""
+    tree.device(name, gids={0: LINK_LOCAL}, ipv6=False, gid_type=gid_type)
     diagnosis = diagnose(tree.look())
     finding = the_finding(diagnosis)
-    assert (finding.code, finding.severity) == ("no-ip-gid", severity)
-    assert ("off on eth0" in finding.message) == soft_roce
-    assert (diagnosis.unusable if soft_roce else diagnosis.usable) == ("rxe0",)
+    by_ip = gid_type == "RoCE v2"
+    assert (finding.code, finding.severity) == ("no-ip-gid", Severity.ERROR if by_ip else Severity.WARNING)
+    assert ("off on eth0" in finding.message) == by_ip
+    assert (diagnosis.unusable if by_ip else diagnosis.usable) == (name,)
 
 
 def test_a_kernel_without_ipv6(tree: Tree) -> None:

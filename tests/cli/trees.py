@@ -46,7 +46,7 @@ class Tree:
         netdev: str = "eth0",
         uverbs: str = "uverbs0",
         trial: Trial = GOOD,
-        soft_roce: bool = True,
+        gid_type: str = "RoCE v2",
         ipv6: bool = True,
     ) -> None:
         """Add an RDMA device, one that can be used where nothing else is said."""
@@ -56,13 +56,12 @@ class Tree:
         self.write(f"{port}/link_layer", link_layer)
         for index in range(3):
             self.write(f"{port}/gids/{index}", gids.get(index, ":".join(["0000"] * 8)))
-            self.write(f"{port}/gid_attrs/types/{index}", "RoCE v2" if index in gids else "")
+            self.write(f"{port}/gid_attrs/types/{index}", gid_type if index in gids else "")
             self.write(f"{port}/gid_attrs/ndevs/{index}", netdev if index in gids else "")
         if link_layer == "Ethernet":
             self.write(f"sys/class/net/{netdev}/operstate", "up")
             self.write(f"proc/sys/net/ipv6/conf/{netdev}/disable_ipv6", "0" if ipv6 else "1")
-            if soft_roce:
-                self.write(f"sys/class/infiniband/{name}/parent", netdev)
+            self.write(f"sys/class/infiniband/{name}/parent", netdev)
         self.write(f"sys/class/infiniband_verbs/{uverbs}/ibdev", name)
         self.write(f"dev/infiniband/{uverbs}")
         self.write("dev/infiniband/rdma_cm")

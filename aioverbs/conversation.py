@@ -47,6 +47,8 @@ class Stage(enum.Enum):
     NEW = "new"
     RESOLVED = "resolved"
     REQUESTED = "asked for by a peer"
+    REJECTED = "rejected"
+    """By the peer that was asked: the kernel's identifier is used up, and another one may ask again."""
     CONNECTED = "connected"
     DISCONNECTING = "disconnecting"
     ENDED = "ended"
@@ -185,7 +187,9 @@ class Conversation:
             async with limit:
                 yield
         except BaseException as error:
-            self._end(Stage.FAILED, error if isinstance(error, Exception) else None)
+            is_rejected = isinstance(error, ConnectionRejectedError) and self.stage is Stage.RESOLVED
+            stage = Stage.REJECTED if is_rejected else Stage.FAILED
+            self._end(stage, error if isinstance(error, Exception) else None)
             if isinstance(error, TimeoutError) and limit.expired():
                 raise TimeoutError(f"{what}: {self._awaits} within {timeout_s} s") from None
             raise
@@ -194,7 +198,7 @@ class Conversation:
             self._take_what_nobody_awaits()
 
     def check(self, what: str, needed: Stage) -> None:
-        """See that it is at a stage, and that nothing else is under way.
+        """See that it is at a stage, and that nothing else is under way. One that was rejected may begin anew.
 
         :raises StateError: it is at another one.
         :raises BrokenResourceError: it failed.
@@ -202,9 +206,9 @@ class Conversation:
         """
         if self._busy:
             raise BusyResourceError(f"{what}: another call is under way on this identifier")
-        if self.stage is needed:
+        if self.stage is needed or (self.stage is Stage.REJECTED and needed in (Stage.NEW, Stage.RESOLVED)):
             return
-        if self._failure is not None:
+        if self._failure is not None and self.stage is not Stage.REJECTED:
             raise BrokenResourceError(f"{what}: it failed before, close it: {self._failure}") from self._failure
         raise StateError(f"{what}: it is {self.stage.value}, and is to be {needed.value} for that")
 

@@ -76,9 +76,13 @@ class Identifier(Handled[core.Identifier]):
     it with no other use than to be closed; the queue pair is then in INIT, where that is as far as it came, else in
     ERR: at once, or when a verb is over that a thread calls for it, as for `QueuePair.establish`; that is not awaited.
     When the peer disconnects or the device is removed the queue pair goes to ERR, so that who waits there is told.
+
+    Where the peer rejects the connection, the queue pair is in INIT, and `connect` may be called again, which finds
+    the way there anew, or `resolve` before it.
     """
 
     _conversation: Conversation | None = None
+    _way: tuple[Address, Address | None] | None = None  # whom it was resolved to, and from where
 
     def __init__(self, channel: EventChannel, request: core.Event | None = None) -> None:
         super().__init__(channel)
@@ -124,6 +128,29 @@ class Identifier(Handled[core.Identifier]):
         self.owner.check(self, verb)
         return conversation
 
+    def _anew(self, conversation: Conversation) -> Conversation:
+        """One that may begin: the same, or where that was rejected another one, with an identifier of its own.
+
+        :raises VerbsError: there cannot be another one; nothing was done.
+        """
+        if conversation.stage is not Stage.REJECTED:
+            return conversation
+        life, handle, used_up = self._life, core.Identifier(self._channel.handle), self.handle
+        try:
+            used_up.destroy()
+        except BaseException:
+            handle.destroy()
+            raise
+        conversation.destroy()
+        life.detach(conversation)
+        life.detach(used_up)
+        self._handle = handle
+        life.attach(handle)
+        self._conversation = Conversation(handle, self._channel.dispatcher, life.bell())
+        life.attach(self._conversation)
+        life.drain = self._conversation.drain
+        return self._conversation
+
     # ---- What is known
 
     @property
@@ -168,15 +195,21 @@ class Identifier(Handled[core.Identifier]):
         :raises OSError: the name has no address.
         """
         conversation = self._use("rdma_resolve_addr")
+        conversation.check("resolve", Stage.NEW)
+        conversation = self._anew(conversation)
         async with conversation.step("resolve", Stage.NEW, timeout_s):
             address = await look_up(host, port)
             own = await look_up(source, 0) if source is not None else None
-            await self._resolve_address(conversation, address, own)
-            with _as_unreachable():
-                self.handle.resolve_route(_LONGEST_MS)
-            await conversation.hear(CmEventType.ROUTE_RESOLVED, "rdma_resolve_route")
-            conversation.stage = Stage.RESOLVED
+            await self._find_way(conversation, address, own)
+        self._way = address, own
         self._life.label = f"with {written(self.peer_address)}"
+
+    async def _find_way(self, conversation: Conversation, address: Address, own: Address | None) -> None:
+        await self._resolve_address(conversation, address, own)
+        with _as_unreachable():
+            self.handle.resolve_route(_LONGEST_MS)
+        await conversation.hear(CmEventType.ROUTE_RESOLVED, "rdma_resolve_route")
+        conversation.stage = Stage.RESOLVED
 
     async def _resolve_address(self, conversation: Conversation, address: Address, own: Address | None) -> None:
         # A neighbour may answer before the kernel has begun to wait for that, as over a veth interface. Then it looks
@@ -209,14 +242,20 @@ class Identifier(Handled[core.Identifier]):
         :param attributes: instead of what the connection managers agree on, as ``timeout``, ``retry_cnt``,
             ``rnr_retry`` (both 6 at most without it), ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``.
         :returns: what the peer said with its answer, filled up with zeros; it is `private_data` from then on.
-        :raises ConnectionRejectedError: the peer refused; nobody listens there; or its program said so.
+        :raises ConnectionRejectedError: the peer refused; nobody listens there; or its program said so. This may be
+            called again.
         :raises UnreachableError: its connection manager does not answer.
         :raises TimeoutError: nor did it within `timeout_s`.
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
         conversation, data = self._ready("connect", Stage.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
         limits = limits_for(qp, self.handle.port_num)
-        async with conversation.step("connect", Stage.RESOLVED, timeout_s):
+        conversation = self._anew(conversation)
+        async with conversation.step("connect", conversation.stage, timeout_s):
+            if conversation.stage is Stage.NEW:
+                assert self._way is not None
+                await self._find_way(conversation, *self._way)
+                conversation.check_device(qp)
             conversation.to_init(qp, access)
             self.handle.connect(
                 qp_num=qp.qp_num,
@@ -307,7 +346,7 @@ class Identifier(Handled[core.Identifier]):
 
     def _over(self, verb: str) -> Conversation:
         conversation = self._use(verb)
-        if conversation.stage in (Stage.NEW, Stage.RESOLVED, Stage.REQUESTED):
+        if conversation.stage in (Stage.NEW, Stage.RESOLVED, Stage.REQUESTED, Stage.REJECTED):
             raise StateError(f"{self!r} is not connected")
         return conversation
 

@@ -146,7 +146,12 @@ async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
     with pytest.raises(ConnectionRejectedError) as caught:
         await task
     assert caught.value.private_data == b"busy"
-    with pytest.raises(BrokenResourceError, match="connect: it failed before, close it: the peer refused"):
+    for what, stage in (("resolve", Stage.NEW), ("connect", Stage.RESOLVED)):  # another identifier may ask again
+        conversation.check(what, stage)
+    with pytest.raises(StateError, match="accept: it is rejected, and is to be asked for by a peer"):
+        conversation.check("accept", Stage.REQUESTED)
+    conversation.heard(event(CmEventType.DEVICE_REMOVAL))
+    with pytest.raises(BrokenResourceError, match=r"connect: it failed before, close it: .*device was removed"):
         conversation.check("connect", Stage.RESOLVED)
 
 

@@ -204,7 +204,7 @@ async def test_both_leave_at_once(channel: Channel, listener: Listener, ends: En
 
 
 async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: Ends) -> None:
-    near, _ = ends
+    near, far = ends
     async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
         connecting = asyncio.create_task(asking.connect(qp))
         async with await anext(listener) as asked:
@@ -216,9 +216,24 @@ async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: E
         assert caught.value.reason == REFUSED
         assert caught.value.private_data[:10] == b"not today\0"
         assert qp.query().qp_state is QpState.INIT
-        with pytest.raises(BrokenResourceError, match="it failed before"):
-            await asking.connect(qp)
-        async with resolved(channel, near, listener) as again:  # the queue pair is good for another try
+        with pytest.raises(StateError, match="is not connected"):
+            await asking.disconnect()
+        for resolves in (False, True):  # it is good for another try, and so is the queue pair
+            if resolves:
+                await asking.resolve(*listener.address[:2], source=near.address)
+            connecting = asyncio.create_task(asking.connect(qp))
+            await (await anext(listener)).aclose()
+            with pytest.raises(ConnectionRejectedError):
+                await connecting
+        async with far.queue_pair() as far_qp:
+            connecting = asyncio.create_task(asking.connect(qp))
+            async with await anext(listener) as asked:
+                await asked.accept(far_qp)
+                await connecting
+                assert asking.connected
+                await asking.disconnect()
+        qp.to_reset()
+        async with resolved(channel, near, listener) as again:
             connecting = asyncio.create_task(again.connect(qp))
             await (await anext(listener)).aclose()  # unanswered
             with pytest.raises(ConnectionRejectedError):

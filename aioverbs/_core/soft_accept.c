@@ -40,7 +40,11 @@ void soft_tcp_options(int fd)
  * Where somebody waits and no handshake ends, the oldest one gives way that has had SOFT_PATIENCE_NS, one that has said
  * nothing at all before one whose HELLO came. Whether he who waits will answer cannot be known before he has a place.
  * So peers that are silent hold honest ones up for SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of them that came
- * before, and keep none out; and a handshake that goes on is never given up, unless it takes as long as that. */
+ * before, and keep none out; and a handshake that goes on is never given up, unless it takes as long as that.
+ *
+ * Who waits in a backlog has SOMAXCONN before him at most, and silent ones that come again are behind him: his turn
+ * comes within the SOFT_CONNECT_NS that he waits. */
+_Static_assert(SOMAXCONN / SOFT_MAX_HANDSHAKES < SOFT_CONNECT_NS / SOFT_PATIENCE_NS, "");
 
 static bool is_unfinished(enum soft_stage stage)
 {
@@ -95,7 +99,8 @@ static bool goes_first(const struct soft_stream *one, const struct soft_stream *
 
 bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
 {
-    uint64_t latest = soft_now_ns() + SOFT_HANDSHAKE_NS - SOFT_PATIENCE_NS;
+    uint64_t all = kind == SOFT_OUTGOING ? SOFT_CONNECT_NS : SOFT_HANDSHAKE_NS;
+    uint64_t latest = soft_now_ns() + all - SOFT_PATIENCE_NS;
     struct soft_stream *stream, *first = NULL;
 
     assert_held(&fabric->progress);

@@ -62,7 +62,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
 
     assert_held(&stream->fabric->progress);
     stream->is_unix = is_unix;
-    stream->deadline = now + SOFT_HANDSHAKE_NS;
+    stream->deadline = now + (stream->is_link ? SOFT_CONNECT_NS : SOFT_HANDSHAKE_NS);
     stream->in_begin = stream->in_end = 0;
     stream->refusal = NULL;
     stream->rights = SOFT_RIGHTS_COME;

@@ -26,8 +26,13 @@
 /* So a link costs 320 KiB at most and a served stream 544 KiB, of which the kernel gives pages when they are used first:
  * a few, where messages are small. */
 _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
-#define SOFT_SOCKET_ROOM (1 << 19) /* that a Unix socket is asked to have; the system gives what it allows */
-#define SOFT_HANDSHAKE_NS 2000000000u
+#define SOFT_SOCKET_ROOM (1 << 19)    /* that a Unix socket is asked to have; the system gives what it allows */
+#define SOFT_HANDSHAKE_NS 2000000000u /* of a peer that is served, from when it is accepted */
+/* The same of a link, which may wait in its peer's backlog first, behind as many silent ones as that holds: one that
+ * gave up before they are worked off would begin again behind those that came meanwhile, for ever. That takes
+ * SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of SOMAXCONN, 8 s, and longer where the peer's `ulimit -n`, or those
+ * that are connected to it, leave it fewer places. */
+#define SOFT_CONNECT_NS 30000000000ull
 #define SOFT_PATIENCE_NS 500000000u /* that a handshake has for itself, however many others wait for its place */
 #define SOFT_MAX_HANDSHAKES 256u    /* of each kind of streams at a time, like the next one */
 #define SOFT_MAX_SERVED 4096u       /* and no more than a quarter of the descriptors that the process may have */

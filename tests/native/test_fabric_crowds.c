@@ -3,6 +3,7 @@
 #include "support_fabric.h"
 
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -51,6 +52,50 @@ static void silent_peers_keep_nobody_out(void)
         close(fds[i]);
     }
     close(fd);
+    close_both();
+}
+
+static void raise_limit(struct rlimit *limit)
+{
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, limit), 0);
+    limit->rlim_cur = limit->rlim_max;
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, limit), 0);
+}
+
+/* Whoever gave way comes again, behind those that wait: so many that the others take longer than a handshake may. */
+static void silent_peers_that_come_again_keep_nobody_out(void)
+{
+    static struct pollfd silent[6 * SOFT_MAX_HANDSHAKES];
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    struct sender sender;
+    struct rlimit limit;
+    unsigned int i;
+
+    raise_limit(&limit);
+    REQUIRE(limit.rlim_cur > COUNT_OF(silent) + SOFT_MAX_HANDSHAKES + 50);
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    for (i = 0; i < COUNT_OF(silent); i++)
+        silent[i] = (struct pollfd){raw_connect(b), POLLIN, 0};
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_SEND, 1, 8);
+    while (!atomic_load(&a->responses) && now_ns() < end) {
+        CHECK(poll(silent, COUNT_OF(silent), 10) >= 0);
+        for (i = 0; i < COUNT_OF(silent); i++)
+            if (silent[i].revents) {
+                close(silent[i].fd);
+                silent[i].fd = raw_connect(b);
+            }
+        if (atomic_load(&sender.error) == EHOSTUNREACH)
+            sender_want(&sender, IBV_WR_SEND, 0, 8); /* another attempt */
+    }
+    CHECK_EQ(a->responses, 1);
+    CHECK_EQ(stats_of(b).accepted, 1);
+    sender_close(&sender);
+    for (i = 0; i < COUNT_OF(silent); i++)
+        close(silent[i].fd);
     close_both();
 }
 
@@ -157,9 +202,7 @@ static unsigned int allowed_pairs(unsigned int most)
 {
     struct rlimit limit;
 
-    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
-    limit.rlim_cur = limit.rlim_max;
-    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    raise_limit(&limit);
     return limit.rlim_cur < 4 * most ? (unsigned int)limit.rlim_cur / 4 : most; /* that are served */
 }
 
@@ -247,6 +290,6 @@ static void idle_peers_leave_descriptors(void)
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(silent_peers_keep_nobody_out), CASE(silent_peers_of_the_network),
-                CASE(silent_peers_that_are_looked_for), CASE(honest_peers_wait_and_all_get_in),
-                CASE(idle_peers_leave_descriptors))
+CHECK_MAIN_ONCE(CASE(silent_peers_keep_nobody_out), CASE(silent_peers_that_come_again_keep_nobody_out),
+                CASE(silent_peers_of_the_network), CASE(silent_peers_that_are_looked_for),
+                CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors))

@@ -144,15 +144,20 @@ static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_ki
 
 /* Whether one more stream of this kind may be served, for which somebody waits. Where there are as many as may be, one
  * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS; its peer connects again when it has
- * something to send. One that a queue pair is connected to has as much time again before it is asked about anew. */
+ * something to send. One that a queue pair is connected to has as much time again before it is asked about anew. Where
+ * they have all places, who waits does so for as long as they stay, which is said once. */
 static bool make_room(struct soft_fabric *fabric, enum soft_kind kind)
 {
+    static const char crowded[] =
+        "connected peers have all places, a quarter of `ulimit -n` (4096 at most): raise that limit";
     uint64_t now = soft_now_ns();
     struct soft_stream *stream;
     unsigned int asked;
 
-    if (fabric->streams_of[kind] < most_served())
+    if (fabric->streams_of[kind] < most_served()) {
+        fabric->is_crowded[kind] = false;
         return true;
+    }
     for (asked = 0; asked < ASKED && (stream = find_overdue(fabric, kind, now)); asked++) {
         struct grace_reader *grace = grace_enter();
         bool expected = stream->stage == SOFT_OPEN && fabric->user->expects(stream);
@@ -163,6 +168,10 @@ static bool make_room(struct soft_fabric *fabric, enum soft_kind kind)
             return true;
         }
         stream->deadline = now + SOFT_HANDSHAKE_NS;
+    }
+    if (asked && !fabric->is_crowded[kind]) {
+        fabric->is_crowded[kind] = true;
+        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, crowded);
     }
     return false;
 }

@@ -175,6 +175,7 @@ struct soft_fabric {
     uint32_t streams_of[SOFT_KINDS], handshakes_of[SOFT_KINDS];
     atomic_ullong sweep_at;         /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
     bool rests[SOFT_OUTGOING];      /* nobody is accepted there: until the next sweep, or until a place is free */
+    bool is_crowded[SOFT_OUTGOING]; /* it was said that one waits there for which no other one gives way */
     uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
     struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
     uint64_t event_count;

@@ -319,7 +319,8 @@ cdef class FaultPlan:
     def lose_device(self):
         """Take the device away from this context, for good: ``DEVICE_FATAL``.
 
-        Verbs answer EIO from here on, but for those that destroy, or take what is there; nothing completes.
+        Verbs answer EIO from here on, but for those that destroy, or take what is there; nothing completes. A peer that
+        is just at memory of what was under way is waited for, 2 s at most.
         """
         cdef int error
         self.context._enter()

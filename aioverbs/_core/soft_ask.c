@@ -856,15 +856,15 @@ static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
     return false;
 }
 
-/* Take back the leases of a queue pair that uses the region, in a grace section. False: its peer is just at some of that
- * memory; `last`: it is waited for no longer. It sends nothing more before the peer has left, so who asks again and
- * again has nothing new to wait for. */
-static bool leave(struct soft_qp *qp, const struct soft_mr *mr, bool last)
+/* Take back the leases of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
+ * section. False: its peer is just at some of that memory; `last`: it is waited for no longer. It sends nothing more
+ * before the peer has left, so who asks again and again has nothing new to wait for. */
+static bool leave(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
 {
     bool left = true, kick = false;
 
     soft_lock_take(&qp->sq_lock);
-    if (qp->out.moving_count && uses(qp, mr)) {
+    if (qp->out.moving_count && (context ? qp->context == context : uses(qp, mr))) {
         left = stop_moving_all(qp);
         if (!left && last) {
             soft_lease_give_up(qp->link);
@@ -879,7 +879,7 @@ static bool leave(struct soft_qp *qp, const struct soft_mr *mr, bool last)
     return left;
 }
 
-void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
+static void wait_left(struct soft_device *device, const struct soft_context *context, const struct soft_mr *mr)
 {
     uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
     bool left = !atomic_load(&device->moving), last = false;
@@ -892,7 +892,7 @@ void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
             struct grace_reader *grace = grace_enter(); /* one at a time: others wait for grace periods */
             struct soft_qp *qp = soft_table_find(&device->qps, number);
 
-            if (qp && !leave(qp, mr, last))
+            if (qp && !leave(qp, context, mr, last))
                 left = false;
             grace_leave(grace);
         }
@@ -900,6 +900,16 @@ void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
             nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
         last = soft_now_ns() >= end;
     }
+}
+
+void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
+{
+    wait_left(device, NULL, mr);
+}
+
+void soft_ask_end(const struct soft_context *context)
+{
+    wait_left(context->device, context, NULL);
 }
 
 /* ---- Datagrams --------------------------------------------------------------------------------------------- */

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "soft.h"
 #include "soft_descriptors.h"
+#include "soft_execute.h"
 #include "soft_settings.h"
 
 #include <stdlib.h>
@@ -280,13 +281,18 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
 int soft_lose(struct ibv_context *ibv_context)
 {
     struct soft_context *context = to_soft_context(ibv_context);
+    bool is_first;
 
     if (soft_stale(context))
         return ENODEV;
-    if (!(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST))
-        soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
+    if (!grace_ready())
+        return ENOMEM;
+    is_first = !(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST);
     grace_wait(); /* what was being executed is */
     soft_licence_recall_all(context->device);
+    soft_ask_end(context);
+    if (is_first) /* whoever hears of it uses the memory for other things */
+        soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
     return 0;
 }
 

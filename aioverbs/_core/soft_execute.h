@@ -81,6 +81,9 @@ void soft_ask_no_more(struct soft_qp *qp);
  * it fails when it is repeated. Waits as soft_ask_settle does, in the same place: once for all queue pairs. */
 void soft_ask_without(struct soft_device *device, const struct soft_mr *mr);
 
+/* The context is lost, so its queue pairs send nothing: no peer moves bytes for them from here on. Waits likewise. */
+void soft_ask_end(const struct soft_context *context);
+
 /* An answer came by a link. False: no honest peer gives it. */
 bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
 

@@ -4,6 +4,7 @@ Only what it was asked waits for it, and that not for ever.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import mmap
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from aioverbs import Device, Endpoint, MemoryRegion, Mtu, QueuePair, RemoteRegion, WcStatus
+from aioverbs import BrokenResourceError, Device, Endpoint, MemoryRegion, Mtu, QueuePair, RemoteRegion, WcStatus
 from aioverbs._core.work import Operation
 from aioverbs.peers import Peer
 from tests.data_path.ends import ACCESS, PEERS
@@ -33,9 +34,10 @@ engine = pytest.mark.parametrize("device", ["direct-engine"], indirect=True)
 FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # as soft_frame.h has it
 HELLO, PROOF, PROBE_AT, NONCE_AT, NONCE = 112, 40, 48, 72, 32  # as protocol.md has it
 DIRECT_HELLO, DIRECT_FRAME = 2, 8
-LEASES, OPEN, BUSY = 4096, 1, 2
+LEASES, FREE, OPEN, BUSY = 4096, 0, 1, 2
 PART = 65536
 COUNT = 4
+REMOTE = RemoteRegion(0, COUNT * PART, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,11 @@ class Keeper:
             assert each.direct
             struct.pack_into("<Q", self.page, 8 * each.lease, state << 32 | each.serial)
 
+    def look(self, asked: Asked) -> int:
+        """What state the lease is in."""
+        (word,) = struct.unpack_from("<Q", self.page, 8 * asked.lease)
+        return int(word >> 32)
+
     def close(self) -> None:
         for each in (self.listener, self.stream):
             each.close()
@@ -137,6 +144,15 @@ class Held:
         return not any(write.ended for write in self.writes)
 
 
+async def ask(peer: Keeper, qp: QueuePair, region: MemoryRegion) -> tuple[list[Operation[None]], list[Asked]]:
+    """Connect a queue pair to the peer, and have it write: what is under way, and what the peer was asked."""
+    qp.connect(peer.endpoint, PEERS, timeout=0)  # nothing is sent again, however long somebody stands still
+    parts = [slice(n * PART, (n + 1) * PART) for n in range(COUNT)]
+    writes = [qp.write(region[part], REMOTE[part]) for part in parts]
+    await asyncio.to_thread(peer.accept)
+    return writes, await asyncio.to_thread(peer.hear, COUNT)
+
+
 @pytest_asyncio.fixture
 async def held(device: Device, short_path: Path) -> AsyncIterator[Held]:
     async with (
@@ -144,18 +160,10 @@ async def held(device: Device, short_path: Path) -> AsyncIterator[Held]:
         here.pair.domain.register(COUNT * PART, ACCESS) as region,
         here.pair.domain.queue_pair(here.pair.cq) as qp,
     ):
-        peer = Keeper(short_path / "near")
-        qp.connect(peer.endpoint, PEERS, timeout=0)  # nothing is sent again, however long somebody stands still
-        remote = RemoteRegion(0, COUNT * PART, 1)
-        parts = [slice(n * PART, (n + 1) * PART) for n in range(COUNT)]
-        writes = [qp.write(region[part], remote[part]) for part in parts]
-        await asyncio.to_thread(peer.accept)
-        asked = await asyncio.to_thread(peer.hear, COUNT)
-        peer.mark(BUSY, asked)
-        try:
-            yield Held(here, peer, qp, region, remote, writes, asked)
-        finally:
-            peer.close()
+        with contextlib.closing(Keeper(short_path / "near")) as peer:
+            writes, asked = await ask(peer, qp, region)
+            peer.mark(BUSY, asked)
+            yield Held(here, peer, qp, region, REMOTE, writes, asked)
 
 
 @inline
@@ -203,3 +211,23 @@ async def test_who_does_not_leave_loses_the_link(held: Held) -> None:
         await held.say(asked.done())
         assert await outcomes([write]) == [WcStatus.SUCCESS]
         assert held.link().why_not_direct == "the peer kept memory that was taken back"
+
+
+@inline
+async def test_a_lost_device_takes_the_memory_back_first(device: Device, short_path: Path) -> None:
+    """The peer was about to move data, as one that was stopped: what was under way is the user's memory again."""
+    async with (
+        device.resource_domain() as domain,
+        domain.register(COUNT * PART, ACCESS) as region,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as qp,
+    ):
+        with contextlib.closing(Keeper(short_path / "near")) as peer:
+            writes, asked = await ask(peer, qp, region)
+            assert [peer.look(each) for each in asked] == [OPEN] * COUNT
+            device.handle.faults.lose_device()
+            for write in writes:
+                with pytest.raises(BrokenResourceError, match="DEVICE_FATAL"):
+                    await write
+            assert len(region.pins) == 0
+            assert [peer.look(each) for each in asked] == [FREE] * COUNT

@@ -155,7 +155,20 @@ static void destroy(struct scene *scene)
     CHECK_EQ(moving(scene), 0);
 }
 
-static void (*const verbs[])(struct scene *) = {deregister, reset, destroy};
+/* Who hears of it uses the memory for other things. */
+static void lose(struct scene *scene)
+{
+    CHECK_EQ(soft_lose(scene->home.context), 0);
+    CHECK_EQ(moving(scene), 0);
+    CHECK(is_readable(scene->home.context->async_fd));
+}
+
+static bool is_lost(const struct scene *scene)
+{
+    return atomic_load(&to_soft_context(scene->home.context)->special) & SOFT_SPECIAL_LOST;
+}
+
+static void (*const verbs[])(struct scene *) = {deregister, reset, destroy, lose};
 
 /* Whether it was found out that the peer is at the memory of that queue pair, by a lease. */
 static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *lease)
@@ -194,9 +207,10 @@ static void play(void *argument)
     EVENTUALLY(is_waited_for(scene, 0, &lease));
     CHECK(soft_fabric_get_streams(device_of(scene), NULL, 0) > 0);
     mr = soft_verbs.reg_mr(scene->home.base, other, sizeof(other), IBV_ACCESS_LOCAL_WRITE);
-    CHECK(mr != NULL);
+    CHECK_EQ(mr != NULL, !is_lost(scene));
     if (mr)
         CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    CHECK(!is_readable(scene->home.context->async_fd));
     CHECK(!atomic_load(&scene->is_over));
     mark(scene, BUSY, OPEN);
 }
@@ -220,7 +234,7 @@ static void memory_is_taken_back_when_the_peer_has_left(void)
 /* It is waited for once, however many leases, queue pairs and verbs there are, and has none after that. */
 static void a_peer_that_does_not_leave_is_waited_for_once(void)
 {
-    static void (*const some[])(struct scene *) = {deregister, destroy};
+    static void (*const some[])(struct scene *) = {deregister, destroy, lose};
     unsigned int verb;
 
     for (verb = 0; verb < sizeof(some) / sizeof(some[0]); verb++) {

@@ -146,7 +146,7 @@ class _Watch:
                 self._completer.broke(error)
                 return
         if element is None:
-            self._completer.broke(DeviceRemovedError("the device was lost (DEVICE_FATAL)"))
+            self._completer.broke(DeviceRemovedError("the device was lost (DEVICE_FATAL)"), gone=True)
         else:
             self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, "it has lost completions (CQ_ERR)"))
 

@@ -61,6 +61,7 @@ cdef class Completer:
     cdef set receivers                  # shared receive queues of its own, for XRC, until they are destroyed
     cdef object turn                    # the bound method
     cdef readonly object error          # that it broke by
+    cdef bint gone                      # the device is, as DEVICE_FATAL told
     cdef readonly uint64_t completions
     cdef readonly uint64_t late         # completions of what is not there any more
     cdef readonly uint64_t wakeups
@@ -410,25 +411,29 @@ cdef class Completer:
         finally:
             section_leave(&within)
 
-    def broke(self, error):
+    def broke(self, error, bint gone=False):
         """Nothing completes here any more, by this error: whoever waits is told.
 
         First the queue pairs that complete here are reset. Until then the device has the use of what they have under
         way, which stays pinned: a peer's next message would go to memory that is somebody else's by then.
+
+        :param gone: so is the device (DEVICE_FATAL), which does nothing any more; it may be told after another error.
         """
         cdef section within
         section_enter(&within, self._section())
         try:
-            self._break(error)
+            self._break(error, gone)
         finally:
             section_leave(&within)
 
-    cdef int _break(self, object error) except -1:
+    cdef int _break(self, object error, bint gone) except -1:
         cdef Operation operation
         cdef uint32_t index
-        if self.error is not None:
+        if self.error is not None and (self.gone or not gone):
             return 0
-        self.error = error
+        self.gone = gone
+        if self.error is None:
+            self.error = error
         for requests in tuple(self.users):
             (<Requests>requests)._deafen(self)
         try:

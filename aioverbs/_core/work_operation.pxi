@@ -201,6 +201,14 @@ cdef class Operation:
             pins += self.extra.pins
         return pins
 
+    cdef list _take_pins(self):
+        # They are given back by whoever takes them.
+        cdef list pins = self._all_pins()
+        self.pins = None
+        if self.extra is not None:
+            self.extra.pins = None
+        return pins
+
     # ---- Awaiting
 
     # Whoever finds the phase FRESH, with the GIL or in the section, takes it. While it is BEGINNING Python code runs,

@@ -87,9 +87,6 @@ cdef class WorkQueue:
                 self.completer.receivers.discard(self)
             self._abandon(status, error)
             self._end_inboxes(StopAsyncIteration())
-            if self.unended is not None:
-                unended, self.unended = self.unended, None
-                _discard_runs(unended, self.receives)
         finally:
             section_leave(&within)
 
@@ -762,29 +759,46 @@ cdef class WorkQueue:
             operation = <Operation>self.slots.at[index].work
             if operation.queue is self:
                 self._give_up(operation, status, error)
+        if self.unended is not None:
+            unended, self.unended = self.unended, None
+            _discard_runs(unended, self.receives)
         return 0
 
+    cdef int _abandon_unended(self, object error) except -1:
+        # Whoever waits is told. The device may still write to the memory, which stays pinned until `_abandon`.
+        cdef Operation operation
+        cdef uint32_t index
+        for index in range(self.slots.size):
+            if self.slots.at[index].work != NULL:
+                operation = <Operation>self.slots.at[index].work
+                if operation.queue is self:
+                    self._give_up_unended(operation, error)
+        return self._end_inboxes(error)
+
     cdef int _end_if_deaf(self) except -1:
-        # Of a shared receive queue: whoever waits is told where nothing completes any more. Until the last queue pair
-        # that took from it is reset, the device has the use of its memory.
+        # Of a shared receive queue: whoever waits is told where nothing completes any more, when all queue pairs that
+        # took from it are reset. As long as one is there that cannot be, the device has the use of its memory.
+        cdef bint in_use = False
         if not self._is_deaf():
             return 0
         for completer in self.completers:
             for requests in (<Completer>completer).users:
                 if (<Requests>requests).deaf is not None and (<Requests>requests).shared is self:
-                    return 0
+                    if (<Requests>requests).torn:
+                        return 0            # it is to be reset
+                    in_use = True
         error = (<Completer>self.completers[0]).broken_by()
+        if in_use:
+            return self._abandon_unended(error)
         self._abandon(SUCCESS, error)
         return self._end_inboxes(error)
 
     cdef int _give_up_unended(self, Operation operation, object error) except -1:
-        # Of a shared receive queue for XRC, which queue pairs of other processes may take from as long as it is there:
-        # its memory stays pinned until then.
+        # As of a shared receive queue for XRC, which queue pairs of other processes may take from as long as it is
+        # there: its memory stays pinned until then.
         if self.unended is None:
             self.unended = []
-        for run in operation._all_pins():
-            (<_Run>run).pins._add((<_Run>run).count, (<_Run>run).count)
-            self.unended.append(run)
+        self.unended += operation._take_pins()
         self._refuse_waiting(SUCCESS, error)
         return self._give_up(operation, SUCCESS, error)
 

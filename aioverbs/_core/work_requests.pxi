@@ -84,6 +84,7 @@ cdef class Requests:
     cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
     cdef bint spoiled                   # what arrived could not be taken in: it is to be moved to ERR
     cdef object deaf                    # by what its completions are lost, as long as it is not reset; else None
+    cdef bint gone                      # its device is: no other error of a verb is proof of that
     cdef WorkQueue shared               # the shared receive queue that it takes from; None: it has its own, or none
 
     def __init__(
@@ -226,6 +227,7 @@ cdef class Requests:
             self._set_cause(error)
         self.torn = True
         self.deaf = error
+        self.gone = self.gone or completer.gone
         for queue in self.queues():
             if (<WorkQueue>queue).completer is completer:
                 (<WorkQueue>queue)._refuse_waiting(SUCCESS, error)
@@ -270,10 +272,13 @@ cdef class Requests:
             self.torn, self.spoiled = forgets, ends
             return self._settle_at_owner()
         except VerbsError as error:
-            if self.deaf is None or error.errno not in (EIO, ENODEV):
-                _log.error("%r cannot be moved (%s): what is under way ends when it is closed", self.handle, error)
-                return 0
-            # The device is gone, and does nothing any more.
+            if not self.gone or error.errno not in (EIO, ENODEV):
+                _log.error(
+                    "%r cannot be moved (%s): memory that it has the use of stays pinned until it is closed",
+                    self.handle, error
+                )
+                return self._end_unmoved()
+            # The device does nothing any more.
         if forgets:
             by, self.deaf = self.deaf or self._unknown(), None
             self._abandon(by)
@@ -281,6 +286,15 @@ cdef class Requests:
                 self.receive_queue._end_inboxes(by)
             if self.shared is not None:
                 self.shared._end_if_deaf()
+        return 0
+
+    cdef int _end_unmoved(self) except -1:
+        # What completes is lost, and it cannot be reset.
+        for queue in self.queues():
+            if (<WorkQueue>queue).completer.error is not None:
+                (<WorkQueue>queue)._abandon_unended(self.deaf)
+        if self.shared is not None:
+            self.shared._end_if_deaf()
         return 0
 
     cdef bint _may_hold_receives(self) noexcept:

@@ -1,6 +1,9 @@
 """A completion queue that breaks: whoever waits is told, when the device writes to the memory no more."""
 
+import asyncio
 import contextlib
+import errno
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,6 +14,7 @@ from aioverbs import (
     CompletionQueue,
     Device,
     QpState,
+    QueuePair,
     WorkCompletionError,
     WorkerPool,
 )
@@ -53,6 +57,78 @@ async def test_a_receive(device: Device) -> None:
         with pytest.raises(WorkCompletionError, match="RETRY_EXC_ERR"):
             await far.send(source)
         assert bytes(buffer) == OTHERS
+
+
+@contextlib.asynccontextmanager
+async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, BufferPool]]:
+    """A queue pair in RTS that completes nothing any more, and has the pool's only buffer."""
+    async with (
+        device.resource_domain() as domain,
+        domain.buffer_pool(SIZE, 1) as pool,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as other,
+        domain.queue_pair(cq, receive_depth=4, receive_size=SIZE) as near,
+        domain.queue_pair(other) as far,
+    ):
+        near.connect(far.local_endpoint())
+        far.connect(near.local_endpoint())
+        async with pool.lease() as first:
+            receive = asyncio.ensure_future(near.receive(first))
+            await asyncio.sleep(0)  # it is waited for
+            device.handle.faults.fail("modify_qp", number, times=1)
+            device.handle.faults.break_completion_queue(cq.handle)
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await receive
+        with pytest.raises(BrokenResourceError):
+            await anext(near.messages())
+        yield near, pool
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENODEV, errno.ENOMEM], ids=errno.errorcode.get)
+@needs(Capability.FAULT_PLAN)
+async def test_memory_of_a_queue_pair_that_cannot_be_reset(device: Device, number: int) -> None:
+    """It has the use of the memory until it is closed, whatever error the verb gave."""
+    async with stuck(device, number) as (near, pool):
+        assert near.query().qp_state is QpState.RTS
+        assert pool.statistics().under_dma == 1
+        await near.aclose()
+        assert pool.statistics().under_dma == 0
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Device) -> None:
+    async with stuck(device, errno.EIO) as (near, pool):
+        assert pool.statistics().under_dma == 1
+        device.handle.faults.lose_device()
+        await until(lambda: pool.statistics().under_dma == 0)
+        assert not near.closed
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_receives_of_a_shared_receive_queue_whose_queue_pair_cannot_be_reset(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.buffer_pool(SIZE, 1) as pool,
+        domain.completion_queue(64) as one,
+        domain.completion_queue(64) as another,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(one, srq=srq) as at_one,
+        domain.queue_pair(another, srq=srq) as at_another,
+    ):
+        at_one.connect(at_another.local_endpoint())
+        at_another.connect(at_one.local_endpoint())
+        async with pool.lease() as first:
+            receive = asyncio.ensure_future(srq.receive(first))
+            await asyncio.sleep(0)  # it is waited for
+            device.handle.faults.fail("modify_qp", errno.EIO, times=1)
+            device.handle.faults.break_completion_queue(one.handle)
+            device.handle.faults.break_completion_queue(another.handle)
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await receive
+        assert {at_one.query().qp_state, at_another.query().qp_state} == {QpState.RTS, QpState.RESET}
+        assert pool.statistics().under_dma == 1
+        await (at_one if at_one.query().qp_state is QpState.RTS else at_another).aclose()
+        assert pool.statistics().under_dma == 0
 
 
 @needs(Capability.FAULT_PLAN)

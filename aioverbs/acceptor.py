@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 
+from aioverbs import forks
 from aioverbs.affinity import Affinity, ready, running_loop, to_the_end
 from aioverbs.answering import Terms
 from aioverbs.cm_line import CmLine, SharedChannel
@@ -143,6 +144,7 @@ class Acceptor:
         self._terms = terms
         self._arrived = arrived
         self._sockets: list[socket.socket] = []
+        self._bound: list[Address] = []  # their addresses, which the child of a fork cannot ask them for
         self._tasks: dict[asyncio.Task[None], Arrival] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._acceptors: list[asyncio.Task[None]] = []
@@ -194,8 +196,8 @@ class Acceptor:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
         )
         for family, _, _, _, address in dict.fromkeys(found):
-            if port == 0 and self._sockets:  # the others are to have the same
-                address = (address[0], self._sockets[0].getsockname()[1], *address[2:])
+            if port == 0 and self._bound:  # the others are to have the same
+                address = (address[0], self._bound[0][1], *address[2:])
             self._listen(family, address, backlog)
         for sock in self._sockets:
             self._acceptors.append(self._loop.create_task(self._accept(sock)))
@@ -208,17 +210,19 @@ class Acceptor:
                 return
             raise
         self._sockets.append(sock)
+        forks.keep_from_children(sock)  # or peers could connect to one when this process has ended
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(backlog)
+        self._bound.append(sock.getsockname())
 
     @property
     def addresses(self) -> list[Address]:
         """Where it listens."""
-        found: list[Address] = [sock.getsockname() for sock in self._sockets]
+        found = list(self._bound)
         if not found and self._manager is not None:
             found.append(self._manager[1].address)
         return found
@@ -259,6 +263,7 @@ class Acceptor:
             except BlockingIOError:
                 await ready(listening)
             else:
+                forks.keep_from_children(sock)
                 return sock, address
         # This is a child's copy of the loop, and who knocks is the parent's: until that loop ends, and cancels this.
         never: asyncio.Future[tuple[socket.socket, Address]] = running_loop().create_future()
@@ -423,6 +428,7 @@ class Acceptor:
 
     def _close_sockets(self) -> None:
         sockets, self._sockets = self._sockets, []
+        self._bound.clear()
         for sock in sockets:
             sock.close()
 

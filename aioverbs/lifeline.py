@@ -21,7 +21,8 @@ __all__ = ["Lifeline", "adopt", "dial"]
 class Lifeline(asyncio.Protocol):
     """One end of a TCP connection, with TLS or without.
 
-    Whoever dies, even by a signal that leaves no time for anything, has it closed by the kernel.
+    Whoever dies, even by a signal that leaves no time for anything, has it closed by the kernel, whatever children it
+    has: they do not get it.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,12 @@ class Lifeline(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It begins."""
         self._transport = cast(asyncio.Transport, transport)
+        forks.keep_from_children(self)
+
+    def fileno(self) -> int:
+        """Return the number of its descriptor; -1 where it is closed."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return sock.fileno() if sock is not None and not self._ended.done() else -1
 
     def data_received(self, data: bytes) -> None:
         """The peer said something."""

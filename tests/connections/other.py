@@ -4,6 +4,8 @@ It writes its port to its standard output, and ends when its standard input does
 """
 
 import asyncio
+import os
+import signal
 import sys
 
 import anyio
@@ -25,6 +27,16 @@ async def handle(connection: Connection) -> None:
                 async with await connection.grant(region, access):
                     while await connection.receive() == b"look":
                         await connection.send(bytes(region.buffer[:64]))
+        case b"fork":
+            child = os.fork()
+            if not child:  # it lives until it is told, or forgotten
+                os.close(0)
+                os.close(1)
+                signal.alarm(60)
+                while True:
+                    signal.pause()
+            await connection.send(str(child).encode())
+            await anyio.sleep_forever()
         case b"silent":
             await anyio.sleep_forever()
         case what:

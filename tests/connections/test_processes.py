@@ -130,6 +130,23 @@ async def test_killed(device: Device, busy: bool) -> None:
             await connection.send(b"x")
 
 
+async def test_killed_while_a_child_of_it_lives(device: Device) -> None:
+    """The child has none of its connections: their peers hear of its end as ever, and nobody listens at its port."""
+    async with other(device) as there, talking(device, there, b"fork") as (connection, domain):
+        child = int(await connection.receive())
+        try:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await there.kill()
+            with pytest.raises(BrokenResourceError):
+                await connection.receive()
+            assert loop.time() - began < patience(2)
+            with pytest.raises(ConnectionRefusedError):
+                await connect(HOST, there.port, domain=domain, settings=SETTINGS)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 async def _until_broken(connection: Connection) -> None:
     while True:
         await connection.receive()

@@ -122,13 +122,15 @@ def is_large(length: int) -> bool:
 
 
 async def open_beside_the_loop(resource: Resource) -> None:
-    """Open what takes long in a thread, so that the loop goes on meanwhile."""
+    """Open what takes long in a thread, so that the loop goes on meanwhile. Where that fails it is left as it was."""
     opening = running_loop().run_in_executor(None, resource._open_now)
     try:
         await to_the_end(opening)
-    except asyncio.CancelledError:
-        # The thread cannot be stopped: what it made is undone when it has made it.
-        await resource.aclose()
+    except asyncio.CancelledError as raised:
+        # The thread cannot be stopped: what it made is undone when it has made it. Where it made nothing, what is open
+        # is open by somebody else.
+        if raised.__cause__ is None:
+            await resource.aclose()
         raise
 
 

@@ -23,6 +23,7 @@ from aioverbs.placement import Key, PlacementPolicy, RoundRobin
 from aioverbs.protection_domain import InterchangeableDomain, ProtectionDomain, base_of
 from aioverbs.resource import Resource, ResourceStatistics
 from aioverbs.started import StartedCall
+from aioverbs.turns import OPENING, go_round, spend
 from aioverbs.worker import LoopFactory, Setup, Worker, WorkerSettings, current_worker, loop_factory
 
 __all__ = ["PoolStatistics", "StartedCall", "Worker", "WorkerPool", "WorkerStatistics", "current_worker"]
@@ -140,13 +141,21 @@ class WorkerPool(Resource):
         :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
         :raises VerbsError: a worker's domain could not be made.
         """
+        if turn := spend(OPENING):
+            await go_round(turn)
+        # From here to where it is open there is no await, in which another one could open it.
         if self.state is not State.NEW:
-            return await super().open()  # which says why it cannot be
+            self._open_now()  # which says why it cannot be
+        if self._is_own_pd:
+            self._pd._open_now()
+            self._pd._life.quiet = True
         try:
+            self._open_now()
+        except BaseException:
             if self._is_own_pd:
-                self._pd._open_now()
-                self._pd._life.quiet = True
-            await super().open()
+                await to_the_end(self._pd.aclose())
+            raise
+        try:
             for ready in self._crew.start():
                 await asyncio.wrap_future(ready)
         except BaseException:

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from aioverbs import ClosedResourceError, Device, connect, listen
+from aioverbs import ClosedResourceError, Device, State, WorkerPool, connect, listen
+from aioverbs.turns import OPENING, spend
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
 from tests.pace import patience
@@ -58,6 +59,39 @@ async def test_what_could_not_be_opened_can_be_tried_again(device: Device) -> No
         await first.aclose()
         async with second, connect(HOST, second.port, domain=domain, settings=SMALL), await second.accept():
             pass
+
+
+@pytest.mark.parametrize("what", ["region", "pool"])
+async def test_what_is_large_where_who_opens_it_again_is_cancelled(device: Device, what: str) -> None:
+    """It is opened in a thread, whose refusal comes after the cancellation."""
+    size = 16 << 20
+    async with (
+        device.protection_domain() as pd,
+        pd.register(size) if what == "region" else pd.buffer_pool(size, 1) as opened,
+    ):
+        again = asyncio.create_task(opened.open())
+        await asyncio.sleep(0)
+        again.cancel()
+        with pytest.raises(asyncio.CancelledError) as raised:
+            await again
+        assert AGAIN in str(raised.value.__cause__)
+        assert opened.state is State.OPEN
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of its own", "of the user's"])
+async def test_a_worker_pool_at_once(device: Device, own: bool) -> None:
+    """Where opening it gives the loop a turn, who comes second does not end what the first one opens."""
+    async with device.protection_domain() as pd:
+        pool = WorkerPool(device, 1, pd=None if own else pd)
+        while not spend(OPENING):
+            pass
+        first, second = await asyncio.gather(pool.open(), pool.open(), return_exceptions=True)
+        assert first is pool
+        assert isinstance(second, ClosedResourceError)
+        assert AGAIN in str(second)
+        assert await pool.run(int) == 0
+        await pool.aclose()
+        assert pool.pd.closed is own
 
 
 async def test_a_server(device: Device) -> None:

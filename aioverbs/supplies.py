@@ -9,6 +9,7 @@ from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
 from aioverbs.errors import AffinityError, ConcurrentAccessError
 from aioverbs.life import State
+from aioverbs.memory import is_large
 
 __all__ = ["completion_queue_for", "lease_block"]
 
@@ -28,11 +29,16 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     key = "buffers of connections", size
     pool = domain.base._common.get(key)
     if pool is None:
-        pool = domain.buffer_pool(size, max(1, min(_BLOCKS, _SLAB // size)), limit=_ANY_NUMBER)
-        pool._life.quiet = True
-        await pool.open()
-        # Somebody may have come meanwhile: then there are two, and both are closed with the domain.
-        pool = domain.base._common.setdefault(key, pool)
+        count = max(1, min(_BLOCKS, _SLAB // size))
+        made = domain.buffer_pool(size, count, limit=_ANY_NUMBER)
+        made._life.quiet = True
+        if is_large(size * count):
+            await made.open()  # meanwhile others come, and make one each
+        else:
+            made._open_now()
+        pool = domain.base._common.setdefault(key, made)
+        if pool is not made:
+            await made.aclose()
     assert isinstance(pool, BufferPool)
     return await pool.lease()
 

@@ -1,0 +1,31 @@
+"""Connections of a domain share the memory that their buffers lie in."""
+
+import asyncio
+
+import pytest
+
+from aioverbs import BufferPool, ConnectionSettings, Device
+from aioverbs.supplies import lease_block
+from aioverbs.turns import OPENING, spend
+
+pytestmark = pytest.mark.once
+
+SMALL = ConnectionSettings(buffer_size=4096)
+LARGE = ConnectionSettings(buffer_size=1 << 20)
+"""With a block that is registered beside the loop."""
+
+
+@pytest.mark.parametrize("settings", [SMALL, LARGE], ids=["small", "large"])
+async def test_those_that_are_made_at_once_have_one_pool(device: Device, settings: ConnectionSettings) -> None:
+    """Also where the loop goes round before the first of them has it."""
+    async with device.resource_domain() as domain:
+        while not spend(OPENING):
+            pass
+        blocks = await asyncio.gather(*(lease_block(domain, settings) for _ in range(4)))
+        made = [life.user() for life in domain.base._life.subtree() if life.kind == "BufferPool"]
+        assert len(made) == 1
+        (pool,) = made
+        assert isinstance(pool, BufferPool)
+        assert pool.statistics().leased == 4
+        for block in blocks:
+            block.release()

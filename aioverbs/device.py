@@ -6,13 +6,14 @@ import functools
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioverbs._core import domains as core
 from aioverbs._core import engine
-from aioverbs.affinity import ThreadModel, running_loop
+from aioverbs.affinity import ThreadModel
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import DeviceAttributes, PortAttributes
 from aioverbs.completion import MessageModel
@@ -20,7 +21,8 @@ from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.events import DeviceEvent, EventPump
 from aioverbs.gids import preferred
 from aioverbs.kernel_devices import kernel_devices
-from aioverbs.life import ResourceInfo, State, reap
+from aioverbs.life import ResourceInfo, reap
+from aioverbs.loop_domain import LoopDomain, SharedByBlocks
 from aioverbs.monitoring import start_where_wanted
 from aioverbs.peers import Peer, Refusal
 from aioverbs.ports import gid_table
@@ -177,7 +179,7 @@ class Device(Handled[engine.Context]):
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
         self._lent: PyverbsContext | None = None  # the user's own pyverbs context
-        self._loop_domains: dict[asyncio.AbstractEventLoop, tuple[ResourceDomain, list[None]]] = {}
+        self._loop_domains: dict[asyncio.AbstractEventLoop, SharedByBlocks] = {}
 
     @staticmethod
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
@@ -319,35 +321,16 @@ class Device(Handled[engine.Context]):
             require_native=require_native,
         )
 
-    @contextlib.asynccontextmanager
-    async def loop_domain(self) -> AsyncIterator[ResourceDomain]:
+    def loop_domain(self) -> AbstractAsyncContextManager[ResourceDomain, None]:
         """The one resource domain of the running loop that everybody on it may share, as long as somebody does.
 
         It is opened by whoever comes first and closed by whoever leaves last. Where a loop is closed before that, it is
         forgotten, and closed with the device.
 
+        :raises AffinityError: another loop entered the block that this one leaves; nothing was done.
         :raises RuntimeError: no asyncio event loop is running.
         """
-        loop = running_loop()
-        for other in tuple(self._loop_domains):
-            if other.is_closed():
-                self._loop_domains.pop(other, None)
-        entry = self._loop_domains.get(loop)
-        if entry is None or entry[0].state is not State.OPEN:  # somebody closed it
-            domain = self.resource_domain()
-            domain._open_now()  # without an await, which another one could come in
-            entry = self._loop_domains[loop] = domain, []
-        domain, users = entry
-        users.append(None)
-        async with contextlib.AsyncExitStack() as last:
-            try:
-                yield domain
-            finally:
-                users.pop()
-                if not users:
-                    if self._loop_domains.get(loop) is entry:
-                        del self._loop_domains[loop]
-                    last.push_async_exit(domain.__aexit__)
+        return LoopDomain(self.resource_domain, self._loop_domains)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
         """An XRC domain: see there."""

@@ -1,7 +1,7 @@
 """What is done at once leaves others their turns. Counted, not timed."""
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import pytest
 
@@ -34,13 +34,16 @@ async def test_callbacks_run_beside_endless_writes(device: Device, model: Messag
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("what", ["lease", "cache", "register", "run", "queue pair"])
+@pytest.mark.parametrize(
+    "what", ["lease", "cache", "register", "run", "queue pair", "loop domain", "loop domain, open already"]
+)
 async def test_callbacks_run_beside_what_is_endlessly_done_at_once(device: Device, what: str) -> None:
     """Above the queues, by the same budget: in registered memory, in opening, in calls that the owner makes itself."""
     async with (
         device.resource_domain() as domain,
         domain.buffer_pool(64, 4) as pool,
         domain.completion_queue(64) as cq,
+        device.loop_domain() if what == "loop domain, open already" else nullcontext(),
     ):
         memory = bytearray(64)
         kept: AbstractAsyncContextManager[object]
@@ -64,6 +67,8 @@ async def test_callbacks_run_beside_what_is_endlessly_done_at_once(device: Devic
                 kept = domain.cache.region(memory)
             elif what == "register":
                 kept = domain.register(64)
+            elif what.startswith("loop domain"):
+                kept = device.loop_domain()
             else:
                 kept = domain.queue_pair(cq)
             async with kept:

@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
@@ -268,6 +269,59 @@ async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Dev
         assert second.closed
         async with device.loop_domain() as third:
             assert third.state is State.OPEN
+
+
+async def test_the_domain_of_a_loop_is_in_one_block_of_a_kind_at_a_time(device: Device) -> None:
+    block = device.loop_domain()
+    for _ in range(2):
+        async with block as domain:
+            with pytest.raises(RuntimeError, match="for each block"):
+                await block.__aenter__()
+            assert domain.state is State.OPEN
+        assert domain.closed
+    with pytest.raises(RuntimeError, match="nothing to leave"):
+        await block.__aexit__(None, None, None)
+
+
+async def test_the_domain_of_a_loop_is_not_left_by_another_one(device: Device) -> None:
+    block = device.loop_domain()
+    async with block as domain, device.loop_domain():
+        with pytest.raises(AffinityError, match="loop_domain"):
+            await asyncio.to_thread(asyncio.run, _leave(block))
+        assert domain.state is State.OPEN
+    assert domain.closed, "the refusal changed nothing"
+    with pytest.raises(AffinityError, match="loop_domain"):
+        await asyncio.to_thread(asyncio.run, _leave(block))
+
+
+async def _leave(block: AbstractAsyncContextManager[object]) -> None:
+    await block.__aexit__(None, None, None)
+
+
+async def test_the_end_of_a_loop_leaves_its_domain_to_who_closes_it(device: Device) -> None:
+    """In the middle of that, at an await, the loop ends what is left of generators."""
+    said: list[object] = []
+
+    async def elsewhere() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: said.append(context))
+        block = device.loop_domain()
+        domain = await block.__aenter__()
+        drained = asyncio.Event()
+
+        async def drain() -> None:
+            await drained.wait()
+
+        domain._life.drain = drain
+        leaving = asyncio.create_task(_leave(block))
+        await asyncio.sleep(0)
+        await loop.shutdown_asyncgens()
+        drained.set()
+        await leaving
+        assert domain.closed
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    assert said == []
 
 
 @pytest.mark.once

@@ -15,11 +15,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import anyio
-
 import aioverbs
 from aioverbs import BrokenResourceError, BufferPool, ConnectionSettings, Granted, ResourceDomain
 from storage_server.asking import Questions
+from storage_server.cancelling import to_its_end
 from storage_server.catalog import key_of, name_of
 from storage_server.errors import StorageError, error_of
 from storage_server.messages import (
@@ -118,12 +117,15 @@ class Storage:
 
     async def _close(self, opened: Opened) -> None:
         """Close a volume, whoever is cancelled; a server that does not answer is given up."""
-        if self._questions.over is not None:
-            return
-        with anyio.move_on_after(_ANSWER_S, shield=True) as scope:
-            with contextlib.suppress(BrokenResourceError, StorageError):
-                await self._questions.done(Close(opened.volume))
-        if scope.cancelled_caught:
+        if self._questions.over is None:
+            await to_its_end(self._ask_to_close(opened))
+
+    async def _ask_to_close(self, opened: Opened) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                with contextlib.suppress(BrokenResourceError, StorageError):
+                    await self._questions.done(Close(opened.volume))
+        except TimeoutError:
             await self._questions.connection.abort()
 
     async def _opened(self, request: Open | Reopen) -> tuple[Opened, Granted]:
@@ -133,13 +135,15 @@ class Storage:
                 return await asyncio.shield(opening)
             except asyncio.CancelledError:
                 # Who is cancelled in the middle would not know what it has open.
-                with anyio.CancelScope(shield=True):
-                    if not (await asyncio.wait([opening], timeout=_ANSWER_S))[0]:
-                        await self._questions.connection.abort()
-                        await asyncio.wait([opening])
-                if opening.exception() is None and isinstance(request, Open):
-                    await self._close(opening.result()[0])
+                await to_its_end(self._give_up(opening, request))
                 raise
+
+    async def _give_up(self, opening: asyncio.Task[tuple[Opened, Granted]], request: Open | Reopen) -> None:
+        if not (await asyncio.wait([opening], timeout=_ANSWER_S))[0]:
+            await self._questions.connection.abort()
+            await asyncio.wait([opening])
+        if not opening.cancelled() and opening.exception() is None and isinstance(request, Open):
+            await self._close(opening.result()[0])
 
     async def _grant(self, request: Open | Reopen) -> tuple[Opened, Granted]:
         opened = await self._questions.expect(request, Opened)

@@ -11,13 +11,10 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
-
-import anyio
 
 from aioverbs import BrokenResourceError, ClosedResourceError, Connection, current_worker
+from storage_server.cancelling import to_its_end
 from storage_server.errors import InvalidError, RefusedError, StorageError
 from storage_server.handle import Handle
 from storage_server.messages import (
@@ -101,7 +98,7 @@ class Session:
                 task.add_done_callback(self._over)
                 await asyncio.sleep(0)  # it begins now, and not when a connection that polls has looked long enough
         finally:
-            await _to_its_end(self._end())
+            await to_its_end(self._end())
             self.shared.metrics.sessions.dec()
             self.shared.here[self._worker] -= 1
 
@@ -276,21 +273,6 @@ class Session:
             handle.piece(start, end - start)
         assert handle.volume.backing is not None
         handle.volume.backing.written(written)
-
-
-async def _to_its_end(what: Coroutine[Any, Any, None]) -> None:
-    """Await something, whoever is cancelled meanwhile: by a scope, or by a server that stops."""
-    doing = asyncio.create_task(what)
-    cancelled = None
-    with anyio.CancelScope(shield=True):
-        while not doing.done():
-            try:
-                await asyncio.wait([doing])
-            except asyncio.CancelledError as error:
-                cancelled = error
-    doing.result()
-    if cancelled is not None:
-        raise cancelled
 
 
 def _failure(error: StorageError) -> Failed:

@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import anyio
-
 from aioverbs import ProtectionDomain, VerbsError
 from storage_server.backings import ACCESS, Backing, Cached, Mapped
+from storage_server.cancelling import to_its_end
 from storage_server.catalog import VolumeRow, check_size
 from storage_server.commits import Commits
 from storage_server.errors import (
@@ -131,13 +130,15 @@ class Volumes:
             try:
                 yield
             finally:
-                with anyio.CancelScope(shield=True):
-                    watching.cancel()
-                    await asyncio.wait([watching])
-                    await self._close_all()
+                await to_its_end(self._end(watching))
 
     def _add(self, row: VolumeRow) -> None:
         self._volumes[row.id] = Volume(row, self._syncs, self._metrics)
+
+    async def _end(self, watching: asyncio.Task[None]) -> None:
+        watching.cancel()
+        await asyncio.wait([watching])
+        await self._close_all()
 
     async def _close_all(self) -> None:
         for volume in self._volumes.values():

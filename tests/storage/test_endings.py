@@ -30,7 +30,7 @@ from storage_server.messages import (
 )
 from storage_server.metrics import Metrics
 from storage_server.protocol import DATA_MOST, VERSION, pack, parse, proof_of
-from storage_server.volumes import Volume
+from storage_server.volumes import Volume, Volumes
 
 import aioverbs
 from aioverbs import BrokenResourceError, Connection, ConnectionSettings, Device
@@ -252,6 +252,81 @@ async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backin
                 await asyncio.wait(tasks)
             assert await volume.read(0, BLOCK, verify=True) == b"x" * BLOCK
             await volume.flush()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("at", ["open", "close"])
+async def test_who_is_cancelled_again_waits_for_the_answer(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """While it opens a volume, or closes it: nothing is open afterwards that it does not know."""
+    begun, answer = asyncio.Event(), asyncio.Event()
+    done = getattr(Volumes, at)
+
+    async def slowly(*args: Any) -> None:
+        begun.set()
+        await answer.wait()
+        await done(*args)
+
+    backing = "mapped" if device.software else "cached"
+    async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
+        await storage.create("disk", SIZE)
+        (volume,) = server.serving.volumes._volumes.values()
+
+        async def use() -> None:
+            async with storage.open("disk"):
+                pass
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Volumes, at, slowly)
+            using = asyncio.create_task(use())
+            async with asyncio.timeout(patience(5)):
+                await begun.wait()
+                for _ in range(3):
+                    using.cancel()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                assert not using.done()
+                answer.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await using
+        assert not volume.users
+
+
+@pytest.mark.once
+async def test_a_server_that_is_cancelled_again_at_its_end(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes its volumes all the same."""
+    serves, closes, go_on, closed = (asyncio.Event() for _ in range(4))
+    close_all = Volumes._close_all
+
+    async def slowly(self: Volumes) -> None:
+        closes.set()
+        await go_on.wait()
+        await close_all(self)
+        closed.set()
+
+    async def serve() -> None:
+        async with serve_here(device, tmp_path, "mapped" if device.software else "cached"):
+            serves.set()
+            await anyio.sleep_forever()
+
+    monkeypatch.setattr(Volumes, "_close_all", slowly)
+    serving = asyncio.create_task(serve())
+    async with asyncio.timeout(patience(10)):
+        await serves.wait()
+        serving.cancel()
+        await closes.wait()
+        for _ in range(3):
+            serving.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert not serving.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+    assert closed.is_set()
 
 
 async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -> None:

@@ -98,7 +98,7 @@ class Dispatcher:
 class EventChannel(Handled[core.EventChannel]):
     """What a `Channel` is for its identifiers."""
 
-    _dispatcher: Dispatcher | None = None
+    _dispatcher: Dispatcher  # from its opening on
 
     def _owner(self) -> Affinity | None:
         return owner_for(ThreadModel.SINGLE)
@@ -113,9 +113,3 @@ class EventChannel(Handled[core.EventChannel]):
         self._dispatcher = Dispatcher(self._handle)
         self._life.hold(self._dispatcher)
         self._life.stop = self._dispatcher.hang_up
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """Who tells of its events, from its opening on."""
-        assert self._dispatcher is not None
-        return self._dispatcher

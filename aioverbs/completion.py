@@ -259,8 +259,8 @@ class CompletionQueue(Eventful[engine.CompletionQueue]):
             self._moderated = True
 
     @property
-    def completer(self) -> Completer:
-        """What takes its completions.
+    def _cq_dispatcher(self) -> Completer:
+        """The dispatcher of its completions.
 
         :raises ClosedResourceError: it is not open.
         """

@@ -109,7 +109,7 @@ class Identifier(Handled[core.Identifier]):
             self._handle = core.Identifier(self._channel.handle)
         self._life.hold(self._handle)
         stage = Stage.REQUESTED if request is not None else Stage.NEW
-        self._conversation = Conversation(self._handle, self._channel.dispatcher, self._life.bell(), stage)
+        self._conversation = Conversation(self._handle, self._channel._dispatcher, self._life.bell(), stage)
         self._life.hold(self._conversation)
         self._life.drain = self._conversation.drain
         if request is not None:

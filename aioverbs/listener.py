@@ -23,7 +23,7 @@ class _Requests:
     def __init__(self, handle: core.Identifier, channel: EventChannel, life: Life) -> None:
         self._handle = handle
         self._channel = weakref.ref(channel)
-        self._dispatcher = channel.dispatcher
+        self._dispatcher = channel._dispatcher
         self._life = life
         self._bell = life.bell()
         self._waiting: deque[Identifier] = deque()  # no more than the backlog: the kernel counts them

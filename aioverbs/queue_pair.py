@@ -197,7 +197,7 @@ class QueuePair(Connectable, Requester):
         self._life.label = str(handle.qp_num)
         work = self._begin(handle, wanted, end)
         if self._srq is not None and self._recv_cq is not None:
-            end.share(self._srq._serve(self._recv_cq, work), self._recv_cq.completer.drain)
+            end.share(self._srq._serve(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
         if self._placement is None:  # of type XRC_RECV, which has no queues
@@ -234,8 +234,8 @@ class QueuePair(Connectable, Requester):
         work = Requests(
             handle,
             placement.base if placement is not None else None,
-            self._send_cq.completer if self._send_cq is not None else None,
-            self._recv_cq.completer if self._recv_cq is not None and self._srq is None else None,
+            self._send_cq._cq_dispatcher if self._send_cq is not None else None,
+            self._recv_cq._cq_dispatcher if self._recv_cq is not None and self._srq is None else None,
             send_depth=wanted.max_send_wr,
             receive_depth=wanted.max_recv_wr,
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,

@@ -98,12 +98,12 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
             affinity=self._life.owner,
         )
         self._life.hold(self._handle)
-        completer = self._cq.completer if self._cq is not None else None
+        completer = self._cq._cq_dispatcher if self._cq is not None else None
         self._work = end.work = self._receives_begin(self._handle, self._placement.base, max_wr, max_sge, completer)
 
     @property
-    def work(self) -> WorkQueue:
-        """What is under way in it.
+    def _receive_queue(self) -> WorkQueue:
+        """Its receives.
 
         :raises ClosedResourceError: it is not open.
         """
@@ -116,7 +116,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
 
         :raises ValueError: the completion queue has no room for all of them.
         """
-        work, completer = self.work, cq.completer
+        work, completer = self._receive_queue, cq._cq_dispatcher
         with self._serving:
             if cq not in self._served:
                 cq._reserve(self.depth)
@@ -152,7 +152,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
         if not 1 <= low < self.depth:
             raise ValueError(f"low is from 1 to {self.depth - 1}, of {self.depth} receives, not {low}")
         posted = _Posted()
-        inbox = Inbox(self.work, posted.message, posted.unused)
+        inbox = Inbox(self._receive_queue, posted.message, posted.unused)
         events = self.events()
         async with contextlib.aclosing(events):
             try:
@@ -184,7 +184,7 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
             inbox._close(error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
-        while self.work.under_way + self.work.queued < self.depth:
+        while self._receive_queue.under_way + self._receive_queue.queued < self.depth:
             buffer = await pool.lease()
             posted.add(buffer)  # before anything can arrive in it
             try:

@@ -80,7 +80,7 @@ class _Queues:
 
 
 def _works(cq: CompletionQueue) -> bool:
-    return cq.state is State.OPEN and cq.completer.watched
+    return cq.state is State.OPEN and cq._cq_dispatcher.watched
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:

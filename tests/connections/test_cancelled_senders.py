@@ -175,7 +175,7 @@ async def test_connections_are_made_beside_a_completion_queue_that_broke(device:
     async with pair(device) as ends:
         cq = ends.near.qp._send_cq
         assert cq is not None
-        cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+        cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
         await ends.near.abort()
         await ends.far.abort()
         for _ in range(2):

@@ -349,7 +349,7 @@ async def test_a_message_longer_than_the_port_takes(device: Device) -> None:
 async def test_a_read_into_more_pieces_than_the_device_scatters_to(device: Device) -> None:
     """Some devices have fewer pieces for reads than for the rest, as it is made believe here."""
     async with ends(device) as pair:
-        completer = pair.cq.completer
+        completer = pair.cq._cq_dispatcher
         asks = Requester()
         base = pair.source.handle.pd
         asks._requests_begin(Requests(pair.near.handle, base, completer, None, send_depth=1, read_sge=2))

@@ -89,7 +89,7 @@ async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Devic
             box.qp.to_error()
         else:
             cq = sends if how == "by its sends' queue" else pair.far_cq
-            cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+            cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
         await asyncio.wait([waiting], timeout=patience(20))
         broken = waiting.exception()
         assert isinstance(broken, BrokenResourceError)
@@ -135,7 +135,7 @@ async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_po
             assert not srq.statistics().under_way
             waiting = asyncio.ensure_future(anext(messages))
             await asyncio.sleep(0)
-            cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+            cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
             await asyncio.wait([waiting], timeout=patience(20))
             assert isinstance(waiting.exception(), BrokenResourceError)
             for message in kept:
@@ -152,10 +152,10 @@ async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothi
         domain.completion_queue(16) as cq,
         domain.shared_receive_queue(4, xrc_domain=xrc_domain, cq=cq) as srq,
     ):
-        inbox = Inbox(srq.work, lambda received: received, lambda _: None)
+        inbox = Inbox(srq._receive_queue, lambda received: received, lambda _: None)
         waiting = asyncio.ensure_future(anext(inbox))
         await asyncio.sleep(0)
-        cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))
+        cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
         await asyncio.wait([waiting], timeout=patience(20))
         assert isinstance(waiting.exception(), BrokenResourceError)
 

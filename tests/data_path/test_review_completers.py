@@ -157,7 +157,7 @@ async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
     ):
         device.handle.faults.fail("post_send", errno.ENOMEM, times=100)
         writes = [near.write(memory[:8], memory.remote()[8:16]) for _ in range(64)]
-        cq.completer.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that tells what was refused
+        cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that tells what was refused
         assert near.statistics().under_way == 0
         await asyncio.sleep(0.01)
         assert near.statistics().under_way == cq.statistics().under_way == 0

@@ -266,7 +266,7 @@ async def send(pair: Pair, number: int) -> None:
 
 def has_arrived(pair: Pair) -> bool:
     """Whether a message came; what waits for it is woken, and does not run yet."""
-    pair.cq.completer.drain()
+    pair.cq._cq_dispatcher.drain()
     return pair.far.statistics().receives.completed == 1
 
 

@@ -243,7 +243,7 @@ async def test_what_is_raised_where_one_completes_loses_no_other(
     async with pair_on(device, receive_depth=4, receive_size=8) as pair:
 
         def drained() -> bool:
-            pair.cq.completer.drain()
+            pair.cq._cq_dispatcher.drain()
             return False
 
         device.handle.faults.hold()

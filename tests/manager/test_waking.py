@@ -176,7 +176,7 @@ async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> 
         async with connected(pd, cq) as (near, _):
             faults.count_calls()
             write = near.write(region[:8], region.remote()[8:16])  # from here on a turn is due
-            cq.completer.let_go()
+            cq._cq_dispatcher.let_go()
             for _ in range(5):
                 await asyncio.sleep(0)
             assert faults.calls("poll_cq") == faults.calls("req_notify_cq") == 0

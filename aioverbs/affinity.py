@@ -7,8 +7,10 @@ import functools
 import inspect
 import socket
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar, overload
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import anyio
 
@@ -21,6 +23,8 @@ from aioverbs.turns import LIGHT, go_round, spend
 __all__ = [
     "Affinity",
     "Bell",
+    "OwnedBlock",
+    "OwnedIterator",
     "ThreadModel",
     "owner_for",
     "ready",
@@ -135,6 +139,108 @@ async def ready(sock: socket.socket, *, writing: bool = False) -> None:
     finally:
         if forks.count == forks_before and not loop.is_closed():
             remove(descriptor)
+
+
+class _Owned:
+    """Something that belongs to the event loop that begins it.
+
+    Others are refused before anything has changed. A check in the body of a generator comes too late for that: what it
+    raises ends the generator.
+
+    :param name: what errors call it.
+    :param may_begin: called before it begins; raises where the caller may not begin it.
+    """
+
+    def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
+        self._name = name
+        self._may_begin = may_begin
+        self._owner: Affinity | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self._name}>"
+
+    def _enter(self, what: str) -> None:
+        """Check that the owner calls; the first caller becomes the owner."""
+        if self._owner is None:
+            self._may_begin()
+            self._owner = Affinity.of_running_loop()
+        else:
+            self._owner.check(self, what)
+
+    def _leave(self, what: str) -> bool:
+        """Check that the owner calls, or that it is gone; return False in the child of a fork, where nothing is ended.
+
+        :raises AffinityError: another event loop owns it.
+        """
+        if self._owner is None:
+            self._may_begin()
+        elif self._owner.inherited:
+            return False
+        elif not self._owner.orphaned:
+            self._owner.check(self, what)
+        return True
+
+
+class OwnedIterator(_Owned, AsyncGenerator[T, None]):
+    """An asynchronous generator that belongs to the event loop that first asks it for an item.
+
+    :param generator: gives the items.
+    """
+
+    def __init__(self, name: str, generator: AsyncGenerator[T, None], may_begin: Callable[[], object]) -> None:
+        super().__init__(name, may_begin)
+        self._generator = generator
+
+    async def asend(self, value: None) -> T:
+        """Give the next item.
+
+        :raises AffinityError: another event loop owns it; nothing was done.
+        """
+        self._enter("__anext__")
+        return await self._generator.asend(value)
+
+    async def athrow(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> T:
+        """Raise an error where it was left.
+
+        :raises AffinityError: another event loop owns it; nothing was done.
+        """
+        self._enter("athrow")
+        error = (kind() if value is None else value) if isinstance(kind, type) else kind
+        return await self._generator.athrow(error.with_traceback(traceback) if traceback is not None else error)
+
+    async def aclose(self) -> None:
+        """End it. Nothing is done in the child of a fork.
+
+        :raises AffinityError: another event loop owns it; nothing was done.
+        """
+        if self._leave("aclose"):
+            await self._generator.aclose()
+
+
+class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
+    """An ``async with`` block that belongs to the event loop that enters it.
+
+    :param block: the block itself.
+    """
+
+    def __init__(
+        self, name: str, block: AbstractAsyncContextManager[T, bool | None], may_begin: Callable[[], object]
+    ) -> None:
+        super().__init__(name, may_begin)
+        self._block = block
+
+    async def __aenter__(self) -> T:
+        self._enter("__aenter__")
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._leave("__aexit__"):
+            return
+        if self._owner is None:
+            raise RuntimeError(f"{self!r} was not entered: there is nothing to leave")
+        await self._block.__aexit__(kind, error, traceback)
 
 
 class Bell:

@@ -339,7 +339,8 @@ class Device(Handled[engine.Context]):
     def events(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
         """Asynchronous events of the device and of all that was made from it: ``async for``.
 
-        It ends when the device is closed. Events that nobody listens for wait, the latest 1,024 of them.
+        It ends when the device is closed. Events that nobody listens for wait, the latest 1,024 of them. The event loop
+        that asks for the first event owns the iterator.
 
         :param resource: only what happens to this queue pair, completion queue or shared receive queue, which has this
             as its `events`, too; then it ends when that is closed.

@@ -155,9 +155,12 @@ class Connecting:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        self._is_taken = False
+        connection = self._connection
+        if connection is None:
+            raise RuntimeError("this is in no block: there is nothing to leave")
+        if not connection.closed:
+            connection._life.check_owner("aclose")  # first: the owner's end of the block comes after a refusal
+        self._connection, self._is_taken = None, False
         await connection.__aexit__(kind, error, traceback)
 
 

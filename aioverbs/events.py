@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 from aioverbs import forks
 from aioverbs._core import engine
-from aioverbs.affinity import Bell, running_loop
+from aioverbs.affinity import Bell, OwnedIterator, running_loop
 from aioverbs.errors import ClosedResourceError, ForkedProcessError, VerbsError
 from aioverbs.resource import Handled, Resource
 from aioverbs.types import EventType
@@ -149,12 +149,19 @@ class EventPump:
         self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
         self.find: Callable[[engine.Handle], object] = lambda _: None  # the user's object for a handle
 
-    async def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
+    def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
         """Events of everything, or of one object until it is closed, from those on that nobody heard of.
 
+        Any event loop may begin to listen, and is the only one to go on with that.
+
+        :raises AffinityError: another event loop began it; nothing was done.
         :raises ForkedProcessError: the context was opened before a fork, in the parent process.
         :raises OSError: there are no more descriptors.
         """
+        name = f"events of {self._context() if resource is None else resource}"
+        return OwnedIterator(name, self._listen(resource), lambda: None)
+
+    async def _listen(self, resource: Resource | None) -> AsyncGenerator[DeviceEvent, None]:
         self._check_process()
         listener = _Listener(resource)
         with self._lock:
@@ -275,7 +282,8 @@ class Eventful(Handled[H]):
     def events(self) -> AsyncGenerator[DeviceEvent, None]:
         """Asynchronous events that happen to it: ``async for``, on any asyncio event loop, until it is closed.
 
-        Those that nobody heard of yet come first. `Device.events` has those of everything.
+        Those that nobody heard of yet come first. `Device.events` has those of everything. The event loop that asks for
+        the first event owns the iterator.
 
         :raises ClosedResourceError: it is not open.
         """

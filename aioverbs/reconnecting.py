@@ -4,15 +4,15 @@ import asyncio
 import logging
 import random
 import ssl as tls
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
-from aioverbs.affinity import running_loop
+from aioverbs.affinity import OwnedIterator, running_loop
 from aioverbs.backoff import Backoff
 from aioverbs.connection import Connection
 from aioverbs.connection_settings import ConnectionSettings
 from aioverbs.domain import Domain
 from aioverbs.errors import BrokenResourceError, HandshakeError
-from aioverbs.establishing import Transport, connect
+from aioverbs.establishing import Connecting, Transport, connect
 from aioverbs.handshake import Reason
 
 __all__ = ["reconnecting"]
@@ -23,7 +23,7 @@ logger = logging.getLogger("aioverbs")
 _FOR_GOOD = {Reason.VERSION, Reason.SECRET, Reason.PROTOCOL, Reason.DEVICE}
 
 
-async def reconnecting(
+def reconnecting(
     host: str,
     port: int,
     *,
@@ -46,36 +46,48 @@ async def reconnecting(
                 continue
 
     The connection is closed when the next one is asked for, or the loop ends by ``break`` or an error. Between attempts
-    it waits as `backoff` has it, which begins anew after a connection that lasted for `steady_s`.
+    it waits as `backoff` has it, which begins anew after a connection that lasted for `steady_s`. The event
+    loop that asks for the first connection owns the iterator, whoever may use the domain.
 
     What `connect` takes, and:
 
     :param backoff: when to try again; None: that of `Backoff()`.
     :param steady_s: how long a connection lasts, in seconds, before it counts as one that came about.
-    :raises AffinityError: another event loop owns the domain; nothing was done.
+    :raises AffinityError: another event loop owns the domain, or asked for the first connection; nothing was done.
     :raises HandshakeError: the peer refuses for a reason that stays, as another secret.
     :raises OSError: the last attempt's error, where `backoff` has no further one; TimeoutError and BrokenResourceError
         likewise.
     """
-    domain._check_caller("reconnecting")
     policy = backoff if backoff is not None else Backoff()
+
+    def attempt() -> Connecting:
+        return connect(
+            host,
+            port,
+            domain=domain,
+            transport=transport,
+            ssl=ssl,
+            server_hostname=server_hostname,
+            secret=secret,
+            settings=settings,
+            timeout_s=timeout_s,
+        )
+
+    where = f"{host}:{port}"
+    connections = _connections(attempt, where, policy, steady_s)
+    return OwnedIterator(f"reconnecting to {where}", connections, lambda: domain._check_caller("reconnecting"))
+
+
+async def _connections(
+    attempt: Callable[[], Connecting], where: str, policy: Backoff, steady_s: float
+) -> AsyncGenerator[Connection, None]:
     chance = random.Random()
     waits = policy.waits(chance)
     clock = running_loop().time
     while True:
         last: Exception | None = None
         try:
-            connection = await connect(
-                host,
-                port,
-                domain=domain,
-                transport=transport,
-                ssl=ssl,
-                server_hostname=server_hostname,
-                secret=secret,
-                settings=settings,
-                timeout_s=timeout_s,
-            )
+            connection = await attempt()
         except (OSError, BrokenResourceError) as error:  # of these TimeoutError and HandshakeError
             if isinstance(error, HandshakeError) and error.reason in _FOR_GOOD:
                 raise
@@ -93,5 +105,5 @@ async def reconnecting(
             if last is not None:
                 raise last
             return
-        logger.debug("connecting to %s:%s again in %.3f s: %s", host, port, wait_s, last or "the last one ended")
+        logger.debug("connecting to %s again in %.3f s: %s", where, wait_s, last or "the last one ended")
         await asyncio.sleep(wait_s)

@@ -185,13 +185,14 @@ class ConnectionListener(_Accepting):
             self._wake()
         return connection
 
-    async def __aiter__(self) -> AsyncIterator[Connection]:
-        while True:
-            try:
-                connection = await self.accept()
-            except ClosedResourceError:
-                return
-            yield connection
+    def __aiter__(self) -> AsyncIterator[Connection]:
+        return self
+
+    async def __anext__(self) -> Connection:
+        try:
+            return await self.accept()
+        except ClosedResourceError:
+            raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
         """Listen no more. Closing twice is fine. In the child of a fork nothing is done: it is the parent's.

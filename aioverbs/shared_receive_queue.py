@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import anyio
 
 from aioverbs._core import engine
 from aioverbs._core.work import Inbox, Message, Received, ReceiveRequester, Requests, WorkQueue, attach, detach
-from aioverbs.affinity import Affinity, to_the_end
+from aioverbs.affinity import Affinity, OwnedBlock, to_the_end
 from aioverbs.attributes import SrqAttributes
 from aioverbs.buffers import BufferPool, LeasedBuffer
 from aioverbs.completion import CompletionQueue, Placement, Room
@@ -133,53 +134,60 @@ class SharedReceiveQueue(Eventful[engine.SharedReceiveQueue], ReceiveRequester):
 
         return leave
 
-    @contextlib.asynccontextmanager
-    async def messages(self, pool: BufferPool, low: int | None = None) -> AsyncIterator[AsyncIterator[Message]]:
+    def messages(
+        self, pool: BufferPool, low: int | None = None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Message], None]:
         """What arrives at its queue pairs, in the order of completion: ``async for`` in an ``async with``, by one task.
 
         Inside of it the queue is kept filled with buffers of a pool: all of it at first, and again whenever the device
         says that fewer than `low` are left (``EventType.SRQ_LIMIT_REACHED``). A message that is released gives its
         buffer back to the pool. Those that are posted when the block ends stay posted, until the queue is closed, and
-        what arrives in them is lost, as is what nobody has asked for; the pool may be closed before the queue.
+        what arrives in them is lost, as is what nobody has asked for; the pool may be closed before the queue. The
+        block belongs to the event loop that enters it, whoever may use the queue.
 
         :param pool: where the memory of the receives comes from; where it has none, senders wait until it has.
         :param low: how many receives are few; None: half of them.
-        :raises AffinityError: another event loop owns it; nothing was done.
+        :raises AffinityError: another event loop owns it, or entered the block; nothing was done.
         :raises ValueError: `low` is not from 1 to one less than its depth.
         """
-        self._life.check_owner("messages")  # first: where the pool has no buffers it would wait for one
+        name = f"messages of {self!r}"
+        return OwnedBlock(name, self._messages(pool, low), lambda: self._life.check_owner("messages"))
+
+    @contextlib.asynccontextmanager
+    async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"low is from 1 to {self.depth - 1}, of {self.depth} receives, not {low}")
         posted = _Posted()
         inbox = Inbox(self._receive_queue, posted.message, posted.unused)
         events = self.events()
-        async with contextlib.aclosing(events):
+        try:
+            await self._fill(pool, inbox, posted, low)
+            filler = asyncio.create_task(self._keep_filled(events, pool, inbox, posted, low))
             try:
-                await self._fill(pool, inbox, posted, low)
-                filler = asyncio.create_task(self._keep_filled(events, pool, inbox, posted, low))
-                try:
-                    yield inbox
-                finally:
+                yield inbox
+            finally:
+                if filler.get_loop() is asyncio.get_running_loop():  # else that one is gone: the task does not go on
                     filler.cancel()
                     await to_the_end(asyncio.wait([filler]))
-            finally:  # without an await: whoever is cancelled gives back what nobody has asked for, too
-                posted.release()
-                inbox._close()
-                for message in inbox._take_all():
-                    message.release()
+        finally:  # without an await: whoever is cancelled gives back what nobody has asked for, too
+            posted.release()
+            inbox._close()
+            for message in inbox._take_all():
+                message.release()
 
     async def _keep_filled(
         self, events: AsyncGenerator[DeviceEvent, None], pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int
     ) -> None:
         try:
-            async for event in events:
-                while event.event_type is EventType.SRQ_LIMIT_REACHED:
-                    try:
-                        await self._fill(pool, inbox, posted, low)
-                        break
-                    except ConcurrentAccessError:  # a thread is inside of a domain that any may use
-                        await asyncio.sleep(0)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    while event.event_type is EventType.SRQ_LIMIT_REACHED:
+                        try:
+                            await self._fill(pool, inbox, posted, low)
+                            break
+                        except ConcurrentAccessError:  # a thread is inside of a domain that any may use
+                            await asyncio.sleep(0)
         except Exception as error:  # as of a pool that was closed: whoever reads messages is told
             inbox._close(error)
 

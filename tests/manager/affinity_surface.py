@@ -141,11 +141,14 @@ FOR_ALL = {
     "Connection.__aenter__": "does nothing: what the end of the block does is checked",
     "Connection.__aiter__": "is itself",
     "Connection.open": "does nothing",
+    "ConnectionListener.__aiter__": "is itself",
     "Grant.__aenter__": "does nothing: what the end of the block does is checked",
     "Message.__enter__": "does nothing: what the end of the block does is checked",
     "MessageByteStream.__aenter__": "does nothing: what the end of the block does is checked",
     "Operation.__iter__": "is itself",
     "Operation.result": "what it ended by",
+    "OwnedIterator.__aiter__": "is itself",
+    "SharedReceiveQueue.messages": "gives what checks by itself",
     "WorkerPool.grace_s": _KNOWN,
     "WorkerPool.processes": _KNOWN,
     "WorkerPool.size": _KNOWN,
@@ -185,6 +188,7 @@ _BY_NAME: dict[str, Callable[["Scene"], object]] = {
     "value": lambda of: None,
     "Domain.import_memory_region.key": lambda of: 1,
     "Operation.throw.kind": lambda of: ValueError,
+    "OwnedIterator.athrow.kind": lambda of: ValueError,
 }
 _BY_TYPE: dict[str, Callable[["Scene"], object]] = {
     "AccessFlags": lambda of: AccessFlags.REMOTE_WRITE,

@@ -1,0 +1,226 @@
+"""Blocks and iterators that a loop is in the middle of, asked by another one: refused, and the owner goes on."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from aioverbs import (
+    AffinityError,
+    Connection,
+    ConnectionListener,
+    Device,
+    EventType,
+    ResourceDomain,
+    Server,
+    State,
+    ThreadModel,
+    connect,
+    listen,
+    reconnecting,
+    serve,
+)
+from tests.capabilities import Capability, needs
+from tests.connections.ends import HOST, SMALL
+from tests.pace import patience
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.once,
+    # The software device's, where any loop may use the domain as well as where one owns it.
+    needs(Capability.FAULT_PLAN),
+]
+
+every_domain = pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.SAFE])
+
+
+async def refused(call: Callable[[], Awaitable[object]]) -> None:
+    """Await something on the loop of another thread, where it is refused."""
+
+    async def elsewhere() -> None:
+        async with asyncio.timeout(patience(20)):
+            with pytest.raises(AffinityError, match="which belongs to thread"):
+                await call()
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+
+
+async def echo(connection: Connection) -> None:
+    async for message in connection:
+        await connection.send(message)
+
+
+def serving(domain: ResourceDomain) -> Server:
+    return serve(echo, HOST, domain=domain, settings=SMALL)
+
+
+def listening(domain: ResourceDomain) -> ConnectionListener:
+    return listen(HOST, domain=domain, settings=SMALL)
+
+
+@every_domain
+@pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["at its end", "by an error"])
+async def test_the_block_of_messages_of_a_shared_receive_queue(
+    device: Device, model: ThreadModel, error: ValueError | None
+) -> None:
+    async with (
+        device.resource_domain(thread_model=model) as domain,
+        domain.buffer_pool(64, 6) as pool,
+        domain.shared_receive_queue(4) as srq,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq, srq=srq) as qp,
+        domain.register(64) as region,
+    ):
+        qp.connect(qp.local_endpoint())
+        block = srq.messages(pool)
+        messages = await block.__aenter__()
+        await refused(lambda: block.__aexit__(type(error) if error else None, error, None))
+        for _ in range(6):  # more than were posted at first: it is still kept filled
+            await qp.send(region[:8])
+            with await anext(messages) as message:
+                assert len(message.data) == 8
+        await block.__aexit__(None, None, None)
+        with pytest.raises(StopAsyncIteration):
+            await anext(messages)
+
+
+async def test_the_end_of_messages_of_a_loop_that_has_gone_waits_for_nobody(device: Device) -> None:
+    """Its thread has ended and its loop stands still, so that the task that fills the queue never ends."""
+    async with (
+        device.resource_domain(thread_model=ThreadModel.SAFE) as domain,
+        domain.buffer_pool(64, 4) as pool,
+        domain.shared_receive_queue(4) as srq,
+    ):
+        block = srq.messages(pool)
+        loop = asyncio.new_event_loop()
+
+        async def enter() -> None:
+            await block.__aenter__()
+            await asyncio.sleep(0)  # the filler listens
+
+        thread = threading.Thread(target=lambda: loop.run_until_complete(enter()))
+        thread.start()
+        thread.join()
+        async with asyncio.timeout(patience(20)):
+            await block.__aexit__(None, None, None)
+        assert pool.statistics().under_dma == 4, "they are posted until the queue is closed"
+        (filler,) = asyncio.all_tasks(loop)
+        filler.cancel()
+        await asyncio.to_thread(loop.run_until_complete, asyncio.wait([filler]))
+        loop.close()
+
+
+@every_domain
+async def test_reconnecting(device: Device, model: ThreadModel) -> None:
+    async with (
+        device.resource_domain(thread_model=model) as domain,
+        serving(domain) as server,
+    ):
+        connections = reconnecting(HOST, server.port, domain=domain, settings=SMALL)
+        first = await anext(connections)
+        for call in (connections.__anext__, connections.aclose, lambda: connections.athrow(ValueError("of another"))):
+            await refused(call)
+        await first.send(b"still open")
+        assert await first.receive() == b"still open"
+        second = await anext(connections)
+        assert (first.state, second.state) == (State.CLOSED, State.OPEN)
+        await connections.aclose()
+        assert second.state is State.CLOSED
+
+
+async def test_reconnecting_that_another_loop_asks_first(device: Device) -> None:
+    """The domain is the owner's: what is refused has not begun, and the owner begins it."""
+    async with device.resource_domain() as domain, serving(domain) as server:
+        connections = reconnecting(HOST, server.port, domain=domain, settings=SMALL)
+        await refused(connections.__anext__)
+        await refused(connections.aclose)
+        assert (await anext(connections)).state is State.OPEN
+        await connections.aclose()
+
+
+async def test_reconnecting_closes_the_connection_of_a_loop_that_is_left_by_break(device: Device) -> None:
+    async with device.resource_domain() as domain, serving(domain) as server:
+        async for connection in reconnecting(HOST, server.port, domain=domain, settings=SMALL):  # noqa: B007
+            break
+        gc.collect()
+        await until(lambda: connection.state is State.CLOSED)
+
+
+@every_domain
+async def test_the_connections_of_a_listener(device: Device, model: ThreadModel) -> None:
+    async with (
+        device.resource_domain(thread_model=model) as domain,
+        listening(domain) as listener,
+    ):
+        connections: Any = aiter(listener)
+        for _ in range(2):
+            near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+            far = await anext(connections)
+            await refused(connections.__anext__)
+            await refused(connections.aclose)
+            await near.abort()
+            await far.abort()
+        await listener.aclose()
+        assert [each async for each in listener] == []
+
+
+@every_domain
+@pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["at its end", "by an error"])
+async def test_the_block_of_a_connection(device: Device, model: ThreadModel, error: ValueError | None) -> None:
+    async with (
+        device.resource_domain(thread_model=model) as domain,
+        listening(domain) as listener,
+    ):
+        block = connect(HOST, listener.port, domain=domain, settings=SMALL)
+        with pytest.raises(RuntimeError, match="in no block"):
+            await block.__aexit__(None, None, None)
+        near = await block.__aenter__()
+        far = await listener.accept()
+        await refused(lambda: block.__aexit__(type(error) if error else None, error, None))
+        with pytest.raises(RuntimeError, match="in a block already"):
+            await block.__aenter__()
+        await near.send(b"still open")
+        assert await far.receive() == b"still open"
+        await block.__aexit__(None, None, None)
+        assert near.state is State.CLOSED
+        await far.aclose()
+
+
+async def test_the_block_of_the_domain_of_a_loop(device: Device) -> None:
+    block = device.loop_domain()
+    domain = await block.__aenter__()
+    await refused(lambda: block.__aexit__(None, None, None))
+    async with device.loop_domain() as same:
+        assert same is domain
+    assert not domain.closed
+    await block.__aexit__(None, None, None)
+    assert domain.closed
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["between two events", "waiting"])
+async def test_events(device: Device, waits: bool) -> None:
+    events = device.events()
+    faults = device.handle.faults
+    waiting = asyncio.create_task(events.__anext__())
+    if not waits:
+        faults.set_port(False)
+        assert (await waiting).event_type is EventType.PORT_ERR
+    await asyncio.sleep(0)
+    await refused(events.__anext__)
+    await refused(events.aclose)
+    if not waits:
+        waiting = asyncio.create_task(events.__anext__())
+    faults.set_port(not waits)
+    expected = EventType.PORT_ERR if waits else EventType.PORT_ACTIVE
+    assert (await asyncio.wait_for(waiting, patience(20))).event_type is expected
+    await events.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+
+
+async def test_a_block_that_was_not_entered_has_no_end(device: Device) -> None:
+    with pytest.raises(RuntimeError, match="was not entered"):
+        await device.loop_domain().__aexit__(None, None, None)

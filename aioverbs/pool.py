@@ -226,11 +226,14 @@ class WorkerPool(Resource):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._drain_s = 0
-        await super().__aexit__(kind, error, traceback)
         if error is None:
+            await self.aclose()
             self._crew.check()
+            return
+        try:
+            await self.stop(0)
+        except Exception as another:
+            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
     def __del__(self) -> None:
         super().__del__()

@@ -162,6 +162,20 @@ async def test_calls_from_other_loops_and_threads(pool: WorkerPool, tmp_path: Pa
     assert (await pool.run(work.look, worker=0))[1] == 0, "the pool that refused goes on"
 
 
+async def test_a_block_that_another_loop_leaves_by_an_error_still_drains(device: Device, tmp_path: Path) -> None:
+    pool = await WorkerPool(device, 1, processes=True).open()
+    error = ValueError("of the block")
+    await asyncio.to_thread(lambda: asyncio.run(pool.__aexit__(ValueError, error, None)))
+    assert "AffinityError: aclose on <WorkerPool" in error.__notes__[0]
+    call = pool.start_soon(work.stay_until, str(tmp_path), "go on")
+    await until((tmp_path / "begun").exists)
+    closing = asyncio.create_task(pool.aclose())
+    await until(lambda: not pool._crew.takes_calls())
+    work.mark(str(tmp_path), "go on")
+    assert await call.wait() == "go on"
+    await closing
+
+
 DEATHS: dict[str, tuple[Callable[..., Any], str]] = {
     "kill -9 by itself": (work.kill_myself, "its process ended by SIGKILL"),
     "exit": (work.leave, "its process ended with status 3"),

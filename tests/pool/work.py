@@ -13,6 +13,7 @@ from pathlib import Path
 
 from aioverbs import AccessFlags, RemoteRegion, Worker, WorkerPool, current_worker, open_device
 from tests.pace import patience
+from tests.waiting import until
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="none")
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -96,6 +97,13 @@ async def stay(folder: str) -> None:
     finally:
         await asyncio.sleep(0.02)
         mark(folder, "ended")
+
+
+async def stay_until(folder: str, what: str) -> str:
+    """Until there is a mark; what that is."""
+    mark(folder, "begun")
+    await until(Path(folder, what).exists)
+    return what
 
 
 def mark(folder: str, what: str) -> None:

@@ -97,8 +97,8 @@ class Identifier(Handled[core.Identifier]):
         """Open it; one that a listener gave is open already, and its block closes it."""
         if not self._came_open:
             return await super().open()
+        self._use("open")
         self._came_open = False
-        self._check_open()
         return self
 
     def _open(self) -> None:

@@ -15,6 +15,7 @@ from aioverbs._core import rdma_cm as core
 from aioverbs.affinity import Affinity
 from aioverbs.identifier import look_up
 from aioverbs.rdma_cm import Channel, Identifier, Listener
+from tests.manager.connection_manager import connection_manager, request
 
 DEVICE = Path("/dev/infiniband/rdma_cm")
 
@@ -116,3 +117,19 @@ async def test_another_loop_takes_nothing_from_a_listener() -> None:
     assert await anext(listener) == "a peer"
     listener._requests.closed = True
     await asyncio.to_thread(asyncio.run, end())
+
+
+@pytest.mark.once
+async def test_another_loop_does_not_open_what_a_listener_gave() -> None:
+    async def use(identifier: Identifier) -> None:
+        with pytest.raises(AffinityError, match="open on <Identifier"):
+            await identifier.open()
+
+    with connection_manager():
+        async with Channel() as channel, channel.listener() as listener:
+            request(listener)
+            identifier = await anext(listener)
+            await asyncio.to_thread(asyncio.run, use(identifier))
+            async with identifier:
+                await identifier.reject()
+            assert identifier.closed

@@ -66,6 +66,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests that passed recorded as their summary."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
+
+
 # A test that is marked `once` is run with the first value of each of these parameters.
 _LOOPS_AND_EXECUTIONS = ("_asyncio_loop_factory", "aioverbs_device", "context", "device", "direct", "loop_name")
 

@@ -6,8 +6,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
-
 from aioverbs import (
     AccessFlags,
     BufferPool,
@@ -17,35 +15,42 @@ from aioverbs import (
     ConnectionSettings,
     Device,
     Endpoint,
+    EventType,
     LeasedBuffer,
     MemoryRegion,
     MemoryWindow,
     Message,
-    Operation,
-    QpState,
     QueuePair,
     Resource,
     ResourceDomain,
     Server,
+    ThreadModel,
     WorkerPool,
     connect,
     listen,
     open_device,
+    rdma_cm,
     reconnecting,
     serve,
 )
 from aioverbs._core import engine
+from aioverbs.affinity import OwnedBlock, OwnedIterator
+from aioverbs.conversation import Stage
+from aioverbs.domain import Domain
+from aioverbs.establishing import Connecting
 from tests.connections.ends import HOST
 from tests.holding import hold, unhold
+from tests.manager.connection_manager import connection_manager, request
 from tests.pace import patience
 from tests.waiting import until
 
-__all__ = ["Made", "Scene", "scene", "works"]
+__all__ = ["LARGE", "PLACES", "SETTINGS", "Made", "Scene", "scene"]
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 SETTINGS = ConnectionSettings(
     buffer_size=1024, receive_depth=4, send_buffers=2, send_depth=16, max_message=1 << 20, keep_alive_s=None
 )
+PLACES = ("SINGLE", "UNSAFE", "SAFE", "PD")  # thread models, and a protection domain without one
 QUIET = 20  # looks, between which everything that is ready goes on
 LARGE = bytes(range(256)) * 64  # more than the peer's receives have room for: sending it waits
 
@@ -69,6 +74,8 @@ class Made:
 class Scene:
     """All of it, by the loop that opened it.
 
+    :param domain: that of the owner.
+    :param placed: what connections and shared receive queues are made on; others may use it, unless it is `domain`.
     :param subjects: what is asked, by name; of each kind those that differ in what they are at.
     :param waiting: what the owner waits for meanwhile.
     """
@@ -81,9 +88,14 @@ class Scene:
     window: MemoryWindow
     pool: BufferPool
     endpoint: Endpoint
+    placed: Domain
     subjects: dict[str, Any] = field(default_factory=dict)
     waiting: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     leased: list[LeasedBuffer] = field(default_factory=list)
+    left_by: BaseException | None = None  # what a block that is left has raised
+    arrivals: Any = None  # what comes to the shared receive queue that is kept filled
+    sender: Any = None  # the queue pair that sends there
+    drained: Any = None  # the queue pair that events happen to
 
     async def wait(self, name: str, awaitable: Any) -> None:
         """Have a task of the owner wait for something; it has begun when this returns."""
@@ -127,6 +139,21 @@ class Scene:
 
 
 def _seen(subject: Any) -> Any:
+    if isinstance(subject, OwnedBlock | OwnedIterator):
+        generator: Any = subject._generator if isinstance(subject, OwnedIterator) else vars(subject._block)["gen"]
+        yield generator.ag_frame is None, generator.ag_running
+    if isinstance(subject, Connecting):
+        yield subject._is_taken, subject._connection
+    if isinstance(subject, WorkerPool):
+        yield subject._drain_s
+    if isinstance(subject, rdma_cm.Channel | rdma_cm.Identifier | rdma_cm.Listener):
+        handle: Any = subject._handle
+        yield subject._life.label, tuple(handle.verbs) if handle is not None else ()
+    if isinstance(subject, rdma_cm.Identifier):
+        at = subject._conversation
+        yield subject._came_open, *((at.stage, at._busy, at._qp, len(at._events)) if at is not None else ())
+    if isinstance(subject, rdma_cm.Listener) and subject._requests is not None:
+        yield len(subject._requests._waiting), subject._requests.closed
     if isinstance(subject, Resource):
         yield subject.state
     if hasattr(subject, "statistics") and not isinstance(subject, Connection):
@@ -154,15 +181,20 @@ def _seen(subject: Any) -> Any:
         yield bytes(subject.data)
 
 
-async def _connected(domain: ResourceDomain, stack: AsyncExitStack) -> tuple[Connection, Connection]:
+async def _connected(domain: Domain, stack: AsyncExitStack) -> tuple[Connecting, Connection, Connection]:
+    """Return the block that closes a connection, that connection, and its peer."""
     async with listen(HOST, domain=domain, settings=SETTINGS) as listener:
-        near = await stack.enter_async_context(connect(HOST, listener.port, domain=domain, settings=SETTINGS))
-        return near, await stack.enter_async_context(await listener.accept())
+        block = connect(HOST, listener.port, domain=domain, settings=SETTINGS)
+        near = await stack.enter_async_context(block)
+        return block, near, await stack.enter_async_context(await listener.accept())
 
 
 @asynccontextmanager
-async def scene() -> AsyncGenerator[Scene, None]:
-    """All of them, each at something."""
+async def scene(place: str) -> AsyncGenerator[Scene, None]:
+    """All of them, each at something.
+
+    :param place: one of `PLACES`. Other than on the owner's domain there is only what belongs to a loop all the same.
+    """
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         device = await opened(open_device("soft0"))
@@ -176,15 +208,23 @@ async def scene() -> AsyncGenerator[Scene, None]:
         region = await opened(domain.register(256, ACCESS | AccessFlags.MW_BIND))
         window = await opened(domain.memory_window())
         pool = await opened(domain.buffer_pool(64, 8))
-        of = Scene(device, domain, cq, qp, region, window, pool, qp.local_endpoint())
-        of.subjects |= {"device": device, "pd": pd, "td": td, "parent": parent, "domain": domain, "cq": cq, "qp": qp}
-        of.subjects["parent's cq"] = await opened(parent.completion_queue(64))
-        await _work(of, stack)
-        await _messages(of, stack)
+        placed: Domain = domain
+        if place != "SINGLE":
+            placed = pd if place == "PD" else await opened(device.resource_domain(pd, thread_model=ThreadModel[place]))
+        of = Scene(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), placed)
+        await _filled(of, stack)
         await _connections(of, stack)
         await _listening(of, stack)
-        of.subjects["process pool"] = await opened(WorkerPool(device, 1, processes=True))
-        _not_opened(of)
+        if placed is domain:
+            of.subjects |= {"device": device, "pd": pd, "td": td, "parent": parent, "domain": domain, "cq": cq}
+            of.subjects |= {"qp": qp, "parent's cq": await opened(parent.completion_queue(64))}
+            of.subjects["process pool"] = await opened(WorkerPool(device, 1, processes=True))
+            await _work(of, stack)
+            await _messages(of, stack)
+            await _events(of, stack)
+            await _loop_domain(of, stack)
+            await _identifiers(of, stack)
+            _not_opened(of)
         await of.settle()
         try:
             yield of
@@ -218,7 +258,7 @@ async def _work(of: Scene, stack: AsyncExitStack) -> None:
 
 
 async def _messages(of: Scene, stack: AsyncExitStack) -> None:
-    """Queue pairs that keep receives posted, and shared receive queues: one that is kept filled, and another one."""
+    """Queue pairs that keep receives posted, and shared receive queues."""
     reader = await stack.enter_async_context(of.domain.queue_pair(of.cq, receive_depth=4, receive_size=64))
     reader.connect(reader.local_endpoint(), ACCESS)
     of.region.buffer[64:72] = b"messages"
@@ -229,21 +269,15 @@ async def _messages(of: Scene, stack: AsyncExitStack) -> None:
     empty = await stack.enter_async_context(of.domain.queue_pair(of.cq, receive_depth=4, receive_size=64))
     empty.connect(empty.local_endpoint(), ACCESS)
     await of.wait("message", anext(empty.messages()))
-    filled = await stack.enter_async_context(of.domain.shared_receive_queue(4))
-    arrivals = await stack.enter_async_context(filled.messages(of.pool))
     srq = await stack.enter_async_context(of.domain.shared_receive_queue(4))
-    while of.pool.statistics().free:  # who wants another one waits
-        of.leased.append(of.pool.lease_nowait())
     of.subjects |= {
         "reader": reader,
         "inbox": inbox,
         "message": message,
         "empty reader": empty,
         "inbox that is awaited": empty.messages(),
-        "filled srq": filled,
-        "inbox of an srq": arrivals,
+        "inbox of an srq": of.arrivals,
         "srq": srq,
-        "qp of an srq": await stack.enter_async_context(of.domain.queue_pair(of.cq, srq=filled)),
         "xrc srq": await stack.enter_async_context(
             of.domain.shared_receive_queue(
                 4, xrc_domain=await stack.enter_async_context(of.device.xrc_domain()), cq=of.cq
@@ -252,10 +286,28 @@ async def _messages(of: Scene, stack: AsyncExitStack) -> None:
     }
 
 
+async def _filled(of: Scene, stack: AsyncExitStack) -> None:
+    """A shared receive queue that is kept filled, as long as there is memory."""
+    filled = await stack.enter_async_context(of.placed.shared_receive_queue(4))
+    block = filled.messages(of.pool)
+    of.arrivals = await stack.enter_async_context(block)
+    while of.pool.statistics().free:  # who wants another one waits
+        of.leased.append(of.pool.lease_nowait())
+    cq = await stack.enter_async_context(of.placed.completion_queue(64))
+    sender = await stack.enter_async_context(of.placed.queue_pair(cq))
+    receiver = await stack.enter_async_context(of.placed.queue_pair(cq, srq=filled))
+    sender.connect(receiver.local_endpoint(), ACCESS)
+    receiver.connect(sender.local_endpoint(), ACCESS)
+    of.sender = sender
+    of.subjects["block of messages"] = block
+    if of.placed is of.domain:
+        of.subjects |= {"filled srq": filled, "qp of an srq": receiver}
+
+
 async def _connections(of: Scene, stack: AsyncExitStack) -> None:
     """With messages and grants that came, with some that are waited for, and with one that cannot be sent yet."""
-    near, far = await _connected(of.domain, stack)
-    quiet, other = await _connected(of.domain, stack)
+    _, near, far = await _connected(of.placed, stack)
+    block, quiet, other = await _connected(of.placed, stack)
     grants = [await near.grant(of.region, AccessFlags.REMOTE_READ) for _ in range(2)]
     granted = await far.receive_grant()
     stream = far.as_byte_stream()
@@ -269,6 +321,7 @@ async def _connections(of: Scene, stack: AsyncExitStack) -> None:
         "near": near,
         "far": far,
         "connection": quiet,
+        "block of a connection": block,
         "its peer": other,
         "grant": grants[0],
         "second grant": grants[1],
@@ -280,21 +333,81 @@ async def _connections(of: Scene, stack: AsyncExitStack) -> None:
 
 
 async def _listening(of: Scene, stack: AsyncExitStack) -> None:
-    """Listeners, one that has a connection for who asks and one that is asked; a server with a peer."""
-    listener = await stack.enter_async_context(listen(HOST, domain=of.domain, settings=SETTINGS))
-    ready = await stack.enter_async_context(listen(HOST, domain=of.domain, settings=SETTINGS))
-    server = await stack.enter_async_context(serve(echo, HOST, domain=of.domain, settings=SETTINGS))
+    """Listeners, one that has a connection for who asks and one that is asked; a server with peers."""
+    listener = await stack.enter_async_context(listen(HOST, domain=of.placed, settings=SETTINGS))
+    ready = await stack.enter_async_context(listen(HOST, domain=of.placed, settings=SETTINGS))
+    server = await stack.enter_async_context(serve(echo, HOST, domain=of.placed, settings=SETTINGS))
     of.subjects["connection that nobody took"] = await stack.enter_async_context(
-        connect(HOST, ready.port, domain=of.domain, settings=SETTINGS)
+        connect(HOST, ready.port, domain=of.placed, settings=SETTINGS)
     )
     of.subjects["served"] = await stack.enter_async_context(
-        connect(HOST, server.port, domain=of.domain, settings=SETTINGS)
+        connect(HOST, server.port, domain=of.placed, settings=SETTINGS)
     )
     await until(lambda: ready._ready)
     await until(lambda: server.statistics().connections)
     await of.wait("accepting", listener.accept())
     await of.wait("serving", server.wait_closed())
-    of.subjects |= {"listener": listener, "listener with a connection": ready, "server": server}
+    again = reconnecting(HOST, server.port, domain=of.placed, settings=SETTINGS)
+    stack.push_async_callback(again.aclose)
+    of.subjects["connection that is made again"] = await anext(again)
+    of.subjects |= {
+        "listener": listener,
+        "listener with a connection": ready,
+        "server": server,
+        "reconnecting with a connection": again,
+    }
+
+
+async def _events(of: Scene, stack: AsyncExitStack) -> None:
+    """Events of a queue pair: some are waited for, and of others one was taken."""
+    of.drained = qp = await stack.enter_async_context(of.domain.queue_pair(of.cq))
+    qp.connect(qp.local_endpoint(), ACCESS)
+    events, awaited = of.device.events(qp), qp.events()
+    for each in (events, awaited):
+        stack.push_async_callback(each.aclose)
+    qp.to_sqd(en_sqd_async_notify=True)
+    assert (await anext(events)).event_type is EventType.SQ_DRAINED
+    qp.to_rts()
+    await of.wait("an event", anext(awaited))
+    of.subjects |= {"events": events, "events that are awaited": awaited, "drained qp": qp}
+
+
+async def _loop_domain(of: Scene, stack: AsyncExitStack) -> None:
+    """The domain of the owner's loop, and the block that has it."""
+    block = of.device.loop_domain()
+    of.subjects |= {"domain of the loop": await stack.enter_async_context(block), "block of that": block}
+
+
+async def _identifiers(of: Scene, stack: AsyncExitStack) -> None:
+    """A channel of rdma_cm with identifiers at each stage; listeners, one with a request and one that is asked."""
+    stack.enter_context(connection_manager())
+    channel = await stack.enter_async_context(rdma_cm.Channel())
+    listener, asked = channel.listener(), channel.listener()
+    qp = await stack.enter_async_context(of.domain.queue_pair(of.cq))
+    qp.connect(qp.local_endpoint(), ACCESS)
+    for each in (listener, asked):
+        await stack.enter_async_context(each)
+    for _ in range(3):
+        request(asked)
+    for stage in (Stage.NEW, Stage.RESOLVED, Stage.CONNECTED):
+        identifier = await stack.enter_async_context(channel.identifier())
+        assert identifier._conversation is not None
+        identifier._conversation.stage = stage
+        of.subjects[f"identifier that is {stage.value}"] = identifier
+    connected = of.subjects["identifier that is connected"]
+    connected._conversation._qp = qp
+    of.subjects |= {
+        "channel": channel,
+        "listener of rdma_cm": listener,
+        "listener of rdma_cm with a request": asked,
+        "identifier of a listener": await anext(asked),
+        "identifier that was asked for": await (await anext(asked)).open(),
+        "new identifier": channel.identifier(),
+        "new listener of rdma_cm": channel.listener("127.0.0.1"),
+        "qp that rdma_cm connected": qp,
+    }
+    await of.wait("a peer", anext(listener))
+    await of.wait("a disconnection", connected.wait_disconnected())
 
 
 def _not_opened(of: Scene) -> None:
@@ -315,76 +428,8 @@ def _not_opened(of: Scene) -> None:
         "new server": serve(echo, HOST, **ways),
         "connecting": connect(HOST, port, **ways),
         "reconnecting": Made(lambda: reconnecting(HOST, port, **ways)),
+        "new block of messages": Made(lambda: subjects["srq"].messages(of.pool)),
     }
-
-
-async def works(of: Scene) -> None:
-    """All that the owner waited for comes, and everything does what it is for."""
-    subjects, region = of.subjects, of.region
-    for name, task in of.waiting.items():
-        assert not task.done(), f"{name}: {task}"
-    assert subjects["held qp"].query().qp_state is of.qp.query().qp_state is QpState.RTS
-    unhold(of.device)
-    await of.came("operation")
-    fresh: Operation[None] = subjects["operation that nobody awaits"]
-    await fresh
-    await subjects["operation of a batch"]
-    region.buffer[:8] = b"as ever."
-    await subjects["batch"].post()
-    assert bytes(region.buffer[48:56]) == b"as ever."
-    assert not len(region.pins)
-    assert bytes(subjects["message"].data) == bytes((await anext(subjects["inbox"])).data) == b"messages"
-    subjects["message"].release()
-    await subjects["empty reader"].send(region[:8])
-    assert bytes((await of.came("message")).data) == b"as ever."
-    assert subjects["filled srq"].query().max_wr >= 4
-    of.cq.resize(600)
-    near, far, stream = subjects["near"], subjects["far"], subjects["byte stream"]
-    assert await stream.receive() == b"cdef"
-    assert await far.receive() == b"unread"
-    assert await far.receive() == LARGE
-    await of.came("sending")
-    await far.send(b"to near")
-    assert await of.came("receiving") == b"to near"
-    second = await far.receive_grant()
-    local = region[128:136]
-    for granted in (subjects["granted"], second):
-        await far.read(local, granted[:8])
-        assert bytes(local.buffer) == b"as ever."
-    back = await far.grant(region, AccessFlags.REMOTE_READ)
-    assert (await of.came("a grant")).remote == back.remote
-    for grant in (subjects["grant"], subjects["second grant"], back):
-        await grant.revoke()
-    await _exchange(subjects["connection"], subjects["its peer"])
-    await _exchange(near, far)
-    await subjects["connection"].send_eof()
-    try:
-        await subjects["its peer"].receive()
-        raise AssertionError("there is no end")
-    except anyio.EndOfStream:
-        pass
-    await _accept(of)
-
-
-async def _exchange(one: Connection, other: Connection) -> None:
-    await one.send(b"here")
-    assert await other.receive() == b"here"
-    await other.send(b"there")
-    assert await one.receive() == b"there"
-
-
-async def _accept(of: Scene) -> None:
-    subjects = of.subjects
-    async with await subjects["listener with a connection"].accept() as far:
-        await _exchange(subjects["connection that nobody took"], far)
-    async with subjects["connecting"] as near, await of.came("accepting") as far:
-        await _exchange(near, far)
-    await subjects["served"].send(b"still served")
-    assert await subjects["served"].receive() == b"still served"
-    await subjects["served"].aclose()
-    await subjects["server"].stop()
-    await of.came("serving")
-    assert await subjects["process pool"].run(abs, -7) == 7
 
 
 async def _close(of: Scene) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aioverbs
 from aioverbs import AccessFlags
 from tests.conftest import ROOT
 
@@ -23,9 +22,19 @@ sys.path.append(str(ROOT / "aioverbs" / "_docs"))
 
 import stubs
 
-__all__ = ["FOR_ALL", "FOR_ALL_KINDS", "FOR_ALL_TO_CHANGE", "arguments", "is_value", "members", "returned_kinds"]
+__all__ = [
+    "FOR_ALL",
+    "FOR_ALL_ELSEWHERE",
+    "FOR_ALL_KINDS",
+    "FOR_ALL_TO_CHANGE",
+    "arguments",
+    "is_value",
+    "members",
+    "returned_kinds",
+]
 
 _CORE = "aioverbs._core."
+_HANDLE = "handle"  # the compiled object below a resource, whose verbs check their caller by themselves
 _MODULES = re.compile(r"(?:\b[a-z_]\w*\.)+")  # before the name of what is in them
 _WORD = re.compile(r"\w+")
 _PROTOCOLS = (
@@ -40,6 +49,7 @@ FOR_ALL_KINDS = {
     "Backoff": "a value",
     "BufferPool": "any event loop may use it",
     "Device": "SAFE",
+    "FaultPlan": "of a device: any thread may change it",
     "ImportedMemoryRegion": "any event loop may use it",
     "LeasedBuffer": "goes back to its pool from any thread",
     "Leasing": "of a pool of buffers, which is any event loop's",
@@ -124,8 +134,17 @@ FOR_ALL = {
     "thread_model": _KNOWN,
     "traffic": _KNOWN,
     # Of one kind.
+    "Channel.identifier": _MAKES,
+    "Channel.listener": _MAKES,
     "Granted.__getitem__": "makes a value",
+    "Identifier.connected": _KNOWN,
+    "Identifier.device_name": _KNOWN,
+    "Identifier.peer_address": _KNOWN,
+    "Identifier.port_num": _KNOWN,
+    "Identifier.private_data": _KNOWN,
     "Inbox.__aiter__": "is itself",
+    "Listener.__aiter__": "is itself",
+    "Listener.address": _KNOWN,
     "Message.byte_len": _KNOWN,
     "Message.written": _KNOWN,
     "Message.data": "its bytes",
@@ -156,12 +175,16 @@ FOR_ALL = {
 
 # Members that anybody may call, and that do something: they are not called.
 FOR_ALL_TO_CHANGE = {
-    "Connecting.__aexit__": "ends a block that was entered",
     "ResourceDomain.run": "goes to the owner, and waits for it",
     "WorkerPool.drain": "any event loop may wait for its calls",
     "WorkerPool.map": "any event loop may call there",
     "WorkerPool.run": "any event loop may call there",
     "WorkerPool.start_soon": "any thread may call there",
+}
+
+# The same, where others may use the domain.
+FOR_ALL_ELSEWHERE = {
+    "Connecting.__await__": "any event loop may connect on a domain that is anybody's",
 }
 
 # Arguments by their name, for types that say little, and by the first type of their annotation that is here.
@@ -171,15 +194,17 @@ _BY_NAME: dict[str, Callable[["Scene"], object]] = {
     "compare": lambda of: 0,
     "count": lambda of: 1,
     "depth": lambda of: 512,
-    "error": lambda of: None,
     "exc_tb": lambda of: None,
-    "exc_type": lambda of: None,
-    "exc_val": lambda of: None,
+    "exc_type": lambda of: of.left_by and type(of.left_by),
+    "exc_val": lambda of: of.left_by,
+    "error": lambda of: of.left_by,
+    "host": lambda of: "127.0.0.1",
     "immediate": lambda of: 1,
-    "kind": lambda of: None,
+    "kind": lambda of: of.left_by and type(of.left_by),
     "max_wr": lambda of: 4,
     "memory": lambda of: 64,
     "mr": lambda of: None,
+    "port": lambda of: 7174,
     "rkey": lambda of: of.region.rkey,
     "share_key": lambda of: 7,
     "size": lambda of: 64,
@@ -197,6 +222,7 @@ _BY_TYPE: dict[str, Callable[["Scene"], object]] = {
     "CompletionQueue": lambda of: of.cq,
     "Endpoint": lambda of: of.endpoint,
     "MemoryWindow": lambda of: of.window,
+    "QueuePair": lambda of: of.qp,
     "RegionSlice": lambda of: of.region[:8],
     "RemoteRegion": lambda of: of.region.remote()[8:16],
     "bytes": lambda of: b"from elsewhere",
@@ -211,24 +237,12 @@ def members(subject: object) -> Iterator[str]:
     for name in dir(subject):
         if name.startswith("_") and name not in _PROTOCOLS:
             continue
-        if not ours and name not in ("__aenter__", "__anext__"):
+        if not ours and name not in ("__aenter__", "__anext__", "aclose"):
             continue
         static = inspect.getattr_static(kind, name, None)
-        if isinstance(static, staticmethod | classmethod) or _is_internal(kind, name, static):
+        if isinstance(static, staticmethod | classmethod) or name == _HANDLE:
             continue
         yield name
-
-
-def _is_internal(kind: type, name: str, static: object) -> bool:
-    """Whether it takes or gives parts of the compiled core, as what the modules of the package have for each other."""
-    if name.startswith("__"):
-        return False
-    words = {word for _, annotation in _annotations(kind, name, static) for word in _WORD.findall(annotation)}
-    return name == "handle" or any(
-        each.__module__.startswith(_CORE) and each.__name__ not in aioverbs.__all__
-        for each in map(_classes().get, words)
-        if each is not None
-    )
 
 
 def arguments(kind: type, name: str, of: "Scene") -> list[object]:
@@ -334,7 +348,7 @@ def returned_kinds(kind: type) -> Iterator[tuple[str, type]]:
     """Classes of the package that members of a class give, and the member."""
     for name in dir(kind):
         static = inspect.getattr_static(kind, name)
-        if name.startswith("_") or isinstance(static, staticmethod | classmethod) or _is_internal(kind, name, static):
+        if name.startswith("_") or isinstance(static, staticmethod | classmethod) or name == _HANDLE:
             continue
         for what, annotation in _annotations(kind, name, static):
             for word in _WORD.findall(annotation) if what == "return" else ():

@@ -146,7 +146,7 @@ class Identifier(Handled[core.Identifier]):
         life.detach(used_up)
         self._handle = handle
         life.attach(handle)
-        self._conversation = Conversation(handle, self._channel.dispatcher, life.bell())
+        self._conversation = Conversation(handle, self._channel._dispatcher, life.bell())
         life.attach(self._conversation)
         life.drain = self._conversation.drain
         return self._conversation

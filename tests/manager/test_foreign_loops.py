@@ -222,5 +222,12 @@ async def test_events(device: Device, waits: bool) -> None:
 
 
 async def test_a_block_that_was_not_entered_has_no_end(device: Device) -> None:
-    with pytest.raises(RuntimeError, match="was not entered"):
+    with pytest.raises(RuntimeError, match="is in no block"):
         await device.loop_domain().__aexit__(None, None, None)
+    async with (
+        device.resource_domain() as domain,
+        domain.shared_receive_queue(4) as srq,
+        domain.buffer_pool(64, 4) as pool,
+    ):
+        with pytest.raises(RuntimeError, match="was not entered"):
+            await srq.messages(pool).__aexit__(None, None, None)

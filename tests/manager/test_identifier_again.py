@@ -32,7 +32,7 @@ class Manager:
     def make(self, channel: Any) -> "Kernel":
         if self.fails is not None:
             raise self.fails
-        self.made.append(Kernel(self, channel.dispatcher))
+        self.made.append(Kernel(self, channel._dispatcher))
         return self.made[-1]
 
 
@@ -130,9 +130,9 @@ async def test_a_rejected_one_connects_when_it_asks_again(
             assert qp.query().qp_state is QpState.RTS
             assert [each.asked for each in manager.made] == [1, 1, 1]
             assert [each.destroyed for each in manager.made] == [1, 1, 0]
-            assert len(channel.dispatcher.listening) == 1
+            assert len(channel._dispatcher.listening) == 1
         assert [each.destroyed for each in manager.made] == [1, 1, 1]
-        assert not channel.dispatcher.listening
+        assert not channel._dispatcher.listening
 
 
 async def test_there_is_no_other_identifier(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ nox.options.default_venv_backend = "virtualenv"
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-EXTENSIONS = ("engine", "allocators", "domains", "work", "rdma_cm", "pyverbs_bridge")
-COMPILED = [f"aioverbs._core.{name}" for name in EXTENSIONS]
+COMPILED = [each["name"] for each in PYPROJECT["tool"]["setuptools"]["ext-modules"]]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 # Tests of what any device can do, and of what only RDMA devices have around them: `nox -s rdma -- --all` runs them.
 SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
@@ -160,7 +159,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
     session.run("cython-lint", "aioverbs")
-    session.run("clang-format", "--dry-run", "-Werror", *map(str, sorted(Path().glob("[at]*/*/*.[ch]"))))
+    session.run("clang-format", "--dry-run", "-Werror", *map(str, sorted(Path().glob("[at]*/**/*.[ch]"))))
 
 
 @nox.session
@@ -175,7 +174,9 @@ def types(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """Check that imports and cimports only go down the stack."""
     session.install(*group("contracts"))
-    session.run("lint-imports", "--cache-dir", str(folder(session, "imports")), *session.posargs)
+    for config in ("pyproject.toml", "tests/checks/pure_modules.toml"):
+        cache = str(folder(session, f"imports-{Path(config).stem}"))
+        session.run("lint-imports", "--config", config, "--cache-dir", cache, *session.posargs)
     session.run("python", "tests/checks/cimport_layers.py")
 
 
@@ -299,7 +300,7 @@ def coverage(session: nox.Session) -> None:
     session.run("coverage", "run", f"{session.bin}/pytest", *session.posargs, env=env)
     session.run("coverage", "combine", "-q", env=env)
     session.run("coverage", "report", env=env)
-    native = ["--filter", "aioverbs/_core/(alloc_|soft_|verbs_table).*", "--merge-mode-functions=separate"]
+    native = ["--filter", "aioverbs/_core/(alloc|soft|abi)/.*", "--merge-mode-functions=separate"]
     session.run("gcovr", "--root", ".", *native, str(objects), str(folder(session, "native-coverage")))
 
 
@@ -325,9 +326,9 @@ def fuzz(session: nox.Session) -> None:
         )
     flags = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-Iaioverbs/_core")
     checks = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all")
-    core = ["aioverbs/_core/verbs_table.c", *sorted(map(str, Path("aioverbs/_core").glob("soft_*.c")))]
-    support = sorted(map(str, (*Path("aioverbs/_core").glob("alloc_*.c"), *Path("tests/native").glob("support_*.c"))))
-    pure = [f"aioverbs/_core/soft_{name}.c" for name in ("frame", "hello", "hmac")]
+    core = ["aioverbs/_core/abi/verbs_ops.c", *sorted(map(str, Path("aioverbs/_core/soft").rglob("*.c")))]
+    support = sorted(map(str, (*Path("aioverbs/_core/alloc").glob("*.c"), *Path("tests/native").glob("support_*.c"))))
+    pure = [f"aioverbs/_core/soft/fabric/{name}.c" for name in ("frame", "handshake_wire", "hmac")]
     for name, sources in (("frame", pure), ("stream", core)):
         program = folder(session, "programs") / name
         source = f"tests/fuzz/fuzz_{name}.c"
@@ -416,7 +417,7 @@ def bench_program(session: nox.Session) -> str:
     """Compile the yardsticks of the benchmarks on RDMA devices."""
     program = str(folder(session, "bench") / "rdma_yard")
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-Iaioverbs/_core")
-    sources = ("tests/bench/rdma_yard.c", "aioverbs/_core/verbs_table.c")
+    sources = ("tests/bench/rdma_yard.c", "aioverbs/_core/abi/verbs_ops.c")
     session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-ldl", "-o", program, external=True)
     return program
 

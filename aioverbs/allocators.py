@@ -11,7 +11,7 @@ in the child, which can use it as if it were new.
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ._core.allocators import (
+from aioverbs._core.alloc.allocators import (
     USE_DEFAULT,
     ArenaAllocator,
     DefaultAllocator,
@@ -23,10 +23,10 @@ from ._core.allocators import (
     SharedPageAllocator,
     UseDefault,
 )
-from .attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
+from aioverbs.attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
 
 if TYPE_CHECKING:
-    from ._core.domains import ParentDomain
+    from aioverbs._core.handles.parent_domain import ParentDomain
 
 __all__ = [
     "USE_DEFAULT",

@@ -6,7 +6,7 @@ Fields are named as in the verbs' structures; sizes are bytes, GIDs and GUIDs `b
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, WcStatus
+from aioverbs.types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, WcStatus
 
 __all__ = [
     "AddressVector",

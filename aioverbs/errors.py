@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import anyio
 
-from .types import QpState, QpType, WcOpcode, WcStatus
+from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
 
 __all__ = [
     "AffinityError",
@@ -111,7 +111,7 @@ _REJECT_REASONS = {
     28: "the program there refused it",
 }
 
-# As `aioverbs.handshake.Reason` has them.
+# As `aioverbs._connection.handshake.Reason` has them.
 _HANDSHAKE_REASONS = {
     1: "the two ends speak no common version: use releases of aioverbs that do",
     2: "the two ends need the same secret",
@@ -180,7 +180,7 @@ class ConnectionRejectedError(ConnectionRefusedError):
 class HandshakeError(ConnectionRefusedError):
     """Two ends did not become a connection: one of them refused the other.
 
-    :param reason: why, as `aioverbs.handshake.Reason` has it.
+    :param reason: why, as `aioverbs._connection.handshake.Reason` has it.
     :param text: what there is to say beyond that.
     :param by_peer: whether it was the other end that refused.
     """

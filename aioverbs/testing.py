@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from aioverbs._core import engine
-    from aioverbs.device import Device
+    from aioverbs._core.handles import handles
+    from aioverbs._verbs.device import Device
 
 __all__ = ["aioverbs_device", "aioverbs_ledger", "destroy_all"]
 
 _passed = pytest.StashKey[bool]()
 
 
-def _acknowledge_all(queue: "engine.CompletionQueue") -> None:
+def _acknowledge_all(queue: "handles.CompletionQueue") -> None:
     """Events that were taken and never acknowledged make a queue refuse to go."""
     while True:
         try:
@@ -37,20 +37,20 @@ def _acknowledge_all(queue: "engine.CompletionQueue") -> None:
 
 def _acknowledge_async_events() -> None:
     """The same for asynchronous events, which whoever failed may still hold."""
-    from aioverbs._core import engine
+    from aioverbs._core.handles import handles
 
     for event in gc.get_objects():
-        if isinstance(event, engine.AsyncEvent) and not event.acknowledged:
+        if isinstance(event, handles.AsyncEvent) and not event.acknowledged:
             event.ack()
 
 
-def destroy_all(handles: "Iterable[engine.Handle]") -> None:
+def destroy_all(opened: "Iterable[handles.Handle]") -> None:
     """Destroy what `aioverbs_ledger` finds, the last one first: parents are made before their children."""
-    from aioverbs._core import engine
+    from aioverbs._core.handles import handles
     from aioverbs.errors import BusyResourceError
 
-    for handle in reversed(list(handles)):
-        if isinstance(handle, engine.CompletionQueue) and not handle.closed:
+    for handle in reversed(list(opened)):
+        if isinstance(handle, handles.CompletionQueue) and not handle.closed:
             _acknowledge_all(handle)
         try:
             handle.destroy()
@@ -74,10 +74,11 @@ def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
 
     It is destroyed then, so that the next test begins with nothing. One that failed by itself is not failed again.
     """
-    engine = importlib.import_module("aioverbs._core.engine")  # not before somebody asks: pytest loads this everywhere
-    before = set(engine.open_handles())
+    # Not imported before a test asks for it: pytest loads this module everywhere.
+    core = importlib.import_module("aioverbs._core.handles.handles")
+    before = set(core.open_handles())
     yield
-    left = [handle for handle in engine.open_handles() if handle not in before]
+    left = [handle for handle in core.open_handles() if handle not in before]
     names = ", ".join(map(repr, left))
     destroy_all(left)
     if left and request.node.stash.get(_passed, False):
@@ -88,6 +89,6 @@ def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
 def aioverbs_device(request: pytest.FixtureRequest, aioverbs_ledger: None) -> "Device":
     """A software device, not opened yet: ``async with aioverbs_device as device``. The test runs once for each way of
     execution: in the posting call (``inline``) and beside the loop (``engine``)."""
-    from aioverbs.device import open_device
+    from aioverbs._verbs.device import open_device
 
     return open_device("soft0", engine_mode=request.param == "engine")

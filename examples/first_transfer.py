@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aioverbs import AccessFlags, Mtu, QpState, SendFlags, SendOpcode, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._providers import software
 from aioverbs.attributes import AddressVector
-from aioverbs.providers import software
 
 SIZE = 1 << 20
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
 
 
 @contextmanager
-def destroying(context: engine.Context) -> Iterator[None]:
+def destroying(context: handles.Context) -> Iterator[None]:
     """Destroy what was made of a context, newest first, and the context."""
     try:
         yield
     finally:
-        for handle in reversed([handle for handle in engine.open_handles() if handle.context is context]):
+        for handle in reversed([handle for handle in handles.open_handles() if handle.context is context]):
             handle.destroy()
 
 
-def connect(qp: engine.QueuePair, peer: engine.QueuePair) -> None:
+def connect(qp: handles.QueuePair, peer: handles.QueuePair) -> None:
     """Take a queue pair through INIT and RTR to RTS."""
     gid = peer.context.query_gid(1, 1)
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=REMOTE)
@@ -45,7 +45,7 @@ def connect(qp: engine.QueuePair, peer: engine.QueuePair) -> None:
     qp.modify(QpState.RTS, timeout=14, retry_cnt=7, rnr_retry=7, sq_psn=0, max_rd_atomic=16)
 
 
-async def completion(cq: engine.CompletionQueue, channel: engine.CompletionChannel) -> engine.WorkCompletion:
+async def completion(cq: handles.CompletionQueue, channel: handles.CompletionChannel) -> handles.WorkCompletion:
     """Sleep on the completion channel until something is done."""
     loop = asyncio.get_running_loop()
     cq.request_notify()
@@ -64,18 +64,18 @@ async def completion(cq: engine.CompletionQueue, channel: engine.CompletionChann
     return found[0]
 
 
-async def transfer(context: engine.Context) -> None:
+async def transfer(context: handles.Context) -> None:
     """Move a megabyte there and back, and say hello."""
-    pd = engine.ProtectionDomain(context)
-    td = domains.ThreadDomain(context)
-    domain = domains.ParentDomain(pd, td)
-    channel = engine.CompletionChannel(context)
-    cq = engine.CompletionQueue(context, 64, channel, parent_domain=domain)
-    near, far = engine.QueuePair(domain, cq, cq), engine.QueuePair(domain, cq, cq)
+    pd = handles.ProtectionDomain(context)
+    td = parent_domain.ThreadDomain(context)
+    domain = parent_domain.ParentDomain(pd, td)
+    channel = handles.CompletionChannel(context)
+    cq = handles.CompletionQueue(context, 64, channel, parent_domain=domain)
+    near, far = handles.QueuePair(domain, cq, cq), handles.QueuePair(domain, cq, cq)
     connect(near, far)
     connect(far, near)
     source, target, back = bytearray(os.urandom(SIZE)), bytearray(SIZE), bytearray(SIZE)
-    local, remote, returned = (engine.MemoryRegion(pd, memory, REMOTE) for memory in (source, target, back))
+    local, remote, returned = (handles.MemoryRegion(pd, memory, REMOTE) for memory in (source, target, back))
     print(f"{context.name}: queue pairs {near.qp_num} and {far.qp_num} on one thread domain, which takes no locks")
 
     for name, opcode, region in (
@@ -109,7 +109,7 @@ def main() -> None:
     context = software.open_context(engine_mode=True)
     with destroying(context):
         asyncio.run(transfer(context))
-    print(f"everything was given back: {len(engine.open_handles())} handles open")
+    print(f"everything was given back: {len(handles.open_handles())} handles open")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioverbs import AccessFlags, MwType, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.types import WcFlags
 from tests.core.pairs import succeed, wait_for
 from tests.pace import patience
@@ -50,7 +50,7 @@ class Capability(enum.Enum):
     CQ_MODERATION = "moderation of completion events"
 
 
-def _made(make: Callable[[], engine.Handle]) -> bool:
+def _made(make: Callable[[], handles.Handle]) -> bool:
     """Whether something can be made; it is destroyed again."""
     try:
         handle = make()
@@ -62,28 +62,28 @@ def _made(make: Callable[[], engine.Handle]) -> bool:
     return True
 
 
-def _parent_domains(context: engine.Context) -> bool:
-    pd = engine.ProtectionDomain(context)
+def _parent_domains(context: handles.Context) -> bool:
+    pd = handles.ProtectionDomain(context)
     try:
-        return _made(lambda: domains.ParentDomain(pd))
+        return _made(lambda: parent_domain.ParentDomain(pd))
     finally:
         pd.destroy()
 
 
-def _shared_domains(context: engine.Context) -> bool:
+def _shared_domains(context: handles.Context) -> bool:
     if context.software:  # of one process, by their numbers
         return True
     descriptor = context.dup_cmd_fd()
     try:
-        return _made(lambda: engine.Context.import_device(descriptor))
+        return _made(lambda: handles.Context.import_device(descriptor))
     finally:
         os.close(descriptor)
 
 
-def _registers(context: engine.Context, memory: "Buffer", access: AccessFlags) -> bool:
-    pd = engine.ProtectionDomain(context)
+def _registers(context: handles.Context, memory: "Buffer", access: AccessFlags) -> bool:
+    pd = handles.ProtectionDomain(context)
     try:
-        engine.MemoryRegion(pd, memory, access).destroy()
+        handles.MemoryRegion(pd, memory, access).destroy()
     except VerbsError:
         return False
     finally:
@@ -91,17 +91,17 @@ def _registers(context: engine.Context, memory: "Buffer", access: AccessFlags) -
     return True
 
 
-def _read_only_mappings(context: engine.Context) -> bool:
+def _read_only_mappings(context: handles.Context) -> bool:
     with mmap.mmap(-1, mmap.PAGESIZE, access=mmap.ACCESS_READ) as memory:
         return _registers(context, memory, AccessFlags.REMOTE_READ)
 
 
-def _on_demand_paging(context: engine.Context) -> bool:
+def _on_demand_paging(context: handles.Context) -> bool:
     return _registers(context, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.ON_DEMAND)
 
 
-def _moderation(context: engine.Context) -> bool:
-    cq = engine.CompletionQueue(context, 16)
+def _moderation(context: handles.Context) -> bool:
+    cq = handles.CompletionQueue(context, 16)
     try:
         cq.modify(1, 1)
     except VerbsError as error:
@@ -114,8 +114,8 @@ def _moderation(context: engine.Context) -> bool:
 
 
 @contextmanager
-def _pair(context: engine.Context) -> Iterator[Pair]:
-    pd = engine.ProtectionDomain(context)
+def _pair(context: handles.Context) -> Iterator[Pair]:
+    pd = handles.ProtectionDomain(context)
     pair = Pair(pd, pd, size=64)
     try:
         yield pair
@@ -124,14 +124,14 @@ def _pair(context: engine.Context) -> Iterator[Pair]:
         pd.destroy()
 
 
-def _exact_statuses(context: engine.Context) -> bool:
+def _exact_statuses(context: handles.Context) -> bool:
     with _pair(context) as pair:
         address, length, lkey = pair.sge(0, 0, 8)
         pair.qps[0].post_send(SendOpcode.SEND, [(address, length, lkey ^ 0x5500)], flags=SendFlags.SIGNALED)
         return wait_for(pair.queues[0])[0].status is WcStatus.LOC_PROT_ERR
 
 
-def _checks_invalidated_keys(context: engine.Context) -> bool:
+def _checks_invalidated_keys(context: handles.Context) -> bool:
     with _pair(context) as pair:
         pair.qps[1].post_recv([pair.sge(1, 0, 8)])
         key = pair.regions[1].rkey ^ 0x5500
@@ -140,12 +140,12 @@ def _checks_invalidated_keys(context: engine.Context) -> bool:
 
 
 @contextmanager
-def _bound(pair: Pair, qp: engine.QueuePair) -> Iterator[int]:
+def _bound(pair: Pair, qp: handles.QueuePair) -> Iterator[int]:
     """The key of a window of type 2 that is bound by a queue pair."""
     pd, cq = pair.regions[0].pd, qp.send_cq
     assert cq is not None
-    region = engine.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND)
-    window = engine.MemoryWindow(pd, MwType.TYPE_2)
+    region = handles.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND)
+    window = handles.MemoryWindow(pd, MwType.TYPE_2)
     try:
         qp.bind_window(window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SendFlags.SIGNALED)
         succeed(cq)
@@ -155,7 +155,7 @@ def _bound(pair: Pair, qp: engine.QueuePair) -> Iterator[int]:
         region.destroy()
 
 
-def _tells_invalidated_keys(context: engine.Context) -> bool:
+def _tells_invalidated_keys(context: handles.Context) -> bool:
     with _pair(context) as pair, _bound(pair, pair.qps[1]) as key:
         pair.qps[1].post_recv([pair.sge(1, 0, 8)])
         pair.qps[0].post_send(SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
@@ -163,10 +163,10 @@ def _tells_invalidated_keys(context: engine.Context) -> bool:
         return bool(found.wc_flags & WcFlags.WITH_INV) and found.invalidated_rkey == key
 
 
-def _invalidates_on_uc(context: engine.Context) -> bool:
+def _invalidates_on_uc(context: handles.Context) -> bool:
     with _pair(context) as pair:
         cq = pair.queues[0]
-        qp = engine.QueuePair(pair.regions[0].pd, cq, cq, qp_type=QpType.UC)
+        qp = handles.QueuePair(pair.regions[0].pd, cq, cq, qp_type=QpType.UC)
         try:
             to_itself(qp)
             with _bound(pair, qp) as key:
@@ -176,7 +176,7 @@ def _invalidates_on_uc(context: engine.Context) -> bool:
             qp.destroy()
 
 
-def _end(cq: engine.CompletionQueue) -> WcStatus | None:
+def _end(cq: handles.CompletionQueue) -> WcStatus | None:
     """How something ends there, where it does before long."""
     end = time.monotonic() + patience(1)
     while not (found := cq.poll(1)) and time.monotonic() < end:
@@ -184,7 +184,7 @@ def _end(cq: engine.CompletionQueue) -> WcStatus | None:
     return found[0].status if found else None
 
 
-_PROBES: dict[Capability, Callable[[engine.Context], bool]] = {
+_PROBES: dict[Capability, Callable[[handles.Context], bool]] = {
     Capability.FAULT_PLAN: lambda context: context.software,
     Capability.OBJECT_COUNTS: lambda context: context.software,
     Capability.STAND_INS: lambda context: context.software,
@@ -192,9 +192,9 @@ _PROBES: dict[Capability, Callable[[engine.Context], bool]] = {
     Capability.CHECKS_INVALIDATED_KEYS: _checks_invalidated_keys,
     Capability.TELLS_INVALIDATED_KEYS: _tells_invalidated_keys,
     Capability.INVALIDATES_ON_UC: _invalidates_on_uc,
-    Capability.THREAD_DOMAINS: lambda context: _made(lambda: domains.ThreadDomain(context)),
+    Capability.THREAD_DOMAINS: lambda context: _made(lambda: parent_domain.ThreadDomain(context)),
     Capability.PARENT_DOMAINS: _parent_domains,
-    Capability.XRC_DOMAINS: lambda context: _made(lambda: engine.XrcDomain(context)),
+    Capability.XRC_DOMAINS: lambda context: _made(lambda: handles.XrcDomain(context)),
     Capability.SHARED_DOMAINS: _shared_domains,
     Capability.READ_ONLY_MAPPINGS: _read_only_mappings,
     Capability.NO_ON_DEMAND_PAGING: lambda context: not _on_demand_paging(context),

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from aioverbs.device import Device, open_device
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import skip_where_missing
 from tests.rdma.seam import rdma_devices
 

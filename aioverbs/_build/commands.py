@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 def _expand(patterns: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Sorted matches of each pattern; a plain name stays, so that a missing file is reported by who needs it."""
     names = [os.fspath(pattern) for pattern in patterns]
-    return [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else [name])]
+    return [path for name in names for path in (sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name])]
 
 
 class BuildExtensions(build_ext):

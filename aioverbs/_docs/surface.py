@@ -136,7 +136,7 @@ def _stub(module: str) -> Stub:
     loaded = importlib.import_module(module)
     compiled = {name: value for name, value in vars(loaded).items() if is_compiled(value) and value not in public()}
     internal = {name: f"{value.__module__}.{value.__qualname__}" for name, value in compiled.items()}
-    return read(Path(str(loaded.__file__)).with_name(f"{module.removeprefix(_CORE)}.pyi"), internal)
+    return read(Path(str(loaded.__file__)).with_name(f"{module.rpartition('.')[2]}.pyi"), internal)
 
 
 def _in_stubs(owner: type, name: str) -> tuple[Signature | None, str | None]:

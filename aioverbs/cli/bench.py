@@ -121,8 +121,8 @@ def _check_plot(path: Path) -> None:
 
 
 def _measured(operations: "Sequence[Operation]", named: "Sequence[str]", model: str, seconds: float) -> "Report":
+    from aioverbs._verbs.completion_queue import MessageModel
     from aioverbs.cli.bench_run import chosen_devices, measure
-    from aioverbs.completion import MessageModel
 
     devices, problems = chosen_devices(named)
     wanted = cells(operations)

@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from aioverbs._connection.connect import connect
+from aioverbs._connection.connection import Connection
+from aioverbs._connection.grants import Granted
+from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._memory.region import MemoryRegion
+from aioverbs._server.server import serve
+from aioverbs._verbs.completion_queue import MessageModel
+from aioverbs._verbs.device import open_device
+from aioverbs._verbs.resource_domain import ResourceDomain
 from aioverbs.cli.bench_memory import Memory
 from aioverbs.cli.measuring import MEMORY, WINDOW, Operation
-from aioverbs.completion import MessageModel
-from aioverbs.connection import Connection
-from aioverbs.connection_settings import ConnectionSettings
-from aioverbs.device import open_device
-from aioverbs.establishing import connect
-from aioverbs.grants import Granted
-from aioverbs.memory import MemoryRegion
-from aioverbs.resource_domain import ResourceDomain
-from aioverbs.server import serve
 from aioverbs.types import AccessFlags
 
 __all__ = ["DeviceClient", "DeviceServer", "device_client", "device_server"]

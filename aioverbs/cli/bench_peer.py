@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs.cli.bench_device import HERE, DeviceServer, device_server
 from aioverbs.cli.bench_memory import Memory
 from aioverbs.cli.bench_stream import LIMIT, serve_stream
 from aioverbs.cli.common import runner
-from aioverbs.completion import MessageModel
 from aioverbs.errors import DeviceNotFoundError
 
 __all__ = ["main"]

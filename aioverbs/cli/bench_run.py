@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import anyio
 
+from aioverbs._verbs.completion_queue import MessageModel
+from aioverbs._verbs.device import devices
 from aioverbs.cli.bench_device import HERE, device_client
 from aioverbs.cli.bench_memory import Memory, expected
 from aioverbs.cli.bench_stream import LIMIT, StreamClient
@@ -32,8 +34,6 @@ from aioverbs.cli.measuring import (
     turn_s,
     turns,
 )
-from aioverbs.completion import MessageModel
-from aioverbs.device import devices
 from aioverbs.errors import DeviceNotFoundError, StateError, WorkCompletionError
 
 __all__ = ["BASE", "STREAMS", "PeerGoneError", "Report", "chosen_devices", "loop_name", "measure"]

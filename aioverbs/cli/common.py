@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from aioverbs.kernel_devices import kernel_devices
-from aioverbs.plain import plain
+from aioverbs._monitoring.jsonable import plain
+from aioverbs._providers.sysfs import kernel_devices
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 
+from aioverbs._connection.grants import has_windows
+from aioverbs._providers import hardware, software
+from aioverbs._providers.sysfs import kernel_devices
+from aioverbs._verbs.completion_queue import MessageModel
+from aioverbs._verbs.device import Device, open_device
+from aioverbs._verbs.ports import gid_table
 from aioverbs.allocators import ArenaAllocator
-from aioverbs.completion import MessageModel
-from aioverbs.device import Device, open_device
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
-from aioverbs.gids import preferred
-from aioverbs.grants import has_windows
-from aioverbs.kernel_devices import kernel_devices
-from aioverbs.ports import gid_table
-from aioverbs.providers import hardware, software
+from aioverbs.gid_selection import preferred
 from aioverbs.types import PortState
 
 __all__ = ["FEATURES", "DeviceReport", "GidReport", "PortReport", "look_at", "names"]

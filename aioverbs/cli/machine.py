@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aioverbs.kernel_devices import device_nodes, try_open
-from aioverbs.soft_settings import SoftSettings
+from aioverbs._providers.software_settings import SoftSettings
+from aioverbs._providers.sysfs import device_nodes, try_open
 
 __all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "look"]
 

@@ -150,7 +150,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _model(name: str) -> Any:
-    from aioverbs.completion import MessageModel
+    from aioverbs._verbs.completion_queue import MessageModel
 
     return MessageModel[name.upper().replace("-", "_")]
 
@@ -203,9 +203,9 @@ async def _to(
     size: int,
     show: "_AsJson | _AsText",
 ) -> Status:
+    from aioverbs._verbs.device import open_device
     from aioverbs.cli.ping_client import Pings, Tally, connected
     from aioverbs.cli.ping_request import PingRequest
-    from aioverbs.device import open_device
 
     tally = Tally()
     begin: float | None = None

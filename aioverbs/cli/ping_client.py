@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from aioverbs._connection.connect import Transport, connect
+from aioverbs._connection.connection import Connection
+from aioverbs._verbs.base_domain import Domain
 from aioverbs.cli.histogram import Histogram
 from aioverbs.cli.ping_request import PingRequest, check_answer
-from aioverbs.connection import Connection
-from aioverbs.domain import Domain
 from aioverbs.errors import BrokenResourceError, UnreachableError, VerbsError, WorkCompletionError
-from aioverbs.establishing import Transport, connect
 from aioverbs.types import AccessFlags
 
 __all__ = ["Pings", "Tally", "connected"]

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import anyio
 
+from aioverbs._connection.connect import Transport
+from aioverbs._connection.connection import Connection
+from aioverbs._server.server import Server, serve
+from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.completion_queue import MessageModel
+from aioverbs._verbs.device import open_device
 from aioverbs.cli.ping_request import PingRequest, accepted, refused
-from aioverbs.completion import MessageModel
-from aioverbs.connection import Connection
-from aioverbs.device import open_device
-from aioverbs.domain import Domain
-from aioverbs.establishing import Transport
-from aioverbs.identifier import written
-from aioverbs.server import Server, serve
+from aioverbs.rdma_cm.cm_id import written
 from aioverbs.types import AccessFlags
 
 __all__ = ["Tell", "serve_pings"]

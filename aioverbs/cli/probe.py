@@ -11,9 +11,9 @@ import re
 import sys
 from pathlib import Path
 
-from aioverbs._core.engine import is_optimized
+from aioverbs._core.handles.handles import is_optimized
+from aioverbs._verbs.device import open_device
 from aioverbs.attributes import QpCapabilities
-from aioverbs.device import open_device
 
 _DEPTH = 16
 _MEMORY = 64 << 10

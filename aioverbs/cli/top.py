@@ -18,7 +18,7 @@ _PATIENCE_S = 5.0  # beyond the interval, before a process is taken for one that
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The processes whose sockets are there; nobody is asked."""
-    from aioverbs.monitor_directory import MonitorDirectory
+    from aioverbs._monitoring.directory import MonitorDirectory
 
     try:
         with MonitorDirectory() as directory:

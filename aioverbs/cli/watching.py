@@ -1,4 +1,4 @@
-"""The processes that can be watched, and what they say: the other end of `aioverbs.monitor_server`."""
+"""The processes that can be watched, and what they say: the other end of `aioverbs._monitoring.server`."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from aioverbs._monitoring.directory import MonitorDirectory
+from aioverbs._monitoring.server import VERSION
 from aioverbs.cli.rates import Sample
-from aioverbs.monitor_directory import MonitorDirectory
-from aioverbs.monitor_server import VERSION
 
 __all__ = ["NotWatchableError", "Process", "Watch", "open_watch", "processes"]
 

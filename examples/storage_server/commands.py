@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 import aioverbs
-from storage_server import load as loading
-from storage_server import transfer
+from storage_server import load as loading, transfer
 from storage_server.catalog import Catalog
 from storage_server.client import Storage, connect
 from storage_server.errors import StorageError

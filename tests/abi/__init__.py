@@ -1,1 +1,1 @@
-"""verbs_abi.h against the installed <infiniband/verbs.h>."""
+"""libibverbs.h against the installed <infiniband/verbs.h>."""

@@ -1,4 +1,4 @@
-"""What verbs_abi.h declares, as plain data.
+"""What libibverbs.h declares, as plain data.
 
 pycparser reads the preprocessed header; nothing of its syntax tree leaves this module.
 A type is the C text of a declarator with NAME where the declared name stands,
@@ -91,7 +91,7 @@ class Declarations:
 
 
 def read(header: str, compiler: tuple[str, ...]) -> Declarations:
-    """Parse the text of verbs_abi.h."""
+    """Parse the text of libibverbs.h."""
     growing = set(re.findall(r"^struct (\w+) \{ */\* grows\b", header, re.MULTILINE))
     aggregates: list[Aggregate] = []
     enumerations: list[Enumeration] = []

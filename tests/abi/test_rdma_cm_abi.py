@@ -1,4 +1,4 @@
-"""rdma_cm_abi.h is what <rdma/rdma_cma.h> is, as far as it goes, and this would notice if it were not."""
+"""librdmacm.h is what <rdma/rdma_cma.h> is, as far as it goes, and this would notice if it were not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from .comparison import compiler
 
-HEADER = Path(__file__).parents[2] / "aioverbs" / "_core" / "rdma_cm_abi.h"
-TABLE = HEADER.with_name("rdma_cm_table.h")
+HEADER = Path(__file__).parents[2] / "aioverbs" / "_core" / "abi" / "librdmacm.h"
+TABLE = HEADER.with_name("cm_ops.h")
 REFERENCE = "#include <rdma/rdma_cma.h>\n"
 PACKAGE_LINE = "no <rdma/rdma_cma.h>: apt-get install librdmacm-dev"
 
@@ -68,7 +68,7 @@ def values(include: str, constants: list[str], folder: Path) -> list[int]:
         }}
     """
     binary = folder / "program"
-    command = [*compiler(), "-std=gnu11", f"-I{HEADER.parent}", "-o", str(binary), "-x", "c", "-"]
+    command = [*compiler(), "-std=gnu11", f"-I{HEADER.parents[1]}", "-o", str(binary), "-x", "c", "-"]
     subprocess.run(command, input=program, text=True, check=True)
     return [int(each) for each in subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()]
 

@@ -1,4 +1,4 @@
-"""verbs_abi.h is what <infiniband/verbs.h> is, and these tests would notice if it were not."""
+"""libibverbs.h is what <infiniband/verbs.h> is, and these tests would notice if it were not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import comparison, mutants
 from .comparison import OURS, Check, compare, compiler, prefixed
 from .declarations import Aggregate, Declarations, Enumeration, read
 
-HEADER = Path(__file__).parents[2] / "aioverbs" / "_core" / "verbs_abi.h"
+HEADER = Path(__file__).parents[2] / "aioverbs" / "_core" / "abi" / "libibverbs.h"
 PACKAGE_LINE = "no <infiniband/verbs.h>: apt-get install libibverbs-dev"
 
 # aioverbs cannot do without these: a header that lacks one is too old, or the check is broken.
@@ -103,7 +103,7 @@ def test_all_of_it_is_compared(header: str, declarations: Declarations) -> None:
 
 def test_an_op_is_found_by_its_distance_from_the_end(tmp_path: Path) -> None:
     program = """
-        #include "verbs_abi.h"
+        #include "abi/libibverbs.h"
 
         static struct ibv_td *alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr)
         {
@@ -128,7 +128,7 @@ def test_an_op_is_found_by_its_distance_from_the_end(tmp_path: Path) -> None:
         }
     """
     binary = tmp_path / "program"
-    flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}")
+    flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parents[1]}")
     command = [*compiler(), *flags, "-o", str(binary), "-x", "c", "-"]
     subprocess.run(command, input=program, text=True, check=True)
     assert subprocess.run([binary]).returncode == 0

@@ -1,4 +1,4 @@
-"""The exported verbs of verbs_table.h have the types that <infiniband/verbs.h> gives them."""
+"""The exported verbs of verbs_ops.h have the types that <infiniband/verbs.h> gives them."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from .comparison import compiler
 from .test_verbs_abi import require_reference
 
-TABLE = Path(__file__).parents[2] / "aioverbs" / "_core" / "verbs_table.h"
+TABLE = Path(__file__).parents[2] / "aioverbs" / "_core" / "abi" / "verbs_ops.h"
 
 
 def refused(listed: str) -> set[str]:

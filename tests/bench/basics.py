@@ -28,7 +28,7 @@ import anyio
 middle = time.perf_counter()
 import aioverbs
 end = time.perf_counter()
-import aioverbs._core.engine
+import aioverbs._core.handles.handles
 core = time.perf_counter()
 print(middle - start, end - middle, core - end)
 """
@@ -73,12 +73,12 @@ def imports(runs: int) -> Result:
 def handles(rounds: int, operations: int) -> Result:
     """A signalled 8-byte RDMA WRITE, posted and polled through the Python handles."""
     from aioverbs import SendFlags, SendOpcode
-    from aioverbs._core import engine
+    from aioverbs._core.handles import handles
     from tests.rdma.seam import Pair, opened
 
     times = []
     with opened("soft0") as context:
-        pd = engine.ProtectionDomain(context)
+        pd = handles.ProtectionDomain(context)
         pair = Pair(pd, pd, size=4096)
         qp, cq, sges = pair.qps[0], pair.queues[0], [pair.sge(0, 0, 8)]
         address, rkey = pair.regions[1].address, pair.regions[1].rkey
@@ -93,13 +93,13 @@ def handles(rounds: int, operations: int) -> Result:
 
 def affinity(rounds: int, operations: int) -> Result:
     """What the check of thread and running loop adds to a verb: polls of two queues, in turns, one of them bound."""
-    from aioverbs._core import engine
+    from aioverbs._core.handles import handles
     from tests.rdma.seam import opened
 
     async def measure() -> list[tuple[float, float]]:
-        owner = engine.Affinity.of_running_loop()
-        bound = engine.CompletionQueue(context, 16, single_threaded=True, affinity=owner)
-        anyones = engine.CompletionQueue(context, 16, single_threaded=True)
+        owner = handles.Affinity.of_running_loop()
+        bound = handles.CompletionQueue(context, 16, single_threaded=True, affinity=owner)
+        anyones = handles.CompletionQueue(context, 16, single_threaded=True)
         times = [(poll(bound.poll, operations), poll(anyones.poll, operations)) for _ in range(rounds)]
         bound.destroy()
         anyones.destroy()

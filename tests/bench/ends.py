@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from aioverbs import AccessFlags, MemoryRegion, QpCapabilities, QueuePair, RegionSlice, RemoteRegion, open_device
-from aioverbs.completion import CompletionQueue, MessageModel
-from aioverbs.device import Device
+from aioverbs._verbs.completion_queue import CompletionQueue, MessageModel
+from aioverbs._verbs.device import Device
 
 __all__ = [
     "MODELS",

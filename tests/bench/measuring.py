@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from aioverbs._core.engine import is_optimized
+from aioverbs._core.handles.handles import is_optimized
 
 __all__ = ["Contender", "Limit", "Result", "Rounds", "Sleeps", "check_build", "interleaved", "percentile"]
 

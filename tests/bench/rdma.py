@@ -22,7 +22,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
-from aioverbs.ports import gid_index
+from aioverbs._verbs.ports import gid_index
 from tests.bench.measuring import Limit, Result, check_build
 from tests.bench.table import add, empty_table, missed
 from tests.bench.turns import alone, in_turns, line_of, running

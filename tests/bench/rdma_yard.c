@@ -14,7 +14,7 @@
 #include <sys/resource.h>
 #include <time.h>
 
-#include "verbs_table.h"
+#include "abi/verbs_ops.h"
 #include "yard.h"
 
 #define BATCH 16 /* completions taken at once */

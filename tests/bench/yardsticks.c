@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "verbs_table.h"
+#include "abi/verbs_ops.h"
 
 #define BATCH 16 /* completions taken at once */
 #define GID_INDEX 1

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "verbs_table.h"
+#include "abi/verbs_ops.h"
 
 #define YARD_MAX_BATCH 64
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from aioverbs import MemoryRegion
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.native.build import COMMON, KINDS
 
 __all__ = ["Yard", "compiled", "waker", "yard"]
@@ -125,7 +125,7 @@ class Yard:
 
 @contextmanager
 def yard(
-    context: engine.Context,
+    context: handles.Context,
     local: MemoryRegion,
     remote: MemoryRegion,
     *,

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs.cli import bench_run, main, measuring
 from aioverbs.cli.bench_device import DeviceClient
 from aioverbs.cli.bench_memory import Memory
 from aioverbs.cli.bench_stream import StreamClient, serve_stream
 from aioverbs.cli.common import Status
-from aioverbs.completion import MessageModel
 from tests.cli.processes import COMMAND, environment, on_a_terminal
 from tests.pace import patience
 from tests.running import wait_for_ends

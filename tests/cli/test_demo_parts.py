@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 import aioverbs
+from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.cli.demonstration.misuse import Misuse, misuse
 from aioverbs.cli.demonstration.outcome import Outcome, Plan, Transfer
 from aioverbs.cli.demonstration.storage import Counts, NotInstalledError, parse_counts, storage_server
 from aioverbs.cli.demonstration.summary import for_programs, print_summary
 from aioverbs.cli.histogram import Histogram
 from aioverbs.cli.inventory import DeviceReport
-from aioverbs.queue_pair import QueuePair
 from tests.conftest import ROOT
 
 # ---- The call from a wrong loop

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from aioverbs import LibraryNotFoundError, VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._providers import hardware
+from aioverbs._verbs.device import devices
 from aioverbs.cli import inventory, main
-from aioverbs.device import devices
-from aioverbs.providers import hardware
 from tests.cli.processes import COMMAND, ask, environment
 
 DEVICE_KEYS = ["name", "provider", "problem", "active", "firmware", "node_guid", "vendor_id", "vendor_part_id"]
@@ -85,7 +85,7 @@ def test_rdma_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_only_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no library can be asked, it tells what is there and cannot be used from what is not there."""
 
-    def fail(name: str) -> engine.Context:
+    def fail(name: str) -> handles.Context:
         raise LibraryNotFoundError("pyverbs", "no such module")
 
     monkeypatch.setattr(hardware, "open_context", fail)
@@ -99,7 +99,7 @@ def test_what_only_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> engine.Context:
+    def refuse(name: str) -> handles.Context:
         raise VerbsError("ibv_open_device", errno.EACCES)
 
     monkeypatch.setattr(hardware, "names", lambda: ["mlx5_0"])
@@ -120,14 +120,14 @@ def test_what_it_has_not(no_hardware: None, monkeypatch: pytest.MonkeyPatch, cap
 
         return type(verb, (), {"__new__": make})
 
-    monkeypatch.setattr(domains, "ThreadDomain", lacking("ibv_alloc_td", errno.EOPNOTSUPP))
-    monkeypatch.setattr(domains, "ParentDomain", lacking("ibv_alloc_parent_domain", errno.EINVAL))
-    monkeypatch.setattr(engine, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOSYS))
+    monkeypatch.setattr(parent_domain, "ThreadDomain", lacking("ibv_alloc_td", errno.EOPNOTSUPP))
+    monkeypatch.setattr(parent_domain, "ParentDomain", lacking("ibv_alloc_parent_domain", errno.EINVAL))
+    monkeypatch.setattr(handles, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOSYS))
     (device,) = json.loads(invoke("soft0", "--json").stdout)["devices"]
     lacks = {feature for feature, there in device["native"].items() if not there}
     assert lacks == {"thread_domains", "parent_domains", "allocators", "xrc_domains"}
     assert not caplog.records, "it is what was asked"
-    monkeypatch.setattr(engine, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOMEM))
+    monkeypatch.setattr(handles, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOMEM))
     done = invoke("soft0")
     assert done.exit_code == 1
     assert "ibv_open_xrcd failed: ENOMEM" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from aioverbs import LibraryNotFoundError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.cli import doctor, machine, main
 from aioverbs.cli.machine import Trial
 from tests.cli.processes import COMMAND, environment, on_a_terminal
@@ -110,7 +110,7 @@ class TestProbe:
         assert found.crash is None
         problem = None
         try:
-            engine.load_libibverbs()
+            handles.load_libibverbs()
         except LibraryNotFoundError as error:
             problem = error.reason
         assert found.libibverbs.problem == problem
@@ -138,7 +138,9 @@ class TestProbe:
 
 
 def test_where_the_compiled_core_does_not_load() -> None:
-    code = "import sys; sys.modules['aioverbs._core.engine'] = None; from aioverbs.cli.main import main; main()"
+    code = (
+        "import sys; sys.modules['aioverbs._core.handles.handles'] = None; from aioverbs.cli.main import main; main()"
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for arguments, statuses in ((["doctor", "--json"], (0, 1, 3)), (["devices"], (4,)), (["--help"], (0,))):
         done = subprocess.run(
@@ -146,7 +148,7 @@ def test_where_the_compiled_core_does_not_load() -> None:
         )
         assert done.returncode in statuses
         assert done.stderr.count("\n") == (1 if arguments == ["devices"] else 0)
-        assert ("aioverbs._core.engine" in done.stderr) == (arguments == ["devices"])
+        assert ("aioverbs._core.handles.handles" in done.stderr) == (arguments == ["devices"])
 
 
 def test_the_package_needs_none_of_it() -> None:

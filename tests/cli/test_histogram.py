@@ -4,8 +4,7 @@ import itertools
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs.cli.histogram import Histogram, duration
 

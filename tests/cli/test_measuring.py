@@ -1,8 +1,7 @@
 """What is measured in which order, and what comes out of it."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs.cli.bench import rate, time_of
 from aioverbs.cli.bench_memory import Memory, expected

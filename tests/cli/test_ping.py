@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import Connection, MessageModel, open_device, serve
+from aioverbs._connection.connect import Transport
 from aioverbs.cli import main, ping, ping_client
 from aioverbs.cli.ping_client import Pings, Tally, connected
 from aioverbs.cli.ping_request import (
@@ -27,7 +27,6 @@ from aioverbs.cli.ping_request import (
     check_answer,
     refused,
 )
-from aioverbs.establishing import Transport
 from tests.cli.processes import ask, ended, line_of, lines, server, started
 from tests.listening import own_address
 from tests.pace import patience

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from aioverbs._monitoring.directory import MonitorDirectory
+from aioverbs._monitoring.server import INTERVALS_S, VERSION
 from aioverbs.cli import main, top, watching
-from aioverbs.monitor_directory import MonitorDirectory
-from aioverbs.monitor_server import INTERVALS_S, VERSION
 from tests.cli.processes import COMMAND, ended, environment, line_of, started
 from tests.pace import patience
 

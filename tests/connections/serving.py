@@ -3,9 +3,9 @@
 from typing import Any
 
 from aioverbs import Connection, ResourceDomain, WorkerPool, connect, serve
-from aioverbs.establishing import Connecting
-from aioverbs.handling import Handler
-from aioverbs.server import Server
+from aioverbs._connection.connect import Connecting
+from aioverbs._server.handler import Handler
+from aioverbs._server.server import Server
 from tests.connections.ends import HOST, SMALL
 
 __all__ = ["asked", "echo", "served"]

@@ -22,7 +22,7 @@ from aioverbs import (
     VerbsError,
     connect,
 )
-from aioverbs._core.work import Operation
+from aioverbs._core.data_path.data_path import Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, use_up
 from tests.connections.serving import asked, served

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AffinityError, ConnectionListener, Device, WorkerPool, connect, listen, open_device, serve
-from aioverbs.server import Server
+from aioverbs._server.server import Server
 from tests.connections.ends import SMALL
 from tests.connections.serving import echo
 from tests.listening import own_address

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from aioverbs import AccessFlags, AffinityError, Connection, Device, ThreadModel, connect, listen
-from aioverbs.domain import Domain
+from aioverbs._verbs.base_domain import Domain
 from tests.connections.ends import HOST, SMALL, pair
 from tests.connections.serving import asked, served
 from tests.core.children import in_child

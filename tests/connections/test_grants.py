@@ -19,7 +19,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs.frames import FrameKind
+from aioverbs._connection.wire import FrameKind
 from tests.capabilities import Capability, needs
 from tests.connections.ends import SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
 from tests.holding import hold, unhold
@@ -219,7 +219,7 @@ async def test_a_cancelled_revocation(
     device: Device, monkeypatch: pytest.MonkeyPatch, region: AccessFlags, cancel: Cancel
 ) -> None:
     """It takes the key all the same, and the number of the grant is free again when the peer has answered."""
-    monkeypatch.setattr("aioverbs.grants._NUMBERS", 4)
+    monkeypatch.setattr("aioverbs._connection.grants._NUMBERS", 4)
     async with pair(device) as ends, ends.domain.register(64, region) as memory:
         assert ends.far._traffic is not None
         answer = ends.far._traffic.control

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import AtomicCap, Endpoint, HandshakeError, Mtu, QpType
-from aioverbs.handshake import (
+from aioverbs._connection.handshake import (
     HEAD_BYTES,
     LONGEST,
     Capabilities,

@@ -19,8 +19,8 @@ from aioverbs import (
     WorkCompletionError,
     connect,
 )
-from aioverbs.frames import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
-from aioverbs.traffic import Traffic
+from aioverbs._connection.message_channel import Traffic
+from aioverbs._connection.wire import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
 from tests.connections.ends import HOST, SMALL, Pair, pair, use_up
 from tests.holding import hold, unhold
 from tests.pace import patience

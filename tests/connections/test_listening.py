@@ -23,7 +23,7 @@ from aioverbs import (
     listen,
     open_device,
 )
-from aioverbs.handshake import Handshake, Hello, Kind, Offer, Reason, Refusal, parse, rest_of
+from aioverbs._connection.handshake import Handshake, Hello, Kind, Offer, Reason, Refusal, parse, rest_of
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST, SMALL, pair
 from tests.pace import fewer, patience

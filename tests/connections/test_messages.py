@@ -15,7 +15,7 @@ from aioverbs import (
     Device,
     WcStatus,
 )
-from aioverbs import retries as repeating
+from aioverbs._verbs import qp_defaults as repeating
 from tests.connections.ends import SMALL, deeper, pair
 from tests.pace import fewer
 from tests.waiting import until

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioverbs import ClosedResourceError, Device, State, WorkerPool, connect, listen
-from aioverbs.turns import OPENING, spend
+from aioverbs._lifecycle.turns import OPENING, spend
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
 from tests.pace import patience

@@ -9,13 +9,12 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import AccessFlags, Backoff, ConnectionSettings
-from aioverbs.assembly import Assembly
-from aioverbs.credits import CREDITS_MOST, Credits
-from aioverbs.frames import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, split
+from aioverbs._connection.credits import CREDITS_MOST, Credits
+from aioverbs._connection.reassembly import Assembly
+from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, split
 
 # ---- Credits
 

@@ -21,14 +21,14 @@ from aioverbs import (
     WorkerPool,
     connect,
     open_device,
-    ports,
     reconnecting,
     serve,
 )
-from aioverbs._core import engine
-from aioverbs.gids import Gid
-from aioverbs.handshake import Reason
-from aioverbs.server import Server
+from aioverbs._connection.handshake import Reason
+from aioverbs._core.handles import handles
+from aioverbs._server.server import Server
+from aioverbs._verbs import ports
+from aioverbs.gid_selection import Gid
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, echo, served
@@ -318,7 +318,7 @@ async def test_reconnecting_waits_for_the_address_of_a_port(
     caplog.set_level(logging.DEBUG, "aioverbs")
     gid_table, looks = ports.gid_table, [0]
 
-    def without_gids_once(context: engine.Context, port: int) -> list[Gid]:
+    def without_gids_once(context: handles.Context, port: int) -> list[Gid]:
         looks[0] += 1
         return [] if looks[0] == at else gid_table(context, port)
 

@@ -192,7 +192,7 @@ class Grants:
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 @pytest.mark.parametrize("access", [READ | AccessFlags.MW_BIND, READ], ids=["windows", "registrations"])
 async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: AccessFlags) -> None:
-    monkeypatch.setattr("aioverbs.grants._NUMBERS", NUMBERS)
+    monkeypatch.setattr("aioverbs._connection.grants._NUMBERS", NUMBERS)
     weather = Weather(1)
     async with asyncio.timeout(patience(50)), pair(device, QUIET) as ends, contextlib.AsyncExitStack() as stack:
         opened = stack.enter_async_context

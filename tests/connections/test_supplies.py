@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from aioverbs import BufferPool, ConnectionSettings, Device
-from aioverbs.supplies import lease_block
-from aioverbs.turns import OPENING, spend
+from aioverbs._connection.shared_queues import lease_block
+from aioverbs._lifecycle.turns import OPENING, spend
 
 pytestmark = pytest.mark.once
 

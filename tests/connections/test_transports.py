@@ -20,17 +20,17 @@ from aioverbs import (
     UnreachableError,
     WorkCompletionError,
     connect,
-    establishing,
-    ports,
     reconnecting,
 )
-from aioverbs._core import engine
-from aioverbs.cm_line import CmLine
-from aioverbs.establishing import Transport
-from aioverbs.gids import Gid
-from aioverbs.handshake import Reason
-from aioverbs.qp_states import Changes
-from aioverbs.traffic import Traffic
+from aioverbs._connection import connect as connect_module
+from aioverbs._connection.cm_control import CmLine
+from aioverbs._connection.connect import Transport
+from aioverbs._connection.handshake import Reason
+from aioverbs._connection.message_channel import Traffic
+from aioverbs._core.handles import handles
+from aioverbs._verbs import ports
+from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs.gid_selection import Gid
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
 from tests.pace import patience
@@ -41,14 +41,14 @@ pytestmark = pytest.mark.once
 @pytest.fixture(autouse=True)
 def _rdma_cm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end that connects tries rdma_cm; the end that listens is there by TCP only."""
-    monkeypatch.setattr(establishing, "by_manager", lambda transport, domain, ssl: transport != "tcp")
+    monkeypatch.setattr(connect_module, "by_manager", lambda transport, domain, ssl: transport != "tcp")
 
 
 def without_gids(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Let the port have none when its table is read for the time of that number."""
     gid_table, looks = ports.gid_table, [0]
 
-    def read(context: engine.Context, port: int) -> list[Gid]:
+    def read(context: handles.Context, port: int) -> list[Gid]:
         looks[0] += 1
         return [] if looks[0] == at else gid_table(context, port)
 
@@ -68,7 +68,7 @@ async def test_a_port_without_a_gid_leaves_the_way_by_tcp(device: Device, monkey
 
 async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     identifier, channel = mock.AsyncMock(), mock.AsyncMock()
-    monkeypatch.setattr(establishing, "resolve", mock.AsyncMock(return_value=CmLine(identifier, channel)))
+    monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=CmLine(identifier, channel)))
     without_gids(monkeypatch, 2)
     async with device.resource_domain() as domain:
         with pytest.raises(HandshakeError, match="has no GID") as caught:
@@ -103,7 +103,7 @@ async def test_a_link_that_goes_down_in_the_handshake_is_tried_again(
     device: Device, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     resolve = mock.AsyncMock(side_effect=lambda *_: DeadLine())
-    monkeypatch.setattr(establishing, "resolve", resolve)
+    monkeypatch.setattr(connect_module, "resolve", resolve)
     twice = Backoff(0.001, 0.001, attempts=2)
     async with device.resource_domain() as domain:
         again = reconnecting(HOST, 1, domain=domain, transport=transport, settings=SMALL, backoff=twice)
@@ -153,7 +153,7 @@ async def test_whoever_goes_in_the_handshake_is_named(
     ):
         peer.to_init()
         receiving = peer.receive(region[:])
-        monkeypatch.setattr(establishing, "resolve", mock.AsyncMock(return_value=LostLine(peer, error)))
+        monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=LostLine(peer, error)))
         with pytest.raises(raised, match=f"is broken: {why}$") as caught:
             await connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
         assert type(caught.value) is raised
@@ -189,8 +189,8 @@ UNANSWERED = [
 async def test_auto_leaves_time_for_tcp(
     device: Device, monkeypatch: pytest.MonkeyPatch, find: Callable[..., Coroutine[Any, Any, CmLine]]
 ) -> None:
-    monkeypatch.setattr(establishing, "resolve", find)
-    monkeypatch.setattr(establishing, "_TRY_S", 60.0)
+    monkeypatch.setattr(connect_module, "resolve", find)
+    monkeypatch.setattr(connect_module, "_TRY_S", 60.0)
     async with (
         device.resource_domain() as domain,
         served(domain) as server,
@@ -207,7 +207,7 @@ async def test_a_timeout_of_rdma_cm_says_what_was_waited_for(
     find: Callable[..., Coroutine[Any, Any, CmLine]],
     awaits: str,
 ) -> None:
-    monkeypatch.setattr(establishing, "resolve", find)
+    monkeypatch.setattr(connect_module, "resolve", find)
     async with device.resource_domain() as domain:
         with pytest.raises(TimeoutError, match=f"no connection with {HOST}, port 7, within 0.05 s: {awaits}"):
             await connect(HOST, 7, domain=domain, transport="rdmacm", settings=SMALL, timeout_s=0.05)
@@ -218,7 +218,7 @@ async def test_a_timeout_of_tcp_says_what_was_waited_for(
     device: Device, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     no_way = mock.AsyncMock(side_effect=UnreachableError("rdma_resolve_addr", errno.ENETUNREACH))
-    monkeypatch.setattr(establishing, "resolve", no_way)
+    monkeypatch.setattr(connect_module, "resolve", no_way)
     with socket.create_server((HOST, 0)) as listening:  # and nobody accepts
         port = listening.getsockname()[1]
         async with device.resource_domain() as domain:

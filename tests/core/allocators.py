@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioverbs._core import domains
+from aioverbs._core.handles import parent_domain
 
 # What the software device asks memory for; the codes of mlx5.
 QP, RECORD, CQ = 1 << 32 | 1, 1 << 32 | 3, 1 << 32 | 5
@@ -72,4 +72,4 @@ class Recording:
 
 def default(*_: object) -> object:
     """An answer: let the provider do it."""
-    return domains.USE_DEFAULT
+    return parent_domain.USE_DEFAULT

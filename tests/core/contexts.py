@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.testing import destroy_all
 
 # How long after its posting a request is executed; the last is long enough to be in flight when the next line runs.
@@ -11,21 +11,21 @@ _DELAYS_NS = {"inline": None, "engine": 0, "engine-delayed": 200_000}
 MODES = list(_DELAYS_NS)
 
 
-def open_context(mode: str, delay_ns: int | None = None) -> engine.Context:
+def open_context(mode: str, delay_ns: int | None = None) -> handles.Context:
     """Open the software device in one of `MODES`; with another delay, where the mode has one."""
     delay = _DELAYS_NS[mode]
     if delay is None:
-        return engine.Context.open_software()
-    return engine.Context.open_software(engine=True, delay_ns=delay_ns if delay and delay_ns is not None else delay)
+        return handles.Context.open_software()
+    return handles.Context.open_software(engine=True, delay_ns=delay_ns if delay and delay_ns is not None else delay)
 
 
-def children(context: engine.Context) -> list[engine.Handle]:
+def children(context: handles.Context) -> list[handles.Handle]:
     """What is open of a context, oldest first, without itself."""
-    return [handle for handle in engine.open_handles() if handle.context is context and handle is not context]
+    return [handle for handle in handles.open_handles() if handle.context is context and handle is not context]
 
 
 @contextmanager
-def opened(mode: str, delay_ns: int | None = None) -> Iterator[engine.Context]:
+def opened(mode: str, delay_ns: int | None = None) -> Iterator[handles.Context]:
     """An open context; what was made of it is destroyed at the end, and the device agrees that nothing is left."""
     context = open_context(mode, delay_ns)
     try:

@@ -3,7 +3,7 @@
 from hypothesis.stateful import RuleBasedStateMachine
 
 from aioverbs import AccessFlags, MwType, QpType
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context
@@ -36,21 +36,21 @@ class Maker(RuleBasedStateMachine):
 
     def add_pd(self, context: Context) -> Pd:
         pd = Pd((context,), context=context)
-        self.twins.add(pd, engine.ProtectionDomain(self.twins.handle(context, engine.Context)))
+        self.twins.add(pd, handles.ProtectionDomain(self.twins.handle(context, handles.Context)))
         return pd
 
     def add_td(self, context: Context) -> Td:
         td = Td((context,), context=context)
-        self.twins.add(td, domains.ThreadDomain(self.twins.handle(context, engine.Context)))
+        self.twins.add(td, parent_domain.ThreadDomain(self.twins.handle(context, handles.Context)))
         return td
 
     def add_parent_domain(self, dice: Dice, base: Pd, td: Td | None) -> Pd:
         twins = self.twins
         allocator = Recording() if dice.maybe() else None
         domain = Pd((base, td) if td else (base,), context=base.context, base=base, allocates=allocator is not None)
-        handle = domains.ParentDomain(
-            twins.handle(base, engine.ProtectionDomain),
-            twins.handle(td, domains.ThreadDomain) if td else None,
+        handle = parent_domain.ParentDomain(
+            twins.handle(base, handles.ProtectionDomain),
+            twins.handle(td, parent_domain.ThreadDomain) if td else None,
             allocator,
         )
         twins.add(domain, handle)
@@ -64,7 +64,7 @@ class Maker(RuleBasedStateMachine):
         domain = XrcDomain((context,), context=context, of_file=of_file)
         if same:
             domain.identity = same[0].identity
-        handle = domains.XrcDomain(twins.handle(context, engine.Context), twins.file if of_file else -1)
+        handle = parent_domain.XrcDomain(twins.handle(context, handles.Context), twins.file if of_file else -1)
         twins.add(domain, handle)
         return domain
 
@@ -84,8 +84,8 @@ class Maker(RuleBasedStateMachine):
         access = dice.access()
         if not dice.rarely(4):
             access |= AccessFlags.MW_BIND
-        handle = engine.MemoryRegion(
-            twins.handle(pd, engine.ProtectionDomain), memoryview(memory)[offset : offset + length], access
+        handle = handles.MemoryRegion(
+            twins.handle(pd, handles.ProtectionDomain), memoryview(memory)[offset : offset + length], access
         )
         region = Region((pd,), 0, True, pd.context, pd, buffer, offset, length, access, handle.lkey)
         assert handle.address == region.address
@@ -105,7 +105,7 @@ class Maker(RuleBasedStateMachine):
     def add_window(self, pd: Pd, second: bool) -> Window:
         twins = self.twins
         kind = MwType.TYPE_2 if second else MwType.TYPE_1
-        handle = engine.MemoryWindow(twins.handle(pd, engine.ProtectionDomain), kind)
+        handle = handles.MemoryWindow(twins.handle(pd, handles.ProtectionDomain), kind)
         window = Window((pd,), context=pd.context, pd=pd, second=second, told=handle.rkey, key=handle.rkey)
         twins.add(window, handle)
         twins.fabric.memory.add(window, window.key)
@@ -115,7 +115,7 @@ class Maker(RuleBasedStateMachine):
 
     def add_channel(self, context: Context) -> Channel:
         channel = Channel((context,), context=context)
-        self.twins.add(channel, engine.CompletionChannel(self.twins.handle(context, engine.Context)))
+        self.twins.add(channel, handles.CompletionChannel(self.twins.handle(context, handles.Context)))
         return channel
 
     def add_queue(
@@ -129,12 +129,12 @@ class Maker(RuleBasedStateMachine):
         single_threaded: bool,
     ) -> Queue:
         twins = self.twins
-        handle = engine.CompletionQueue(
-            twins.handle(context, engine.Context),
+        handle = handles.CompletionQueue(
+            twins.handle(context, handles.Context),
             cqe,
-            twins.handle(channel, engine.CompletionChannel) if channel else None,
+            twins.handle(channel, handles.CompletionChannel) if channel else None,
             extended=extended,
-            parent_domain=twins.handle(domain, engine.ProtectionDomain) if domain else None,
+            parent_domain=twins.handle(domain, handles.ProtectionDomain) if domain else None,
             single_threaded=single_threaded,
         )
         parents = tuple(parent for parent in (context, channel, domain) if parent)
@@ -160,12 +160,12 @@ class Maker(RuleBasedStateMachine):
         cq = self.roomy_queue(dice, pd.context, power_of_two(depth)) if xrc_domain else None
         granted = power_of_two(depth)
         limit = min(dice.pick([0, 3, 8]), granted)
-        handle = engine.SharedReceiveQueue(
-            twins.handle(pd, engine.ProtectionDomain),
+        handle = handles.SharedReceiveQueue(
+            twins.handle(pd, handles.ProtectionDomain),
             depth,
             max_sge,
             limit,
-            xrc_domain=twins.handle(xrc_domain, domains.XrcDomain) if xrc_domain else None,
+            xrc_domain=twins.handle(xrc_domain, parent_domain.XrcDomain) if xrc_domain else None,
             cq=twins.cq(cq) if cq else None,
         )
         shared = SharedQueue(
@@ -191,7 +191,7 @@ class Maker(RuleBasedStateMachine):
     def add_way(self, dice: Dice, pd: Pd) -> Way:
         """By IPv4 or IPv6 addresses, or by one of each; now and then to where nobody is."""
         twins = self.twins
-        context = twins.handle(pd.context, engine.Context)
+        context = twins.handle(pd.context, handles.Context)
         source = dice.below(2)
         index = 1 - source if dice.rarely(8) else source
         target = NOWHERE if dice.rarely(20) else context.query_gid(1, index)
@@ -211,12 +211,14 @@ class Maker(RuleBasedStateMachine):
             flow_label=flow_label,
             leads_here=target != NOWHERE,
         )
-        twins.add(way, engine.AddressHandle(twins.handle(pd, engine.ProtectionDomain), vector))
+        twins.add(way, handles.AddressHandle(twins.handle(pd, handles.ProtectionDomain), vector))
         return way
 
     def add_target(self, xrc_domain: XrcDomain) -> Qp:
         """A queue pair that has nothing: requests name what it uses."""
-        handle = engine.QueuePair(xrc_domain=self.twins.handle(xrc_domain, domains.XrcDomain), qp_type=QpType.XRC_RECV)
+        handle = handles.QueuePair(
+            xrc_domain=self.twins.handle(xrc_domain, parent_domain.XrcDomain), qp_type=QpType.XRC_RECV
+        )
         assert handle.capabilities == QpCapabilities(0, 0, 0, 0, 0)
         qp = Qp(
             (xrc_domain,),
@@ -227,7 +229,7 @@ class Maker(RuleBasedStateMachine):
         )
         return self._added(qp, handle)
 
-    def _added(self, qp: Qp, handle: engine.QueuePair) -> Qp:
+    def _added(self, qp: Qp, handle: handles.QueuePair) -> Qp:
         qp.number = handle.qp_num
         assert qp.number not in self.twins.fabric.qps
         self.twins.add(qp, handle)
@@ -260,8 +262,8 @@ class Maker(RuleBasedStateMachine):
         send_cq = self.roomy_queue(dice, pd.context, depth)
         recv_cq = None if kind is QpType.XRC_SEND else self.roomy_queue(dice, pd.context, depth)
         sig_all = dice.rarely(4)
-        handle = engine.QueuePair(
-            twins.handle(pd, engine.ProtectionDomain),
+        handle = handles.QueuePair(
+            twins.handle(pd, handles.ProtectionDomain),
             twins.cq(send_cq),
             twins.cq(recv_cq) if recv_cq else None,
             wanted,

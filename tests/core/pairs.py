@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from aioverbs import AccessFlags, Mtu, QpState, QpType, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.pace import patience
 from tests.waiting import wait_until
@@ -15,31 +15,31 @@ PATIENCE_S = patience(20)
 Sge = tuple[int, int, int]
 
 
-def make_domain(context: engine.Context, kind: str) -> engine.ProtectionDomain:
+def make_domain(context: handles.Context, kind: str) -> handles.ProtectionDomain:
     """A protection domain to make queues on: "plain", or a parent domain with a "thread domain"."""
-    pd = engine.ProtectionDomain(context)
-    return pd if kind == "plain" else domains.ParentDomain(pd, domains.ThreadDomain(context))
+    pd = handles.ProtectionDomain(context)
+    return pd if kind == "plain" else parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context))
 
 
 def make_queue(
-    context: engine.Context,
-    domain: engine.ProtectionDomain,
+    context: handles.Context,
+    domain: handles.ProtectionDomain,
     cqe: int = 256,
-    channel: engine.CompletionChannel | None = None,
+    channel: handles.CompletionChannel | None = None,
     *,
     extended: bool = False,
-) -> engine.CompletionQueue:
+) -> handles.CompletionQueue:
     """A completion queue on a domain, of whichever kind that is."""
-    parent_domain = domain if isinstance(domain, domains.ParentDomain) else None
-    return engine.CompletionQueue(context, cqe, channel, extended=extended, parent_domain=parent_domain)
+    parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
+    return handles.CompletionQueue(context, cqe, channel, extended=extended, parent_domain=parent)
 
 
-def to_init(qp: engine.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
+def to_init(qp: handles.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=access)
 
 
 def to_rtr(
-    qp: engine.QueuePair,
+    qp: handles.QueuePair,
     peer: int,
     *,
     psn: int = 0,
@@ -59,7 +59,7 @@ def to_rtr(
 
 
 def to_rts(
-    qp: engine.QueuePair,
+    qp: handles.QueuePair,
     *,
     psn: int = 0,
     timeout: int = 8,
@@ -77,22 +77,22 @@ def to_rts(
     )
 
 
-def connect_to(qp: engine.QueuePair, peer: engine.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
+def connect_to(qp: handles.QueuePair, peer: handles.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
     """Take a queue pair in RESET to RTS. Nothing is tried twice, so that failures come quickly."""
     to_init(qp, access)
     to_rtr(qp, peer.qp_num)
     to_rts(qp)
 
 
-def connect(near: engine.QueuePair, far: engine.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
+def connect(near: handles.QueuePair, far: handles.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
     """Connect two queue pairs with each other."""
     connect_to(near, far, access)
     connect_to(far, near, access)
 
 
-def wait_for(cq: engine.CompletionQueue, count: int = 1) -> list[engine.WorkCompletion]:
+def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[handles.WorkCompletion]:
     """Poll for so many completions, and not for ever."""
-    found: list[engine.WorkCompletion] = []
+    found: list[handles.WorkCompletion] = []
 
     def enough() -> bool:
         found.extend(cq.poll(count - len(found)))
@@ -103,16 +103,16 @@ def wait_for(cq: engine.CompletionQueue, count: int = 1) -> list[engine.WorkComp
     return found
 
 
-def succeed(cq: engine.CompletionQueue) -> engine.WorkCompletion:
+def succeed(cq: handles.CompletionQueue) -> handles.WorkCompletion:
     """The next completion, which is a success."""
     (completion,) = wait_for(cq)
     assert completion.status is WcStatus.SUCCESS, completion
     return completion
 
 
-def next_event(context: engine.Context) -> engine.AsyncEvent:
+def next_event(context: handles.Context) -> handles.AsyncEvent:
     """The next asynchronous event, which has come or is about to."""
-    found: list[engine.AsyncEvent] = []
+    found: list[handles.AsyncEvent] = []
 
     def taken() -> bool:
         event = context.get_async_event()
@@ -127,13 +127,13 @@ def next_event(context: engine.Context) -> engine.AsyncEvent:
 class End:
     """A queue pair with a completion queue and registered memory of its own."""
 
-    qp: engine.QueuePair
-    cq: engine.CompletionQueue
+    qp: handles.QueuePair
+    cq: handles.CompletionQueue
     memory: bytearray
-    region: engine.MemoryRegion
+    region: handles.MemoryRegion
 
     @property
-    def pd(self) -> engine.ProtectionDomain:
+    def pd(self) -> handles.ProtectionDomain:
         """What it was made on."""
         return self.region.pd
 
@@ -143,25 +143,25 @@ class End:
 
 
 def make_end(
-    domain: engine.ProtectionDomain,
+    domain: handles.ProtectionDomain,
     *,
     size: int = 4096,
     access: AccessFlags = ALL_ACCESS,
     extended: bool = False,
-    channel: engine.CompletionChannel | None = None,
+    channel: handles.CompletionChannel | None = None,
     capabilities: QpCapabilities = CAPABILITIES,
     sq_sig_all: bool = False,
     qp_type: QpType = QpType.RC,
-    srq: engine.SharedReceiveQueue | None = None,
+    srq: handles.SharedReceiveQueue | None = None,
 ) -> End:
     cq = make_queue(domain.context, domain, 256, channel, extended=extended)
-    qp = engine.QueuePair(domain, cq, cq, capabilities, sq_sig_all=sq_sig_all, qp_type=qp_type, srq=srq)
+    qp = handles.QueuePair(domain, cq, cq, capabilities, sq_sig_all=sq_sig_all, qp_type=qp_type, srq=srq)
     memory = bytearray(size)
-    return End(qp, cq, memory, engine.MemoryRegion(domain, memory, access))
+    return End(qp, cq, memory, handles.MemoryRegion(domain, memory, access))
 
 
 def make_pair(
-    context: engine.Context, kind: str = "plain", *, size: int = 4096, extended: bool = False
+    context: handles.Context, kind: str = "plain", *, size: int = 4096, extended: bool = False
 ) -> tuple[End, End]:
     """Two connected ends on one domain."""
     domain = make_domain(context, kind)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AffinityError, ClosedResourceError, ConcurrentAccessError, ForkedProcessError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.conftest import LOOP_FACTORIES
 from tests.core.allocators import Recording
 from tests.core.children import in_child
@@ -32,22 +32,22 @@ CONSTANTS = {"cqe", "export", "fileno", "handle", "qp_num", "share", "shared_are
 @contextmanager
 def a_family() -> Iterator[Family]:
     """One of each handle; those that are made on the thread domain, or on the channel, belong to the running loop."""
-    owner = engine.Affinity.of_running_loop()
+    owner = handles.Affinity.of_running_loop()
     with opened("inline") as context:
         members: Family = {
-            "td": domains.ThreadDomain(context, affinity=owner),
-            "channel": engine.CompletionChannel(context, affinity=owner),
+            "td": parent_domain.ThreadDomain(context, affinity=owner),
+            "channel": handles.CompletionChannel(context, affinity=owner),
         }
         for handle in make_all(context, members).values():
             assert handle.affinity in (owner, None)
         yield members
 
 
-def bound(family: Family) -> list[engine.Handle]:
+def bound(family: Family) -> list[handles.Handle]:
     return [handle for handle in family.values() if handle.affinity is not None]
 
 
-def verbs(handle: engine.Handle) -> list[str]:
+def verbs(handle: handles.Handle) -> list[str]:
     """The names of what calls verbs on a handle."""
     return sorted({*public(handle), "destroy"} - (IDENTITY - {"destroy"}) - CONSTANTS)
 
@@ -94,8 +94,8 @@ def check_untouched(family: Family) -> None:
         assert owner.owns()
         owner.check(handle, "ibv_query")
     queue, qp = family["extended queue"], family["qp of a parent domain"]
-    assert isinstance(queue, engine.CompletionQueue)
-    assert isinstance(qp, engine.QueuePair)
+    assert isinstance(queue, handles.CompletionQueue)
+    assert isinstance(qp, handles.QueuePair)
     assert queue.poll() == []
     assert qp.query().qp_state == 0
 
@@ -151,8 +151,8 @@ def test_its_own_thread_between_two_runs_of_the_loop(factory: Callable[[], async
 def test_a_closed_loop_is_replaced_by_who_takes_over(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     loop = factory()
 
-    async def make() -> domains.ThreadDomain:
-        return domains.ThreadDomain(context, affinity=engine.Affinity.of_running_loop())
+    async def make() -> parent_domain.ThreadDomain:
+        return parent_domain.ThreadDomain(context, affinity=handles.Affinity.of_running_loop())
 
     with opened("inline") as context:
         td = loop.run_until_complete(make())
@@ -177,11 +177,11 @@ def test_a_closed_loop_is_replaced_by_who_takes_over(factory: Callable[[], async
 async def test_an_ended_thread_is_replaced_by_who_takes_over() -> None:
     loops: list[asyncio.AbstractEventLoop] = []
 
-    async def make() -> engine.Affinity:
+    async def make() -> handles.Affinity:
         loops.append(asyncio.get_running_loop())
-        return engine.Affinity.of_running_loop()
+        return handles.Affinity.of_running_loop()
 
-    def thread() -> engine.Affinity:
+    def thread() -> handles.Affinity:
         loop = asyncio.new_event_loop()
         return loop.run_until_complete(make())
 
@@ -242,56 +242,56 @@ async def test_the_owner_in_any_task() -> None:
 
 async def test_what_is_made_of_bound_parts_belongs_to_their_owner() -> None:
     with opened("inline") as context:
-        pd, owner = engine.ProtectionDomain(context), engine.Affinity.of_running_loop()
-        domain = domains.ParentDomain(pd, affinity=owner)
-        ours, anyones = engine.CompletionQueue(context, 4, parent_domain=domain), engine.CompletionQueue(context, 4)
+        pd, owner = handles.ProtectionDomain(context), handles.Affinity.of_running_loop()
+        domain = parent_domain.ParentDomain(pd, affinity=owner)
+        ours, anyones = handles.CompletionQueue(context, 4, parent_domain=domain), handles.CompletionQueue(context, 4)
         assert ours.affinity is owner
         assert anyones.affinity is None
-        assert engine.QueuePair(pd, anyones, ours).affinity is owner
-        assert engine.QueuePair(pd, anyones, anyones).affinity is None
-        another = engine.Affinity.of_running_loop()
+        assert handles.QueuePair(pd, anyones, ours).affinity is owner
+        assert handles.QueuePair(pd, anyones, anyones).affinity is None
+        another = handles.Affinity.of_running_loop()
         # Two domains of one loop have one owner.
-        assert engine.QueuePair(domain, ours, engine.CompletionQueue(context, 4, affinity=another)).affinity is owner
-        theirs = engine.CompletionQueue(context, 4, affinity=engine.Affinity.unbound())
+        assert handles.QueuePair(domain, ours, handles.CompletionQueue(context, 4, affinity=another)).affinity is owner
+        theirs = handles.CompletionQueue(context, 4, affinity=handles.Affinity.unbound())
         for first, second in ((ours, theirs), (theirs, ours)):
             with pytest.raises(ValueError, match=r"belongs to <Affinity of .*, and something else to <Affinity of"):
-                engine.QueuePair(pd, first, second)
+                handles.QueuePair(pd, first, second)
         with pytest.raises(ValueError, match="belongs to <Affinity of thread"):
-            domains.ParentDomain(pd, domains.ThreadDomain(context, affinity=owner), affinity=another)
+            parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context, affinity=owner), affinity=another)
 
 
 async def test_nobody_else_makes_anything_of_it() -> None:
     with a_family() as family:
         pd, domain, queue = family["pd"], family["domain"], family["queue"]
-        assert isinstance(pd, engine.ProtectionDomain)
-        assert isinstance(domain, domains.ParentDomain)
-        assert isinstance(queue, engine.CompletionQueue)
+        assert isinstance(pd, handles.ProtectionDomain)
+        assert isinstance(domain, parent_domain.ParentDomain)
+        assert isinstance(queue, handles.CompletionQueue)
 
         def wrong() -> int:
-            makers: list[Callable[[], engine.Handle]] = [
-                lambda: engine.CompletionQueue(domain.context, 4, parent_domain=domain),
-                lambda: engine.SharedReceiveQueue(domain, 4),
-                lambda: engine.QueuePair(domain, queue, queue),
-                lambda: engine.QueuePair(pd, queue, queue),
-                lambda: domains.ParentDomain(pd, domain.td),
-                lambda: engine.CompletionChannel(domain.context, affinity=domain.affinity),
-                lambda: domains.ThreadDomain(domain.context, affinity=domain.affinity),
+            makers: list[Callable[[], handles.Handle]] = [
+                lambda: handles.CompletionQueue(domain.context, 4, parent_domain=domain),
+                lambda: handles.SharedReceiveQueue(domain, 4),
+                lambda: handles.QueuePair(domain, queue, queue),
+                lambda: handles.QueuePair(pd, queue, queue),
+                lambda: parent_domain.ParentDomain(pd, domain.td),
+                lambda: handles.CompletionChannel(domain.context, affinity=domain.affinity),
+                lambda: parent_domain.ThreadDomain(domain.context, affinity=domain.affinity),
             ]
             for make in makers:
                 with pytest.raises(AffinityError, match=r"ibv_(create|alloc)_"):
                     make()
             return len(makers)
 
-        before = engine.open_handles()
+        before = handles.open_handles()
         assert await asyncio.to_thread(wrong) == 7
-        assert engine.open_handles() == before
+        assert handles.open_handles() == before
         # A region is anybody's, whatever it is registered on.
-        await asyncio.to_thread(lambda: engine.MemoryRegion(domain, bytearray(8)).destroy())
+        await asyncio.to_thread(lambda: handles.MemoryRegion(domain, bytearray(8)).destroy())
 
 
 async def test_closed_ones_say_so() -> None:
     with opened("inline") as context:
-        queue = engine.CompletionQueue(context, 4, affinity=engine.Affinity.of_running_loop())
+        queue = handles.CompletionQueue(context, 4, affinity=handles.Affinity.of_running_loop())
         queue.destroy()
         with pytest.raises(ClosedResourceError):
             queue.poll()
@@ -304,9 +304,9 @@ async def test_closed_ones_say_so() -> None:
 
 def test_there_must_be_a_loop() -> None:
     with pytest.raises(RuntimeError, match="no asyncio event loop is running in this thread"):
-        engine.Affinity.of_running_loop()
+        handles.Affinity.of_running_loop()
     with pytest.raises(TypeError, match=r"of_running_loop\(\) or unbound\(\)"):
-        engine.Affinity()
+        handles.Affinity()
 
 
 # ---- One call at a time
@@ -329,16 +329,16 @@ async def test_an_allocator_does_not_come_back_into_its_domain(binding: str) -> 
     caught: list[BaseException] = []
 
     def meanwhile() -> None:
-        for verb in (queue.poll, queue.destroy, lambda: engine.SharedReceiveQueue(domain, 4)):
+        for verb in (queue.poll, queue.destroy, lambda: handles.SharedReceiveQueue(domain, 4)):
             with pytest.raises(ConcurrentAccessError, match="ibv_create_cq_ex is under way in its domain") as refusal:
                 verb()
             caught.append(refusal.value)
 
     with opened("inline") as context:
-        pd, owner = engine.ProtectionDomain(context), getattr(engine.Affinity, binding)()
-        domain = domains.ParentDomain(pd, allocator=Meanwhile(meanwhile), affinity=owner)
-        queue = engine.CompletionQueue(context, 4, affinity=owner)
-        engine.CompletionQueue(context, 4, parent_domain=domain)
+        pd, owner = handles.ProtectionDomain(context), getattr(handles.Affinity, binding)()
+        domain = parent_domain.ParentDomain(pd, allocator=Meanwhile(meanwhile), affinity=owner)
+        queue = handles.CompletionQueue(context, 4, affinity=owner)
+        handles.CompletionQueue(context, 4, parent_domain=domain)
         assert len(caught) == 3 * 2  # a ring and a doorbell record
         queue.poll()
 
@@ -366,12 +366,12 @@ async def test_what_runs_in_between_does_not_come_back_either(way: str) -> None:
     before = signal.signal(signal.SIGUSR1, come_back)
     try:
         with opened("inline") as context:
-            owner = engine.Affinity.of_running_loop()
-            domain = domains.ParentDomain(
-                engine.ProtectionDomain(context), allocator=Meanwhile(meanwhile), affinity=owner
+            owner = handles.Affinity.of_running_loop()
+            domain = parent_domain.ParentDomain(
+                handles.ProtectionDomain(context), allocator=Meanwhile(meanwhile), affinity=owner
             )
-            queue = engine.CompletionQueue(context, 4, affinity=owner)
-            engine.CompletionQueue(context, 4, parent_domain=domain)
+            queue = handles.CompletionQueue(context, 4, affinity=owner)
+            handles.CompletionQueue(context, 4, parent_domain=domain)
             assert [str(refusal).count("is under way in its domain") for refusal in caught] == [1, 1]
             assert queue.poll() == []
     finally:
@@ -387,10 +387,10 @@ async def test_threads_that_overlap_for_real() -> None:
         assert leave.wait(30)
 
     with opened("inline") as context:
-        pd, owner = engine.ProtectionDomain(context), engine.Affinity.unbound()
-        domain = domains.ParentDomain(pd, allocator=Meanwhile(stay), affinity=owner)
-        queue = engine.CompletionQueue(context, 4, affinity=owner)
-        inside = asyncio.create_task(asyncio.to_thread(engine.CompletionQueue, context, 4, parent_domain=domain))
+        pd, owner = handles.ProtectionDomain(context), handles.Affinity.unbound()
+        domain = parent_domain.ParentDomain(pd, allocator=Meanwhile(stay), affinity=owner)
+        queue = handles.CompletionQueue(context, 4, affinity=owner)
+        inside = asyncio.create_task(asyncio.to_thread(handles.CompletionQueue, context, 4, parent_domain=domain))
         assert await asyncio.to_thread(entered.wait, 30)
         for caller in (in_thread, lambda function: function()):
             with pytest.raises(ConcurrentAccessError, match="ibv_create_cq_ex is under way"):
@@ -408,7 +408,7 @@ async def test_threads_that_overlap_for_real() -> None:
 
 def test_numbers_of_threads_are_never_given_again() -> None:
     async def number() -> int:
-        found = engine.Affinity.of_running_loop().thread_number
+        found = handles.Affinity.of_running_loop().thread_number
         assert found is not None
         return found
 
@@ -425,7 +425,7 @@ def test_numbers_of_threads_are_never_given_again() -> None:
 async def test_a_loop_is_kept_no_longer_than_its_affinity() -> None:
     def thread() -> "weakref.ref[asyncio.AbstractEventLoop]":
         async def use() -> None:
-            engine.Affinity.of_running_loop().check("x", "verb")
+            handles.Affinity.of_running_loop().check("x", "verb")
 
         loop = asyncio.SelectorEventLoop()
         loop.run_until_complete(use())

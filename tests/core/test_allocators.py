@@ -5,41 +5,41 @@ import threading
 import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import QpCapabilities
 from tests.core.allocators import CQ, QP, RECORD, Recording, default
 from tests.core.pairs import CAPABILITIES, connect, make_end, succeed, wait_for
 
 
 @pytest.fixture(params=["no thread domain", "thread domain"])
-def td(request: pytest.FixtureRequest, context: engine.Context) -> domains.ThreadDomain | None:
-    return domains.ThreadDomain(context) if request.param == "thread domain" else None
+def td(request: pytest.FixtureRequest, context: handles.Context) -> parent_domain.ThreadDomain | None:
+    return parent_domain.ThreadDomain(context) if request.param == "thread domain" else None
 
 
 def domain_of(
-    context: engine.Context, allocator: Recording, td: domains.ThreadDomain | None = None
-) -> domains.ParentDomain:
-    return domains.ParentDomain(engine.ProtectionDomain(context), td, allocator)
+    context: handles.Context, allocator: Recording, td: parent_domain.ThreadDomain | None = None
+) -> parent_domain.ParentDomain:
+    return parent_domain.ParentDomain(handles.ProtectionDomain(context), td, allocator)
 
 
 @pytest.mark.once
-def test_what_a_domain_tells(context: engine.Context, td: domains.ThreadDomain | None) -> None:
-    pd, allocator = engine.ProtectionDomain(context), Recording()
-    domain = domains.ParentDomain(pd, td, allocator)
+def test_what_a_domain_tells(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+    pd, allocator = handles.ProtectionDomain(context), Recording()
+    domain = parent_domain.ParentDomain(pd, td, allocator)
     assert domain.base is pd
     assert domain.td is td
     assert domain.allocator is allocator
     assert domain.held == 0
-    assert domains.ParentDomain(pd).allocator is None
-    assert isinstance(domain, engine.ProtectionDomain)
+    assert parent_domain.ParentDomain(pd).allocator is None
+    assert isinstance(domain, handles.ProtectionDomain)
 
 
-def test_what_an_allocator_is_asked_for(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_what_an_allocator_is_asked_for(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator, td)
-    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+    cq = handles.CompletionQueue(context, 100, parent_domain=domain)
     assert allocator.asked == [CQ, RECORD]
-    qp = engine.QueuePair(domain, cq, cq, CAPABILITIES)
+    qp = handles.QueuePair(domain, cq, cq, CAPABILITIES)
     assert allocator.asked == [CQ, RECORD, QP, RECORD]
     assert domain.held == len(allocator.live) == 4
     ring, record, buffer, doorbell = allocator.pieces
@@ -57,11 +57,11 @@ def test_what_an_allocator_is_asked_for(context: engine.Context, td: domains.Thr
     cq.destroy()
     assert domain.held == len(allocator.live) == 0
     # A region is no queue: its memory is the user's.
-    engine.MemoryRegion(domain, bytearray(64))
+    handles.MemoryRegion(domain, bytearray(64))
     assert len(allocator.pieces) == 4
 
 
-def test_the_queues_really_are_in_that_memory(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_the_queues_really_are_in_that_memory(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
@@ -82,7 +82,7 @@ def test_the_queues_really_are_in_that_memory(context: engine.Context, td: domai
 
 
 def test_a_pair_on_its_own_memory_works_through_a_wrap(
-    context: engine.Context, td: domains.ThreadDomain | None
+    context: handles.Context, td: parent_domain.ThreadDomain | None
 ) -> None:
     domain = domain_of(context, Recording(), td)
     near = make_end(domain, capabilities=QpCapabilities(max_send_wr=8), extended=True)
@@ -95,7 +95,7 @@ def test_a_pair_on_its_own_memory_works_through_a_wrap(
     assert wait_for(near.cq)[0].status is WcStatus.LOC_PROT_ERR
 
 
-def test_use_default(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_use_default(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     """The provider allocates by itself, and then frees by itself, too."""
     allocator = Recording(default)
     domain = domain_of(context, allocator, td)
@@ -109,9 +109,11 @@ def test_use_default(context: engine.Context, td: domains.ThreadDomain | None) -
     assert allocator.pieces == []
 
 
-def test_default_for_some(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_default_for_some(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     def records_only(self: Recording, size: int, alignment: int, resource_type: int) -> object:
-        return self.piece(size, alignment, resource_type).address if resource_type == RECORD else domains.USE_DEFAULT
+        return (
+            self.piece(size, alignment, resource_type).address if resource_type == RECORD else parent_domain.USE_DEFAULT
+        )
 
     allocator = Recording(records_only)
     domain = domain_of(context, allocator, td)
@@ -123,7 +125,7 @@ def test_default_for_some(context: engine.Context, td: domains.ThreadDomain | No
     assert domain.held == 4
 
 
-def test_free_comes_once_with_the_same_type(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_free_comes_once_with_the_same_type(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = Recording()  # its free() sees to the type
     domain = domain_of(context, allocator, td)
     for _ in range(3):
@@ -142,21 +144,21 @@ def test_free_comes_once_with_the_same_type(context: engine.Context, td: domains
     assert [piece.freed for piece in allocator.pieces] == [1] * 24
 
 
-def test_an_allocator_may_use_the_core(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_an_allocator_may_use_the_core(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     """No lock is held while it runs: it makes and destroys objects of the same context, of the same domain too."""
-    nested: list[engine.Handle] = []
+    nested: list[handles.Handle] = []
     depth = 0
 
     def reentering(self: Recording, size: int, alignment: int, resource_type: int) -> object:
         nonlocal depth
         depth += 1
         if depth == 1:
-            pd = engine.ProtectionDomain(context)
-            engine.MemoryRegion(pd, bytearray(size)).destroy()
+            pd = handles.ProtectionDomain(context)
+            handles.MemoryRegion(pd, bytearray(size)).destroy()
             pd.destroy()
-            inner = engine.CompletionQueue(context, 4, parent_domain=domain)
+            inner = handles.CompletionQueue(context, 4, parent_domain=domain)
             nested.append(inner)
-            engine.QueuePair(domain, inner, inner).destroy()
+            handles.QueuePair(domain, inner, inner).destroy()
         depth -= 1
         return self.piece(size, alignment, resource_type).address
 
@@ -171,15 +173,15 @@ def test_an_allocator_may_use_the_core(context: engine.Context, td: domains.Thre
         domain.destroy()
 
 
-def test_an_allocator_is_called_in_the_thread_of_the_verb(context: engine.Context) -> None:
+def test_an_allocator_is_called_in_the_thread_of_the_verb(context: handles.Context) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator)
-    cq = engine.CompletionQueue(context, 4, parent_domain=domain)
+    cq = handles.CompletionQueue(context, 4, parent_domain=domain)
     threads: list[int] = []
 
     def work() -> None:
         threads.append(threading.get_ident())
-        engine.QueuePair(domain, cq, cq)
+        handles.QueuePair(domain, cq, cq)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -188,14 +190,14 @@ def test_an_allocator_is_called_in_the_thread_of_the_verb(context: engine.Contex
     assert [piece.thread for piece in allocator.pieces] == [here, here, threads[0], threads[0]]
 
 
-def test_many_threads_make_queues_on_one_domain(context: engine.Context) -> None:
+def test_many_threads_make_queues_on_one_domain(context: handles.Context) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator)
 
     def work() -> None:
         for _ in range(10):
-            cq = engine.CompletionQueue(context, 4, parent_domain=domain)
-            engine.QueuePair(domain, cq, cq).destroy()
+            cq = handles.CompletionQueue(context, 4, parent_domain=domain)
+            handles.QueuePair(domain, cq, cq).destroy()
             cq.destroy()
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioverbs import VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.allocators import CQ, QP, RECORD, Recording
 from tests.core.contexts import children
 
@@ -82,15 +82,15 @@ def turns_bad(bad: Answer, at: int) -> Answer:
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["cq", "its record", "qp", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad(
-    context: engine.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+    context: handles.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     allocator = Recording(turns_bad(bad, at))
-    pd = engine.ProtectionDomain(context)
-    domain = domains.ParentDomain(pd, domains.ThreadDomain(context), allocator)
+    pd = handles.ProtectionDomain(context)
+    domain = parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context), allocator)
 
     def make() -> None:
-        cq = engine.CompletionQueue(context, 100, parent_domain=domain)
-        engine.QueuePair(domain, cq, cq)
+        cq = handles.CompletionQueue(context, 100, parent_domain=domain)
+        handles.QueuePair(domain, cq, cq)
 
     with pytest.raises(VerbsError) as caught:
         make()
@@ -107,39 +107,39 @@ def test_bad(
     assert len(children(context)) == (3 if at < 2 else 4)
 
     allocator.answer = None  # and now it behaves
-    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
-    engine.QueuePair(domain, cq, cq)
+    cq = handles.CompletionQueue(context, 100, parent_domain=domain)
+    handles.QueuePair(domain, cq, cq)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("at", [0, 1], ids=["queue", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_a_shared_receive_queue(
-    context: engine.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+    context: handles.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     allocator = Recording(turns_bad(bad, at))
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     with pytest.raises(VerbsError) as caught:
-        engine.SharedReceiveQueue(domain, 100)
+        handles.SharedReceiveQueue(domain, 100)
     assert (caught.value.verb, caught.value.errno) == ("ibv_create_srq", number)
     assert type(caught.value.__cause__) is (cause or type(None))
     assert text in str(caught.value.__cause__)
     assert domain.held == len(allocator.live) == context.counts()["srqs"] == 0
     allocator.answer = None
-    engine.SharedReceiveQueue(domain, 100)
+    handles.SharedReceiveQueue(domain, 100)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("which", ["cq", "srq"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_another_size(
-    context: engine.Context, which: str, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+    context: handles.Context, which: str, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     """What was refused was given back, and the queue is in its old memory."""
     allocator = Recording()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    cq = engine.CompletionQueue(context, 64, parent_domain=domain)
-    srq = engine.SharedReceiveQueue(domain, 64)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    cq = handles.CompletionQueue(context, 64, parent_domain=domain)
+    srq = handles.SharedReceiveQueue(domain, 64)
     for wr_id in range(64):
         srq.post_recv(wr_id=wr_id)
     before = allocator.live
@@ -167,16 +167,18 @@ def test_bad_for_another_size(
 @pytest.mark.once
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()], ids=repr)
 @pytest.mark.parametrize("which", ["cq", "qp", "srq", "resize_cq", "modify_srq"])
-def test_what_interrupts_it_goes_on_as_itself(context: engine.Context, which: str, interruption: BaseException) -> None:
+def test_what_interrupts_it_goes_on_as_itself(
+    context: handles.Context, which: str, interruption: BaseException
+) -> None:
     """It is no answer of the allocator's; the verb has failed all the same, and left nothing behind."""
     allocator = Recording()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    cq = engine.CompletionQueue(context, 64, parent_domain=domain)
-    srq = engine.SharedReceiveQueue(domain, 64)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    cq = handles.CompletionQueue(context, 64, parent_domain=domain)
+    srq = handles.SharedReceiveQueue(domain, 64)
     calls: dict[str, Callable[[], object]] = {
-        "cq": lambda: engine.CompletionQueue(context, 64, parent_domain=domain),
-        "qp": lambda: engine.QueuePair(domain, cq, cq),
-        "srq": lambda: engine.SharedReceiveQueue(domain, 64),
+        "cq": lambda: handles.CompletionQueue(context, 64, parent_domain=domain),
+        "qp": lambda: handles.QueuePair(domain, cq, cq),
+        "srq": lambda: handles.SharedReceiveQueue(domain, 64),
         "resize_cq": lambda: cq.resize(1000),
         "modify_srq": lambda: srq.modify(max_wr=1000),
     }
@@ -192,21 +194,21 @@ def test_what_interrupts_it_goes_on_as_itself(context: engine.Context, which: st
 
 
 @pytest.mark.once
-def test_the_same_address_twice(context: engine.Context) -> None:
+def test_the_same_address_twice(context: handles.Context) -> None:
     """Memory that is in use is not given back for having been offered again."""
     allocator = Recording()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    cq = handles.CompletionQueue(context, 100, parent_domain=domain)
     allocator.answer = lambda self, *_: self.pieces[0].address
     with pytest.raises(VerbsError) as caught:
-        engine.CompletionQueue(context, 100, parent_domain=domain)
+        handles.CompletionQueue(context, 100, parent_domain=domain)
     assert "which is in use" in str(caught.value.__cause__)
     assert len(allocator.live) == domain.held == 2
     assert cq.poll() == []
 
 
 @pytest.mark.parametrize("error", [Oops("kept"), KeyboardInterrupt()])
-def test_free_that_raises(context: engine.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_free_that_raises(context: handles.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """The verb has succeeded all the same: nobody waits for this, so it goes to where such exceptions go."""
 
     class Unwilling(Recording):
@@ -217,9 +219,9 @@ def test_free_that_raises(context: engine.Context, monkeypatch: pytest.MonkeyPat
     heard: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     allocator = Unwilling()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    cq = engine.CompletionQueue(context, 100, parent_domain=domain)
-    qp = engine.QueuePair(domain, cq, cq)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    cq = handles.CompletionQueue(context, 100, parent_domain=domain)
+    qp = handles.QueuePair(domain, cq, cq)
     qp.destroy()
     cq.destroy()
     assert [(unraisable.exc_value, unraisable.object) for unraisable in heard] == [(error, domain)] * 4
@@ -229,15 +231,15 @@ def test_free_that_raises(context: engine.Context, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.once
-def test_an_allocator_without_methods(context: engine.Context) -> None:
+def test_an_allocator_without_methods(context: handles.Context) -> None:
     nothing: Any = object()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, nothing)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, nothing)
     with pytest.raises(VerbsError, match="ibv_create_cq_ex failed: ENOMEM") as caught:
-        engine.CompletionQueue(context, 100, parent_domain=domain)
+        handles.CompletionQueue(context, 100, parent_domain=domain)
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_a_cause_is_its_own_thread_s(context: engine.Context) -> None:
+def test_a_cause_is_its_own_thread_s(context: handles.Context) -> None:
     """Two threads fail at the same time, each for its reason."""
     both = threading.Barrier(2, timeout=20)
 
@@ -245,12 +247,12 @@ def test_a_cause_is_its_own_thread_s(context: engine.Context) -> None:
         both.wait()
         raise Oops(threading.current_thread().name)
 
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(answer))
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(answer))
     causes: dict[str, str] = {}
 
     def fail() -> None:
         with pytest.raises(VerbsError) as caught:
-            engine.CompletionQueue(context, 100, parent_domain=domain)
+            handles.CompletionQueue(context, 100, parent_domain=domain)
         causes[threading.current_thread().name] = str(caught.value.__cause__)
 
     threads = [threading.Thread(target=fail, name=name) for name in ("one", "other")]
@@ -262,18 +264,18 @@ def test_a_cause_is_its_own_thread_s(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_failure_inside_of_a_success(context: engine.Context) -> None:
+def test_a_failure_inside_of_a_success(context: handles.Context) -> None:
     """An allocator that copes with a failure of its own leaves no cause behind for the next one."""
-    inner = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))
+    inner = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))
 
     def coping(self: Recording, size: int, alignment: int, resource_type: int) -> object:
         with pytest.raises(VerbsError) as caught:
-            engine.CompletionQueue(context, 4, parent_domain=inner)
+            handles.CompletionQueue(context, 4, parent_domain=inner)
         assert str(caught.value.__cause__) == "inner"
         return self.piece(size, alignment, resource_type).address if resource_type != QP else None
 
-    outer = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(coping))
-    cq = engine.CompletionQueue(context, 4, parent_domain=outer)
+    outer = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(coping))
+    cq = handles.CompletionQueue(context, 4, parent_domain=outer)
     with pytest.raises(VerbsError, match="ibv_create_qp failed: ENOMEM") as caught:
-        engine.QueuePair(outer, cq, cq)
+        handles.QueuePair(outer, cq, cq)
     assert caught.value.__cause__ is None

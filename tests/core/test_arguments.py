@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from aioverbs import AccessFlags, QpState, QpType, SendOpcode, VerbsError
-from aioverbs._core import allocators, domains, engine, work
+from aioverbs._core.alloc import allocators
+from aioverbs._core.data_path import data_path
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children, opened
 from tests.core.family import Family, make_all
@@ -33,96 +35,104 @@ def of_cases(cases: dict[str, tuple[Call, type[Exception], str]]) -> pytest.Mark
 
 
 CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
-    "pd of None": (lambda o: engine.ProtectionDomain(o.none), TypeError, "NoneType"),
-    "pd of a pd": (lambda o: engine.ProtectionDomain(o.pd), TypeError, "expected aioverbs._core.engine.Context"),
-    "pd of nothing": (lambda o: o.call(engine.ProtectionDomain), TypeError, "exactly 1 positional"),
-    "td of None": (lambda o: domains.ThreadDomain(o.none), TypeError, "NoneType"),
-    "parent domain of None": (lambda o: domains.ParentDomain(o.none), TypeError, "NoneType"),
-    "parent domain of a context": (lambda o: domains.ParentDomain(o.context), TypeError, "ProtectionDomain"),
-    "parent domain of two contexts": (lambda o: domains.ParentDomain(o.pd, o.other_td), ValueError, "another context"),
-    "parent domain with a pd as td": (lambda o: domains.ParentDomain(o.pd, o.pd), TypeError, "ThreadDomain"),
-    "XRC domain of None": (lambda o: domains.XrcDomain(o.none), TypeError, "NoneType"),
-    "XRC domain that is not there": (lambda o: domains.XrcDomain(o.context, -1, 0), VerbsError, "EINVAL"),
+    "pd of None": (lambda o: handles.ProtectionDomain(o.none), TypeError, "NoneType"),
+    "pd of a pd": (
+        lambda o: handles.ProtectionDomain(o.pd),
+        TypeError,
+        "expected aioverbs._core.handles.handles.Context",
+    ),
+    "pd of nothing": (lambda o: o.call(handles.ProtectionDomain), TypeError, "exactly 1 positional"),
+    "td of None": (lambda o: parent_domain.ThreadDomain(o.none), TypeError, "NoneType"),
+    "parent domain of None": (lambda o: parent_domain.ParentDomain(o.none), TypeError, "NoneType"),
+    "parent domain of a context": (lambda o: parent_domain.ParentDomain(o.context), TypeError, "ProtectionDomain"),
+    "parent domain of two contexts": (
+        lambda o: parent_domain.ParentDomain(o.pd, o.other_td),
+        ValueError,
+        "another context",
+    ),
+    "parent domain with a pd as td": (lambda o: parent_domain.ParentDomain(o.pd, o.pd), TypeError, "ThreadDomain"),
+    "XRC domain of None": (lambda o: parent_domain.XrcDomain(o.none), TypeError, "NoneType"),
+    "XRC domain that is not there": (lambda o: parent_domain.XrcDomain(o.context, -1, 0), VerbsError, "EINVAL"),
     "XRC domain of a bad descriptor": (
-        lambda o: domains.XrcDomain(o.context, 1 << 20),
+        lambda o: parent_domain.XrcDomain(o.context, 1 << 20),
         VerbsError,
         "xrcd failed: EBADF",
     ),
-    "channel of None": (lambda o: engine.CompletionChannel(o.none), TypeError, "NoneType"),
-    "queue of None": (lambda o: engine.CompletionQueue(o.none, 1), TypeError, "NoneType"),
-    "queue of 0": (lambda o: engine.CompletionQueue(o.context, 0), ValueError, "1 completion at least, not 0"),
-    "queue of -1": (lambda o: engine.CompletionQueue(o.context, -1), ValueError, "1 completion at least, not -1"),
-    "queue of too many": (lambda o: engine.CompletionQueue(o.context, (1 << 22) + 1), VerbsError, "EINVAL"),
-    "queue of far too many": (lambda o: engine.CompletionQueue(o.context, 1 << 31), OverflowError, "too large"),
-    "queue of text": (lambda o: engine.CompletionQueue(o.context, o.text), TypeError, "int"),
-    "queue on a queue": (lambda o: engine.CompletionQueue(o.context, 1, o.queue), TypeError, "CompletionChannel"),
+    "channel of None": (lambda o: handles.CompletionChannel(o.none), TypeError, "NoneType"),
+    "queue of None": (lambda o: handles.CompletionQueue(o.none, 1), TypeError, "NoneType"),
+    "queue of 0": (lambda o: handles.CompletionQueue(o.context, 0), ValueError, "1 completion at least, not 0"),
+    "queue of -1": (lambda o: handles.CompletionQueue(o.context, -1), ValueError, "1 completion at least, not -1"),
+    "queue of too many": (lambda o: handles.CompletionQueue(o.context, (1 << 22) + 1), VerbsError, "EINVAL"),
+    "queue of far too many": (lambda o: handles.CompletionQueue(o.context, 1 << 31), OverflowError, "too large"),
+    "queue of text": (lambda o: handles.CompletionQueue(o.context, o.text), TypeError, "int"),
+    "queue on a queue": (lambda o: handles.CompletionQueue(o.context, 1, o.queue), TypeError, "CompletionChannel"),
     "queue on another's channel": (
-        lambda o: engine.CompletionQueue(o.context, 1, o.other_channel),
+        lambda o: handles.CompletionQueue(o.context, 1, o.other_channel),
         ValueError,
         "another context",
     ),
     "queue on another's domain": (
-        lambda o: engine.CompletionQueue(o.context, 1, parent_domain=o.other_domain),
+        lambda o: handles.CompletionQueue(o.context, 1, parent_domain=o.other_domain),
         ValueError,
         "another context",
     ),
     "queue on a plain domain": (
-        lambda o: engine.CompletionQueue(o.context, 1, parent_domain=o.pd),
+        lambda o: handles.CompletionQueue(o.context, 1, parent_domain=o.pd),
         VerbsError,
         "ibv_create_cq_ex failed: EINVAL",
     ),
-    "queue on a missing vector": (lambda o: engine.CompletionQueue(o.context, 1, comp_vector=1), VerbsError, "EINVAL"),
-    "qp of None": (lambda o: engine.QueuePair(o.none, o.queue, o.queue), ValueError, "of type RC needs pd"),
-    "qp without a queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.none), ValueError, "of type RC needs recv_cq"),
-    "qp on a channel": (lambda o: engine.QueuePair(o.pd, o.channel, o.queue), TypeError, "CompletionQueue"),
-    "qp on another's queue": (lambda o: engine.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "another context"),
+    "queue on a missing vector": (lambda o: handles.CompletionQueue(o.context, 1, comp_vector=1), VerbsError, "EINVAL"),
+    "qp of None": (lambda o: handles.QueuePair(o.none, o.queue, o.queue), ValueError, "of type RC needs pd"),
+    "qp without a queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.none), ValueError, "of type RC needs recv_cq"),
+    "qp on a channel": (lambda o: handles.QueuePair(o.pd, o.channel, o.queue), TypeError, "CompletionQueue"),
+    "qp on another's queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "another context"),
     "qp too deep": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_recv_wr=32769)),
+        lambda o: handles.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_recv_wr=32769)),
         VerbsError,
         "ibv_create_qp failed: EINVAL",
     ),
     "qp far too deep": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_wr=1 << 32)),
+        lambda o: handles.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_wr=1 << 32)),
         OverflowError,
         "too large",
     ),
     "qp of negative depth": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_sge=-1)),
+        lambda o: handles.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_sge=-1)),
         OverflowError,
         "negative",
     ),
     "qp of other capabilities": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, o.text),
+        lambda o: handles.QueuePair(o.pd, o.queue, o.queue, o.text),
         AttributeError,
         "max_send_wr",
     ),
     "qp of a missing type": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=QpType.RAW_PACKET),
+        lambda o: handles.QueuePair(o.pd, o.queue, o.queue, qp_type=QpType.RAW_PACKET),
         VerbsError,
         "ibv_create_qp failed: EOPNOTSUPP",
     ),
     "qp of an unknown type": (
-        lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=99),
+        lambda o: handles.QueuePair(o.pd, o.queue, o.queue, qp_type=99),
         ValueError,
         "99 is not a valid QpType",
     ),
-    "qp of no type": (lambda o: engine.QueuePair(o.pd, o.queue, o.queue, qp_type=o.text), TypeError, "int"),
+    "qp of no type": (lambda o: handles.QueuePair(o.pd, o.queue, o.queue, qp_type=o.text), TypeError, "int"),
 }
 
 
 @of_cases(CONSTRUCTORS)
 def test_constructors(there: Objects, call: Call, error: type[Exception], text: str) -> None:
-    before, counts = engine.open_handles(), there.context.counts()
+    before, counts = handles.open_handles(), there.context.counts()
     with pytest.raises(error, match=text):
         call(there)
-    assert engine.open_handles() == before
+    assert handles.open_handles() == before
     assert there.context.counts() == counts
     # That the parents are free again is seen when the fixture destroys them.
 
 
 METHODS: dict[str, tuple[Call, type[Exception], str]] = {
-    "negative delay": (lambda o: engine.Context.open_software(engine=True, delay_ns=-1), ValueError, "not negative"),
-    "delay without engine": (lambda o: engine.Context.open_software(delay_ns=1), ValueError, "for engine=True"),
+    "negative delay": (lambda o: handles.Context.open_software(engine=True, delay_ns=-1), ValueError, "not negative"),
+    "delay without engine": (lambda o: handles.Context.open_software(delay_ns=1), ValueError, "for engine=True"),
     "delay inline": (lambda o: o.context.set_delay(1), VerbsError, "soft_set_delay failed: EINVAL"),
     "delay below": (lambda o: o.context.set_delay(-1), OverflowError, "negative"),
     "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, not 256"),
@@ -176,7 +186,7 @@ def test_methods(there: Objects, call: Call, error: type[Exception], text: str) 
 
 
 FRACTIONS: dict[str, Call] = {
-    "places of a completion queue": lambda o: engine.CompletionQueue(o.context, 1 + o.half),
+    "places of a completion queue": lambda o: handles.CompletionQueue(o.context, 1 + o.half),
     "places to resize to": lambda o: o.queue.resize(16.5),
     "completions to poll": lambda o: o.queue.poll(1.5),
     "events to acknowledge": lambda o: o.queue.ack_events(0.5),
@@ -185,11 +195,11 @@ FRACTIONS: dict[str, Call] = {
     "wr_id": lambda o: o.qp.post_recv((), wr_id=0.5),
     "immediate data": lambda o: o.qp.post_send(SendOpcode.SEND_WITH_IMM, imm_data=0.5),
     "PSN": lambda o: o.qp.modify(rq_psn=0.5),
-    "a number that is whole": lambda o: engine.CompletionQueue(o.context, 32 * o.half),
-    "descriptor": lambda o: domains.XrcDomain(o.context, 1 + o.half),
+    "a number that is whole": lambda o: handles.CompletionQueue(o.context, 32 * o.half),
+    "descriptor": lambda o: parent_domain.XrcDomain(o.context, 1 + o.half),
     "NUMA node": lambda o: allocators.NumaAllocator(o.half),
     "size of pages": lambda o: allocators.HugePageAllocator(page_bytes=(4 << 20) * o.half),
-    "units of a turn": lambda o: work.spend(o.half),
+    "units of a turn": lambda o: data_path.spend(o.half),
 }
 
 
@@ -215,18 +225,18 @@ def test_a_list_of_entries_that_changes_its_length(there: Objects) -> None:
 
 
 def test_what_fails_after_the_verb_takes_the_object_back(
-    inline: engine.Context, monkeypatch: pytest.MonkeyPatch
+    inline: handles.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(**_: int) -> QpCapabilities:
         raise KeyboardInterrupt
 
-    pd = engine.ProtectionDomain(inline)
-    cq = engine.CompletionQueue(inline, 1)
+    pd = handles.ProtectionDomain(inline)
+    cq = handles.CompletionQueue(inline, 1)
     before = inline.counts()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "QpCapabilities", interrupted)
+        patch.setattr(handles, "QpCapabilities", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.QueuePair(pd, cq, cq, QpCapabilities())
+            handles.QueuePair(pd, cq, cq, QpCapabilities())
     assert inline.counts() == before
     assert children(inline) == [pd, cq]
-    engine.QueuePair(pd, cq, cq)
+    handles.QueuePair(pd, cq, cq)

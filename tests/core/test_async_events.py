@@ -21,7 +21,7 @@ from aioverbs import (
     SendOpcode,
     VerbsError,
 )
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.core.pairs import (
@@ -44,15 +44,15 @@ from tests.waiting import wait_until
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 
 
-def readable(context: engine.Context, timeout_s: float = 0) -> bool:
+def readable(context: handles.Context, timeout_s: float = 0) -> bool:
     return bool(select.select([context.async_fd], [], [], timeout_s)[0])
 
 
-def overrun(context: engine.Context) -> tuple[engine.CompletionQueue, engine.QueuePair]:
+def overrun(context: handles.Context) -> tuple[handles.CompletionQueue, handles.QueuePair]:
     """A completion queue that overran, and whose completion found no room."""
-    pd = engine.ProtectionDomain(context)
-    cq = engine.CompletionQueue(context, 1)
-    near, far = (engine.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
+    pd = handles.ProtectionDomain(context)
+    cq = handles.CompletionQueue(context, 1)
+    near, far = (handles.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
     connect(near, far)
     for _ in range(3):
         near.post_send(WRITE, flags=SIGNALED)
@@ -60,38 +60,38 @@ def overrun(context: engine.Context) -> tuple[engine.CompletionQueue, engine.Que
     return cq, near
 
 
-def raise_cq_err(context: engine.Context) -> engine.CompletionQueue:
+def raise_cq_err(context: handles.Context) -> handles.CompletionQueue:
     return overrun(context)[0]
 
 
-def raise_qp_fatal(context: engine.Context) -> engine.QueuePair:
+def raise_qp_fatal(context: handles.Context) -> handles.QueuePair:
     near, _ = make_pair(context)
     context.faults.break_queue_pair(near.qp)
     return near.qp
 
 
-def raise_last_wqe(context: engine.Context) -> engine.QueuePair:
+def raise_last_wqe(context: handles.Context) -> handles.QueuePair:
     domain = make_domain(context, "plain")
-    far = make_end(domain, srq=engine.SharedReceiveQueue(domain, 4))
+    far = make_end(domain, srq=handles.SharedReceiveQueue(domain, 4))
     to_init(far.qp)
     far.qp.modify(QpState.ERR)
     return far.qp
 
 
-def raise_srq_err(context: engine.Context) -> engine.SharedReceiveQueue:
-    srq = engine.SharedReceiveQueue(engine.ProtectionDomain(context), 4)
+def raise_srq_err(context: handles.Context) -> handles.SharedReceiveQueue:
+    srq = handles.SharedReceiveQueue(handles.ProtectionDomain(context), 4)
     context.faults.break_shared_receive_queue(srq)
     return srq
 
 
-def raise_sq_drained(context: engine.Context) -> engine.QueuePair:
+def raise_sq_drained(context: handles.Context) -> handles.QueuePair:
     near, _ = make_pair(context)
     near.qp.modify(QpState.SQD, en_sqd_async_notify=True)
     assert readable(context, PATIENCE_S)
     return near.qp
 
 
-def raise_comm_est(context: engine.Context) -> engine.QueuePair:
+def raise_comm_est(context: handles.Context) -> handles.QueuePair:
     """The first message came before the queue pair was told to send."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)
@@ -103,14 +103,14 @@ def raise_comm_est(context: engine.Context) -> engine.QueuePair:
     return far.qp
 
 
-def raise_access_err(context: engine.Context) -> engine.QueuePair:
+def raise_access_err(context: handles.Context) -> handles.QueuePair:
     near, far = make_pair(context)
     near.qp.post_send(WRITE, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey ^ 0xFF00)
     wait_for(near.cq)
     return far.qp
 
 
-def raise_req_err(context: engine.Context) -> engine.QueuePair:
+def raise_req_err(context: handles.Context) -> handles.QueuePair:
     """More reads than the responder was told to expect."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)
@@ -123,9 +123,9 @@ def raise_req_err(context: engine.Context) -> engine.QueuePair:
     return far.qp
 
 
-def raise_srq_limit(context: engine.Context) -> engine.SharedReceiveQueue:
+def raise_srq_limit(context: handles.Context) -> handles.SharedReceiveQueue:
     domain = make_domain(context, "plain")
-    srq = engine.SharedReceiveQueue(domain, 4)
+    srq = handles.SharedReceiveQueue(domain, 4)
     near, far = make_end(domain), make_end(domain, srq=srq)
     connect(near.qp, far.qp)
     srq.post_recv([far.sge(0, 8)])
@@ -135,7 +135,7 @@ def raise_srq_limit(context: engine.Context) -> engine.SharedReceiveQueue:
     return srq
 
 
-RAISED: dict[EventType, Callable[[engine.Context], engine.Handle]] = {
+RAISED: dict[EventType, Callable[[handles.Context], handles.Handle]] = {
     EventType.QP_FATAL: raise_qp_fatal,
     EventType.QP_LAST_WQE_REACHED: raise_last_wqe,
     EventType.SRQ_ERR: raise_srq_err,
@@ -148,13 +148,13 @@ RAISED: dict[EventType, Callable[[engine.Context], engine.Handle]] = {
 }
 
 
-def drain(context: engine.Context) -> None:
+def drain(context: handles.Context) -> None:
     while event := context.get_async_event():
         event.ack()
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_event_and_its_element(context: engine.Context, event_type: EventType) -> None:
+def test_an_event_and_its_element(context: handles.Context, event_type: EventType) -> None:
     element = RAISED[event_type](context)
     event = next_event(context)
     assert event.event_type is event_type
@@ -168,13 +168,13 @@ def test_an_event_and_its_element(context: engine.Context, event_type: EventType
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_event_that_was_taken_keeps_its_element(context: engine.Context, event_type: EventType) -> None:
+def test_an_event_that_was_taken_keeps_its_element(context: handles.Context, event_type: EventType) -> None:
     """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
     element = RAISED[event_type](context)
     event = next_event(context)
-    if isinstance(element, engine.CompletionQueue | engine.SharedReceiveQueue):
-        for handle in engine.open_handles():
-            if isinstance(handle, engine.QueuePair):
+    if isinstance(element, handles.CompletionQueue | handles.SharedReceiveQueue):
+        for handle in handles.open_handles():
+            if isinstance(handle, handles.QueuePair):
                 handle.destroy()
     for _ in range(2):
         with pytest.raises(BusyResourceError, match="1 of its asynchronous events were not acknowledged"):
@@ -186,7 +186,7 @@ def test_an_event_that_was_taken_keeps_its_element(context: engine.Context, even
     assert event.element is element
 
 
-def test_a_queue_pair_whose_completion_found_no_room(context: engine.Context) -> None:
+def test_a_queue_pair_whose_completion_found_no_room(context: handles.Context) -> None:
     cq, qp = overrun(context)
     for event_type, element in ((EventType.CQ_ERR, cq), (EventType.QP_FATAL, qp)):
         event = next_event(context)
@@ -196,7 +196,7 @@ def test_a_queue_pair_whose_completion_found_no_room(context: engine.Context) ->
     assert context.get_async_event() is None
 
 
-def test_the_port_goes_down_and_up(context: engine.Context) -> None:
+def test_the_port_goes_down_and_up(context: handles.Context) -> None:
     """It is the device's port, of which each context is told."""
     with opened("inline") as other:
         for up, event_type, state in (
@@ -215,7 +215,7 @@ def test_the_port_goes_down_and_up(context: engine.Context) -> None:
                 assert told.get_async_event() is None
 
 
-def test_a_context_stays_for_its_event(context: engine.Context) -> None:
+def test_a_context_stays_for_its_event(context: handles.Context) -> None:
     context.faults.lose_device()
     event = next_event(context)
     with pytest.raises(BusyResourceError, match="1 of its asynchronous events were not acknowledged"):
@@ -224,13 +224,13 @@ def test_a_context_stays_for_its_event(context: engine.Context) -> None:
     event.ack()
 
 
-def test_the_device_is_lost(context: engine.Context) -> None:
+def test_the_device_is_lost(context: handles.Context) -> None:
     near, _ = make_pair(context)
     context.faults.lose_device()
     event = next_event(context)
     assert (event.event_type, event.element, event.port_num) == (EventType.DEVICE_FATAL, None, None)
     event.ack()
-    for call in (lambda: engine.ProtectionDomain(context), lambda: near.qp.post_send(WRITE), context.query_device):
+    for call in (lambda: handles.ProtectionDomain(context), lambda: near.qp.post_send(WRITE), context.query_device):
         with pytest.raises(VerbsError) as caught:
             call()
         assert caught.value.errno == errno.EIO
@@ -241,12 +241,12 @@ def test_the_device_is_lost(context: engine.Context) -> None:
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_acknowledgement_from_another_thread(context: engine.Context, event_type: EventType) -> None:
+def test_an_acknowledgement_from_another_thread(context: handles.Context, event_type: EventType) -> None:
     element = RAISED[event_type](context)
     event = next_event(context)
     drain(context)
-    for handle in engine.open_handles():
-        if isinstance(handle, engine.QueuePair) and handle is not element:
+    for handle in handles.open_handles():
+        if isinstance(handle, handles.QueuePair) and handle is not element:
             handle.destroy()
     thread = threading.Thread(target=event.ack)
     with pytest.raises(BusyResourceError):
@@ -266,10 +266,10 @@ def test_an_acknowledgement_from_another_thread(context: engine.Context, event_t
     assert element.closed
 
 
-def test_a_loop_waits_for_the_descriptor(context: engine.Context) -> None:
+def test_a_loop_waits_for_the_descriptor(context: handles.Context) -> None:
     """And goes on while somebody keeps an event for himself: nothing here waits for an acknowledgement."""
 
-    async def take() -> engine.AsyncEvent:
+    async def take() -> handles.AsyncEvent:
         loop, told = asyncio.get_running_loop(), asyncio.Event()
         assert context.get_async_event() is None
         loop.add_reader(context.async_fd, told.set)
@@ -294,13 +294,13 @@ def test_a_loop_waits_for_the_descriptor(context: engine.Context) -> None:
     assert (event.event_type, event.element) == (EventType.QP_FATAL, near.qp)
 
 
-def test_nothing_waits(context: engine.Context) -> None:
+def test_nothing_waits(context: handles.Context) -> None:
     for _ in range(3):
         assert context.get_async_event() is None
     assert not readable(context)
 
 
-def test_the_descriptor_tells_of_an_event(context: engine.Context) -> None:
+def test_the_descriptor_tells_of_an_event(context: handles.Context) -> None:
     assert not readable(context)
     raise_sq_drained(context)
     assert readable(context)
@@ -308,7 +308,7 @@ def test_the_descriptor_tells_of_an_event(context: engine.Context) -> None:
     assert not readable(context)
 
 
-def test_an_acknowledgement_is_given_once(context: engine.Context) -> None:
+def test_an_acknowledgement_is_given_once(context: handles.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     event.ack()
@@ -320,7 +320,7 @@ def test_an_acknowledgement_is_given_once(context: engine.Context) -> None:
         event.ack()
 
 
-def test_several_of_one_object(context: engine.Context) -> None:
+def test_several_of_one_object(context: handles.Context) -> None:
     qp = raise_sq_drained(context)
     first = next_event(context)
     qp.modify(QpState.RTS)
@@ -335,14 +335,14 @@ def test_several_of_one_object(context: engine.Context) -> None:
     qp.destroy()
 
 
-def test_events_that_nobody_took_go_with_their_object(context: engine.Context) -> None:
+def test_events_that_nobody_took_go_with_their_object(context: handles.Context) -> None:
     qp = raise_sq_drained(context)
     qp.destroy()
     assert not readable(context)
     assert context.get_async_event() is None
 
 
-def test_a_forgotten_event_acknowledges_itself_and_says_so(context: engine.Context) -> None:
+def test_a_forgotten_event_acknowledges_itself_and_says_so(context: handles.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     events = [event]
@@ -352,14 +352,14 @@ def test_a_forgotten_event_acknowledges_itself_and_says_so(context: engine.Conte
     qp.destroy()
 
 
-def test_one_that_was_acknowledged_is_forgotten_in_silence(context: engine.Context) -> None:
+def test_one_that_was_acknowledged_is_forgotten_in_silence(context: handles.Context) -> None:
     raise_sq_drained(context)
     next_event(context).ack()
     gc.collect()
-    assert not any(isinstance(kept, engine.AsyncEvent) for kept in gc.get_objects())
+    assert not any(isinstance(kept, handles.AsyncEvent) for kept in gc.get_objects())
 
 
-def test_a_child_of_a_fork_acknowledges_nothing(context: engine.Context) -> None:
+def test_a_child_of_a_fork_acknowledges_nothing(context: handles.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     taken = [event]
@@ -380,8 +380,8 @@ def test_a_child_of_a_fork_acknowledges_nothing(context: engine.Context) -> None
 
 def test_events_come_from_a_context_only() -> None:
     with pytest.raises(TypeError, match=r"come from Context\.get_async_event"):
-        engine.AsyncEvent()
-    bare = engine.AsyncEvent.__new__(engine.AsyncEvent)
+        handles.AsyncEvent()
+    bare = handles.AsyncEvent.__new__(handles.AsyncEvent)
     with pytest.raises(ValueError, match="was acknowledged before"):
         bare.ack()
     with opened("inline") as context:
@@ -401,7 +401,7 @@ def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
             )
             refused: list[BusyResourceError] = []
 
-            def destroy(qp: engine.QueuePair, refused: list[BusyResourceError]) -> None:
+            def destroy(qp: handles.QueuePair, refused: list[BusyResourceError]) -> None:
                 try:
                     qp.destroy()
                 except BusyResourceError as error:  # the event was taken before
@@ -419,7 +419,7 @@ def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
             succeed(busy.cq)
 
 
-def test_draining_waits_for_what_was_begun(context: engine.Context) -> None:
+def test_draining_waits_for_what_was_begun(context: handles.Context) -> None:
     """SQD with a request that is tried again and again: the event comes when that one has ended."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)

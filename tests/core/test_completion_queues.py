@@ -8,7 +8,7 @@ import time
 import pytest
 
 from aioverbs import SendFlags, SendOpcode, VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.allocators import Recording
 from tests.core.contexts import opened
 from tests.core.pairs import CAPABILITIES, PATIENCE_S, End, connect, make_domain, make_end, make_pair, wait_for
@@ -18,11 +18,11 @@ WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_larger_queue_keeps_what_it_holds(context: engine.Context, kind: str, extended: bool) -> None:
+def test_a_larger_queue_keeps_what_it_holds(context: handles.Context, kind: str, extended: bool) -> None:
     domain = make_domain(context, kind)
-    parent = domain if isinstance(domain, domains.ParentDomain) else None
-    cq = engine.CompletionQueue(context, 4, extended=extended, parent_domain=parent)
-    near, far = (engine.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
+    parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
+    cq = handles.CompletionQueue(context, 4, extended=extended, parent_domain=parent)
+    near, far = (handles.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
     connect(near, far)
     for number in range(4):
         near.post_send(WRITE, wr_id=number, flags=SIGNALED)
@@ -36,7 +36,7 @@ def test_a_larger_queue_keeps_what_it_holds(context: engine.Context, kind: str, 
     assert 1 <= cq.cqe < 100
 
 
-def test_a_size_that_is_too_small_changes_nothing(context: engine.Context) -> None:
+def test_a_size_that_is_too_small_changes_nothing(context: handles.Context) -> None:
     near, _ = make_pair(context)
     for number in range(10):
         near.qp.post_send(WRITE, wr_id=number, flags=SIGNALED)
@@ -52,7 +52,7 @@ def test_a_size_that_is_too_small_changes_nothing(context: engine.Context) -> No
 
 
 @pytest.mark.once
-def test_another_size_s_memory_comes_from_the_allocator(context: engine.Context) -> None:
+def test_another_size_s_memory_comes_from_the_allocator(context: handles.Context) -> None:
     refusing = False
 
     def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
@@ -61,8 +61,8 @@ def test_another_size_s_memory_comes_from_the_allocator(context: engine.Context)
         return recording.piece(size, alignment, resource_type).address
 
     allocator = Recording(answer)
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    cq = engine.CompletionQueue(context, 4, parent_domain=domain)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    cq = handles.CompletionQueue(context, 4, parent_domain=domain)
     held = domain.held
     cq.resize(4096)
     assert domain.held == held
@@ -75,7 +75,7 @@ def test_another_size_s_memory_comes_from_the_allocator(context: engine.Context)
     assert 4096 <= cq.cqe < 8192
 
 
-def test_polling_while_a_queue_is_resized(context: engine.Context) -> None:
+def test_polling_while_a_queue_is_resized(context: handles.Context) -> None:
     """An allocator that needs the GIL is called in the middle of it; whoever polls meanwhile gets what there is."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -85,10 +85,10 @@ def test_polling_while_a_queue_is_resized(context: engine.Context) -> None:
             assert go_on.wait(PATIENCE_S)
         return recording.piece(size, alignment, resource_type).address
 
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, Recording(answer))
-    cq = engine.CompletionQueue(context, 64, parent_domain=domain)
-    pd = engine.ProtectionDomain(context)
-    near, far = (engine.QueuePair(pd, cq, cq) for _ in range(2))
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(answer))
+    cq = handles.CompletionQueue(context, 64, parent_domain=domain)
+    pd = handles.ProtectionDomain(context)
+    near, far = (handles.QueuePair(pd, cq, cq) for _ in range(2))
     connect(near, far)
     resizing = threading.Thread(target=cq.resize, args=(1000,))
     resizing.start()
@@ -100,8 +100,8 @@ def test_polling_while_a_queue_is_resized(context: engine.Context) -> None:
     assert cq.cqe >= 1000
 
 
-def moderated(context: engine.Context, count: int, period_us: int) -> tuple[engine.CompletionChannel, End]:
-    channel = engine.CompletionChannel(context)
+def moderated(context: handles.Context, count: int, period_us: int) -> tuple[handles.CompletionChannel, End]:
+    channel = handles.CompletionChannel(context)
     domain = make_domain(context, "plain")
     near, far = make_end(domain, channel=channel), make_end(domain)
     connect(near.qp, far.qp)
@@ -110,7 +110,7 @@ def moderated(context: engine.Context, count: int, period_us: int) -> tuple[engi
     return channel, near
 
 
-def test_an_event_after_so_many_completions(context: engine.Context) -> None:
+def test_an_event_after_so_many_completions(context: handles.Context) -> None:
     """And not after the period: the machine may take longer than that, but not each time."""
     channel, near = moderated(context, 5, 65535)
 
@@ -135,7 +135,7 @@ def test_an_event_after_so_many_completions(context: engine.Context) -> None:
     assert any(comes_early() for _ in range(20))
 
 
-def test_an_event_after_some_time(context: engine.Context) -> None:
+def test_an_event_after_some_time(context: handles.Context) -> None:
     channel, near = moderated(context, 1000, 30_000)
     start = time.monotonic()
     near.qp.post_send(WRITE, flags=SIGNALED)
@@ -145,7 +145,7 @@ def test_an_event_after_some_time(context: engine.Context) -> None:
     near.cq.ack_events()
 
 
-def test_moderation_ends(context: engine.Context) -> None:
+def test_moderation_ends(context: handles.Context) -> None:
     channel, near = moderated(context, 1000, 0)
     near.cq.modify(0, 0)
     near.cq.request_notify()
@@ -155,19 +155,19 @@ def test_moderation_ends(context: engine.Context) -> None:
     near.cq.ack_events()
 
 
-def test_moderation_has_16_bits(inline: engine.Context) -> None:
-    cq = engine.CompletionQueue(inline, 4)
+def test_moderation_has_16_bits(inline: handles.Context) -> None:
+    cq = handles.CompletionQueue(inline, 4)
     cq.modify(65535, 65535)
     for count, period_us in ((65536, 0), (0, 65536), (-1, 0)):
         with pytest.raises(OverflowError):
             cq.modify(count, period_us)
 
 
-def test_timestamps(context: engine.Context, kind: str) -> None:
+def test_timestamps(context: handles.Context, kind: str) -> None:
     domain = make_domain(context, kind)
-    parent = domain if isinstance(domain, domains.ParentDomain) else None
-    cq = engine.CompletionQueue(context, 256, parent_domain=parent, timestamps=True)
-    near, far = (engine.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
+    parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
+    cq = handles.CompletionQueue(context, 256, parent_domain=parent, timestamps=True)
+    near, far = (handles.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
     connect(near, far)
     before = time.monotonic_ns()
     for number in range(100):

@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, QpState, QpType, SendFlags, SendOpcode, WcFlags, WcStatus
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.attributes import AddressVector
 from tests.core.contexts import opened
 from tests.core.pairs import End, make_domain, make_end, make_pair, succeed, wait_for
@@ -12,7 +12,7 @@ from tests.core.transports import GRH_BYTES, QKEY, make_ud_pair, start_ud, way_t
 SEND, SIGNALED = SendOpcode.SEND, SendFlags.SIGNALED
 
 
-def send(near: End, far: End, way: engine.AddressHandle, length: int, *, qkey: int = QKEY, wr_id: int = 0) -> None:
+def send(near: End, far: End, way: handles.AddressHandle, length: int, *, qkey: int = QKEY, wr_id: int = 0) -> None:
     near.qp.post_send(
         SEND,
         [near.sge(0, length)],
@@ -25,9 +25,9 @@ def send(near: End, far: End, way: engine.AddressHandle, length: int, *, qkey: i
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_datagram_comes_with_its_route(context: engine.Context, kind: str, extended: bool) -> None:
+def test_a_datagram_comes_with_its_route(context: handles.Context, kind: str, extended: bool) -> None:
     near, far = make_ud_pair(context, kind, extended=extended)
-    way = engine.AddressHandle(near.pd, way_to(context))
+    way = handles.AddressHandle(near.pd, way_to(context))
     near.memory[:5] = b"hello"
     far.qp.post_recv([far.sge(0, 100)])
     send(near, far, way, 5)
@@ -43,10 +43,10 @@ def test_a_datagram_comes_with_its_route(context: engine.Context, kind: str, ext
     assert far.memory[GRH_BYTES : GRH_BYTES + 6] == b"hello\0"
 
 
-def test_a_route_of_ipv6_form(context: engine.Context) -> None:
+def test_a_route_of_ipv6_form(context: handles.Context) -> None:
     near, far = make_ud_pair(context)
     gid = context.query_gid(1, 0)
-    way = engine.AddressHandle(
+    way = handles.AddressHandle(
         near.pd, AddressVector(gid, sgid_index=0, hop_limit=9, traffic_class=0x5A, flow_label=0x12345)
     )
     far.qp.post_recv([far.sge(0, 100)])
@@ -58,9 +58,9 @@ def test_a_route_of_ipv6_form(context: engine.Context) -> None:
     assert header[8:24] == header[24:40] == gid
 
 
-def test_an_immediate_and_a_header_across_entries(context: engine.Context, kind: str) -> None:
+def test_an_immediate_and_a_header_across_entries(context: handles.Context, kind: str) -> None:
     near, far = make_ud_pair(context, kind)
-    way = engine.AddressHandle(near.pd, way_to(context))
+    way = handles.AddressHandle(near.pd, way_to(context))
     near.memory[:3] = b"abc"
     far.qp.post_recv([far.sge(0, 30), far.sge(1000, 20)])
     near.qp.post_send(
@@ -78,11 +78,11 @@ def test_an_immediate_and_a_header_across_entries(context: engine.Context, kind:
     assert far.memory[1010:1014] == b"abc\0"
 
 
-def test_one_queue_pair_sends_to_many(context: engine.Context) -> None:
+def test_one_queue_pair_sends_to_many(context: handles.Context) -> None:
     domain = make_domain(context, "plain")
     near, *others = (make_end(domain, qp_type=QpType.UD) for _ in range(4))
     start_ud(near.qp)
-    way = engine.AddressHandle(domain, way_to(context))
+    way = handles.AddressHandle(domain, way_to(context))
     for number, far in enumerate(others):
         start_ud(far.qp, QKEY + number)
         far.qp.post_recv([far.sge()])
@@ -95,9 +95,9 @@ def test_one_queue_pair_sends_to_many(context: engine.Context) -> None:
 
 
 @pytest.mark.parametrize("reason", ["Q_Key", "number", "type", "state", "no receive", "too large", "way"])
-def test_what_cannot_arrive_is_lost_in_silence(context: engine.Context, kind: str, reason: str) -> None:
+def test_what_cannot_arrive_is_lost_in_silence(context: handles.Context, kind: str, reason: str) -> None:
     near, far = make_ud_pair(context, kind)
-    way, number, qkey, length = engine.AddressHandle(near.pd, way_to(context)), far.qp.qp_num, QKEY, 8
+    way, number, qkey, length = handles.AddressHandle(near.pd, way_to(context)), far.qp.qp_num, QKEY, 8
     if reason != "no receive":
         far.qp.post_recv([far.sge()])
     match reason:
@@ -118,18 +118,18 @@ def test_what_cannot_arrive_is_lost_in_silence(context: engine.Context, kind: st
             near, length = End(near.qp, near.cq, large.memory, large.region), 4097
         case "way":
             nowhere = bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1])
-            way = engine.AddressHandle(near.pd, AddressVector(nowhere, sgid_index=1))
+            way = handles.AddressHandle(near.pd, AddressVector(nowhere, sgid_index=1))
     near.qp.post_send(SEND, [near.sge(0, length)], ah=way, remote_qpn=number, remote_qkey=qkey, flags=SIGNALED, wr_id=5)
     assert succeed(near.cq).wr_id == 5  # the sender is told nothing
     assert far.cq.poll() == []
     if reason not in ("type", "state", "no receive"):  # the receive is still there
-        send(near, far, engine.AddressHandle(near.pd, way_to(context)), 2)
+        send(near, far, handles.AddressHandle(near.pd, way_to(context)), 2)
         assert succeed(far.cq).byte_len == GRH_BYTES + 2
 
 
-def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: engine.Context, kind: str) -> None:
+def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: handles.Context, kind: str) -> None:
     near, far = make_ud_pair(context, kind)
-    way = engine.AddressHandle(near.pd, way_to(context))
+    way = handles.AddressHandle(near.pd, way_to(context))
     far.qp.post_recv([far.sge(0, GRH_BYTES + 4)])
     for length in (5, 4):
         send(near, far, way, length)
@@ -139,7 +139,7 @@ def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: engine.Con
 
 
 @pytest.mark.once
-def test_qkey_is_told(context: engine.Context) -> None:
+def test_qkey_is_told(context: handles.Context) -> None:
     near, _ = make_ud_pair(context)
     assert near.qp.query().qkey == QKEY
     near.qp.modify(qkey=7)
@@ -150,7 +150,7 @@ def test_qkey_is_told(context: engine.Context) -> None:
 def test_a_way_may_go_while_datagrams_are_under_way() -> None:
     with opened("engine-delayed", delay_ns=10_000_000) as context:
         near, far = make_ud_pair(context)
-        way = engine.AddressHandle(near.pd, way_to(context))
+        way = handles.AddressHandle(near.pd, way_to(context))
         with pytest.raises(BusyResourceError):
             near.pd.destroy()
         far.qp.post_recv([far.sge()])
@@ -159,26 +159,28 @@ def test_a_way_may_go_while_datagrams_are_under_way() -> None:
         assert succeed(far.cq).byte_len == GRH_BYTES + 9
 
 
-def test_a_closed_way_is_refused(context: engine.Context) -> None:
+def test_a_closed_way_is_refused(context: handles.Context) -> None:
     near, far = make_ud_pair(context)
-    way = engine.AddressHandle(near.pd, way_to(context))
+    way = handles.AddressHandle(near.pd, way_to(context))
     way.destroy()
     with pytest.raises(ClosedResourceError, match=f"AddressHandle to {context.query_gid(1, 1).hex()}"):
         send(near, far, way, 1)
-    near.qp.post_send(SEND, ah=engine.AddressHandle(near.pd, way_to(context)), remote_qpn=far.qp.qp_num, flags=SIGNALED)
+    near.qp.post_send(
+        SEND, ah=handles.AddressHandle(near.pd, way_to(context)), remote_qpn=far.qp.qp_num, flags=SIGNALED
+    )
     succeed(near.cq)
 
 
-def test_a_way_of_another_protection_domain(context: engine.Context) -> None:
+def test_a_way_of_another_protection_domain(context: handles.Context) -> None:
     near, far = make_ud_pair(context)
-    send(near, far, engine.AddressHandle(engine.ProtectionDomain(context), way_to(context)), 1)
+    send(near, far, handles.AddressHandle(handles.ProtectionDomain(context), way_to(context)), 1)
     assert wait_for(near.cq)[0].status is WcStatus.LOC_QP_OP_ERR
 
 
-def test_after_an_error_of_its_own_the_sender_stops_and_goes_on(context: engine.Context, kind: str) -> None:
+def test_after_an_error_of_its_own_the_sender_stops_and_goes_on(context: handles.Context, kind: str) -> None:
     """SQE: the send queue alone has broken, and may be set going again."""
     near, far = make_ud_pair(context, kind)
-    way = engine.AddressHandle(near.pd, way_to(context))
+    way = handles.AddressHandle(near.pd, way_to(context))
     near.qp.post_send(SEND, [(near.region.address, 8, near.region.lkey ^ 0xFF00)], ah=way, remote_qpn=far.qp.qp_num)
     assert wait_for(near.cq)[0].status is WcStatus.LOC_PROT_ERR
     assert near.qp.query().qp_state is QpState.SQE

@@ -5,19 +5,19 @@ import errno
 import pytest
 
 from aioverbs import VerbsError, WcStatus, WorkCompletionError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.types import AccessFlags
 
 pytestmark = pytest.mark.once
 
 
 def test_a_region_of_a_process_that_may_lock_no_memory() -> None:
-    context = engine.Context.open_software()
+    context = handles.Context.open_software()
     try:
-        pd = engine.ProtectionDomain(context)
+        pd = handles.ProtectionDomain(context)
         context.faults.fail("reg_mr", errno.EPERM)
         with pytest.raises(VerbsError, match=r"ibv_reg_mr failed: EPERM .*raise `ulimit -l`"):
-            engine.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE)
+            handles.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE)
         pd.destroy()
     finally:
         context.destroy()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for
 from tests.waiting import wait_until
@@ -16,13 +16,13 @@ SIGNALED = SendFlags.SIGNALED
 
 
 @pytest.fixture
-def channel(context: engine.Context) -> engine.CompletionChannel:
-    return engine.CompletionChannel(context)
+def channel(context: handles.Context) -> handles.CompletionChannel:
+    return handles.CompletionChannel(context)
 
 
 @pytest.fixture(params=["basic", "extended"])
 def pair(
-    request: pytest.FixtureRequest, context: engine.Context, kind: str, channel: engine.CompletionChannel
+    request: pytest.FixtureRequest, context: handles.Context, kind: str, channel: handles.CompletionChannel
 ) -> tuple[End, End]:
     """Two connected ends, both with their queue on the channel."""
     domain, extended = make_domain(context, kind), request.param == "extended"
@@ -31,11 +31,11 @@ def pair(
     return near, far
 
 
-def readable(channel: engine.CompletionChannel, timeout_s: float = 0) -> bool:
+def readable(channel: handles.CompletionChannel, timeout_s: float = 0) -> bool:
     return bool(select.select([channel], [], [], timeout_s)[0])
 
 
-def next_event(channel: engine.CompletionChannel) -> engine.CompletionQueue:
+def next_event(channel: handles.CompletionChannel) -> handles.CompletionQueue:
     """Sleep for an event and take it."""
     assert readable(channel, PATIENCE_S)
     queue = channel.get_event()
@@ -49,7 +49,7 @@ def settle(end: End, count: int = 1) -> None:
     end.qp.query()  # waits for whoever executes
 
 
-def test_an_event_for_the_next_completion(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+def test_an_event_for_the_next_completion(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     near, _ = pair
     assert near.cq.channel is channel
     assert channel.get_event() is None
@@ -64,7 +64,7 @@ def test_an_event_for_the_next_completion(channel: engine.CompletionChannel, pai
 
 
 def test_no_event_without_request_nor_for_what_is_there(
-    channel: engine.CompletionChannel, pair: tuple[End, End]
+    channel: handles.CompletionChannel, pair: tuple[End, End]
 ) -> None:
     near, _ = pair
     near.qp.post_send(WRITE, flags=SIGNALED)
@@ -77,7 +77,7 @@ def test_no_event_without_request_nor_for_what_is_there(
     near.cq.ack_events()
 
 
-def test_solicited_only(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+def test_solicited_only(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     near, far = pair
     for _ in range(3):
         far.qp.post_recv()
@@ -94,7 +94,7 @@ def test_solicited_only(channel: engine.CompletionChannel, pair: tuple[End, End]
     far.cq.ack_events(2)
 
 
-def test_a_wish_for_any_outdoes_one_for_solicited(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+def test_a_wish_for_any_outdoes_one_for_solicited(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     near, far = pair
     far.qp.post_recv()
     far.cq.request_notify()
@@ -104,7 +104,7 @@ def test_a_wish_for_any_outdoes_one_for_solicited(channel: engine.CompletionChan
     far.cq.ack_events()
 
 
-def test_a_channel_of_many_queues(context: engine.Context, channel: engine.CompletionChannel) -> None:
+def test_a_channel_of_many_queues(context: handles.Context, channel: handles.CompletionChannel) -> None:
     domain = make_domain(context, "plain")
     ends = [make_end(domain, channel=channel) for _ in range(6)]
     for near, far in zip(ends[::2], ends[1::2], strict=True):
@@ -121,13 +121,13 @@ def test_a_channel_of_many_queues(context: engine.Context, channel: engine.Compl
         queue.ack_events()
 
 
-def test_what_was_not_acknowledged_keeps_the_queue(channel: engine.CompletionChannel, pair: tuple[End, End]) -> None:
+def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
     near, _ = pair
     near.qp.destroy()
     domain = near.pd
     other = make_end(domain)
-    qp = engine.QueuePair(domain, near.cq, near.cq)
+    qp = handles.QueuePair(domain, near.cq, near.cq)
     connect(qp, other.qp)
     for _ in range(3):
         near.cq.request_notify()
@@ -145,7 +145,9 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: engine.CompletionCha
     near.cq.destroy()
 
 
-def test_events_that_nobody_took_go_with_the_queue(context: engine.Context, channel: engine.CompletionChannel) -> None:
+def test_events_that_nobody_took_go_with_the_queue(
+    context: handles.Context, channel: handles.CompletionChannel
+) -> None:
     domain = make_domain(context, "plain")
     near, far = make_end(domain, channel=channel), make_end(domain)
     connect(near.qp, far.qp)
@@ -168,7 +170,7 @@ def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
     """
     with opened("engine") as context:
         busy, target = make_pair(context, size=32 << 20)
-        channel = engine.CompletionChannel(context)
+        channel = handles.CompletionChannel(context)
         domain = make_domain(context, "plain")
         for _ in range(20):
             near = make_end(domain, channel=channel)
@@ -185,7 +187,7 @@ def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
             )
             refused: list[BusyResourceError] = []
 
-            def destroy(cq: engine.CompletionQueue, refused: list[BusyResourceError]) -> None:
+            def destroy(cq: handles.CompletionQueue, refused: list[BusyResourceError]) -> None:
                 try:
                     cq.destroy()
                 except BusyResourceError as error:  # the event was taken before

@@ -12,7 +12,7 @@ PREAMBLE = f"""
 import os, sys, threading
 sys.path.append({str(ROOT)!r})
 from aioverbs import SendFlags, SendOpcode
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.allocators import Recording
 from tests.core.pairs import connect, make_end, make_pair
 from tests.core.contexts import open_context
@@ -45,7 +45,7 @@ SCRIPTS = {
         main()
     """,
     "with an allocator": """
-        domain = domains.ParentDomain(engine.ProtectionDomain(open_context("engine")), None, Recording())
+        domain = parent_domain.ParentDomain(handles.ProtectionDomain(open_context("engine")), None, Recording())
         near, far = make_end(domain), make_end(domain)
         connect(near.qp, far.qp)
         near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
@@ -79,17 +79,17 @@ SCRIPTS = {
         import atexit
         from aioverbs.testing import destroy_all
         near, far = busy()
-        atexit.register(lambda: destroy_all(engine.open_handles()))
+        atexit.register(lambda: destroy_all(handles.open_handles()))
     """,
     "destroyed after the core's own": """
         import atexit
         from aioverbs.testing import destroy_all
         near, far = busy()
-        atexit.unregister(engine._halt_software)
-        engine._halt_software()
+        atexit.unregister(handles._halt_software)
+        handles._halt_software()
         near.qp.post_send(SendOpcode.RDMA_WRITE)
-        destroy_all(engine.open_handles())
-        assert engine.open_handles() == []
+        destroy_all(handles.open_handles())
+        assert handles.open_handles() == []
     """,
 }
 

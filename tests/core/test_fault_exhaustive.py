@@ -24,7 +24,7 @@ from aioverbs import (
     VerbsError,
     WcStatus,
 )
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import AddressVector, FaultRecord, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import MODES, children, opened
@@ -45,21 +45,21 @@ UNCALLED = {"close_device", "query_device_ex", "query_rt_values"}
 class Scene:
     """A program that makes one of everything and uses it: the same calls each time, whenever completions come."""
 
-    context: engine.Context
+    context: handles.Context
     allocator: Recording = field(default_factory=Recording)
-    made: list[engine.Handle] = field(default_factory=list)
+    made: list[handles.Handle] = field(default_factory=list)
 
-    def keep(self, handle: engine.Handle) -> None:
+    def keep(self, handle: handles.Handle) -> None:
         self.made.append(handle)
 
-    def taken(self, cq: engine.CompletionQueue, count: int) -> None:
+    def taken(self, cq: handles.CompletionQueue, count: int) -> None:
         """Take so many successes, with one call: they are held until all are there."""
         wait_until(lambda: self.context.faults.held() == count)
         assert self.context.faults.release() == count
         found = cq.poll(count)
         assert [completion.status for completion in found] == [WcStatus.SUCCESS] * count
 
-    def event(self, event_type: EventType, element: engine.Handle) -> None:
+    def event(self, event_type: EventType, element: handles.Handle) -> None:
         """Take an asynchronous event that has come."""
         event = self.context.get_async_event()
         assert event is not None
@@ -74,29 +74,29 @@ class Scene:
         context.query_port()
         context.query_pkey()
         way = AddressVector(context.query_gid(1, 1), sgid_index=1)
-        self.keep(pd := engine.ProtectionDomain(context))
-        self.keep(td := domains.ThreadDomain(context))
-        self.keep(domain := domains.ParentDomain(pd, td, self.allocator))
-        self.keep(instance := engine.ProtectionDomain.open_shared(context, pd.share(SHARE_KEY), SHARE_KEY))
-        self.keep(xrc_domain := domains.XrcDomain(context))
+        self.keep(pd := handles.ProtectionDomain(context))
+        self.keep(td := parent_domain.ThreadDomain(context))
+        self.keep(domain := parent_domain.ParentDomain(pd, td, self.allocator))
+        self.keep(instance := handles.ProtectionDomain.open_shared(context, pd.share(SHARE_KEY), SHARE_KEY))
+        self.keep(xrc_domain := parent_domain.XrcDomain(context))
         memory = bytearray(256)
         access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
-        self.keep(region := engine.MemoryRegion(instance, memory, access))
-        self.keep(window := engine.MemoryWindow(pd, MwType.TYPE_1))
-        self.keep(second := engine.MemoryWindow(domain, MwType.TYPE_2))
-        self.keep(ah := engine.AddressHandle(pd, way))
-        self.keep(channel := engine.CompletionChannel(context))
-        self.keep(cq := engine.CompletionQueue(context, 2, channel))
-        self.keep(ex := engine.CompletionQueue(context, 4, extended=True, parent_domain=domain))
+        self.keep(region := handles.MemoryRegion(instance, memory, access))
+        self.keep(window := handles.MemoryWindow(pd, MwType.TYPE_1))
+        self.keep(second := handles.MemoryWindow(domain, MwType.TYPE_2))
+        self.keep(ah := handles.AddressHandle(pd, way))
+        self.keep(channel := handles.CompletionChannel(context))
+        self.keep(cq := handles.CompletionQueue(context, 2, channel))
+        self.keep(ex := handles.CompletionQueue(context, 4, extended=True, parent_domain=domain))
         cq.resize(32)
         ex.resize(32)
         cq.modify(2, 100)
-        self.keep(srq := engine.SharedReceiveQueue(domain, 4, limit=2))
-        self.keep(xrc_srq := engine.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq))
-        self.keep(qp := engine.QueuePair(domain, ex, ex, CAPABILITIES))
-        self.keep(ud := engine.QueuePair(domain, ex, ex, CAPABILITIES, qp_type=QpType.UD, srq=srq))
-        self.keep(sender := engine.QueuePair(domain, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND))
-        self.keep(target := engine.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV))
+        self.keep(srq := handles.SharedReceiveQueue(domain, 4, limit=2))
+        self.keep(xrc_srq := handles.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq))
+        self.keep(qp := handles.QueuePair(domain, ex, ex, CAPABILITIES))
+        self.keep(ud := handles.QueuePair(domain, ex, ex, CAPABILITIES, qp_type=QpType.UD, srq=srq))
+        self.keep(sender := handles.QueuePair(domain, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND))
+        self.keep(target := handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV))
 
         to_init(qp)
         to_rtr(qp, qp.qp_num)
@@ -138,7 +138,7 @@ class Scene:
         cq.ack_events()
         context.faults.unhold()
 
-    def give_back(self) -> Iterator[tuple[engine.Handle, VerbsError]]:
+    def give_back(self) -> Iterator[tuple[handles.Handle, VerbsError]]:
         """Destroy what was made, the last one first; what a verb did not destroy is asked again."""
         while self.made:
             handle = self.made.pop()
@@ -150,7 +150,7 @@ class Scene:
             assert handle.closed
 
 
-def run(context: engine.Context, check: Callable[[VerbsError], None]) -> int:
+def run(context: handles.Context, check: Callable[[VerbsError], None]) -> int:
     """Play a scene and give back all of it; how often a verb failed."""
     scene = Scene(context)
     failures = 0
@@ -168,7 +168,7 @@ def run(context: engine.Context, check: Callable[[VerbsError], None]) -> int:
         check(refused)
         failures += 1
         assert not handle.closed
-        assert handle in engine.open_handles()
+        assert handle in handles.open_handles()
         assert context.counts()["overlaps"] == 0
         assert len(scene.allocator.live) <= live
     assert children(context) == []
@@ -184,11 +184,11 @@ def unexpected(error: VerbsError) -> None:
     raise AssertionError(f"{error} was not planned") from error
 
 
-def count_calls(context: engine.Context) -> dict[str, int]:
+def count_calls(context: handles.Context) -> dict[str, int]:
     """How often a scene calls each verb."""
     context.faults.count_calls()
     assert run(context, unexpected) == 0
-    return {verb: context.faults.calls(verb) for verb in engine.FaultPlan.verbs}
+    return {verb: context.faults.calls(verb) for verb in handles.FaultPlan.verbs}
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +206,8 @@ def test_the_scene_calls_every_verb(calls: dict[str, int]) -> None:
     assert {verb for verb, count in calls.items() if not count} == UNCALLED
 
 
-@pytest.mark.parametrize("verb", sorted(set(engine.FaultPlan.verbs) - UNCALLED))
-def test_every_call(context: engine.Context, calls: dict[str, int], verb: str) -> None:
+@pytest.mark.parametrize("verb", sorted(set(handles.FaultPlan.verbs) - UNCALLED))
+def test_every_call(context: handles.Context, calls: dict[str, int], verb: str) -> None:
     plan = context.faults
     expected = []
     for k in range(1, calls[verb] + 1):
@@ -227,8 +227,8 @@ def test_every_call(context: engine.Context, calls: dict[str, int], verb: str) -
     assert run(context, unexpected) == 0
 
 
-@pytest.mark.parametrize("verb", [verb for verb in engine.FaultPlan.verbs if verb.startswith(("de", "close"))])
-def test_a_busy_answer_is_not_the_end_either(inline: engine.Context, verb: str) -> None:
+@pytest.mark.parametrize("verb", [verb for verb in handles.FaultPlan.verbs if verb.startswith(("de", "close"))])
+def test_a_busy_answer_is_not_the_end_either(inline: handles.Context, verb: str) -> None:
     """Of a queue EBUSY says that calls overlap, which has an exception of its own; of all else that something refers to
     it. The object lives."""
     scene = Scene(inline)
@@ -256,23 +256,23 @@ def test_a_busy_answer_is_not_the_end_either(inline: engine.Context, verb: str) 
     assert raised or verb in ("close_xrcd", "dereg_mr"), "of which it is told what keeps them"
 
 
-def test_a_queue_that_can_neither_be_armed_nor_go(inline: engine.Context) -> None:
+def test_a_queue_that_can_neither_be_armed_nor_go(inline: handles.Context) -> None:
     """Where two verbs of one constructor fail, what the first one made is an open handle."""
-    pd = engine.ProtectionDomain(inline)
+    pd = handles.ProtectionDomain(inline)
     inline.faults.fail("modify_srq", errno.EIO)
     inline.faults.fail("destroy_srq", errno.EPERM)
     with pytest.raises(VerbsError, match="ibv_modify_srq failed: EIO"):
-        engine.SharedReceiveQueue(pd, 4, limit=1)
+        handles.SharedReceiveQueue(pd, 4, limit=1)
     assert inline.counts()["srqs"] == 1
     with pytest.raises(BusyResourceError):
         pd.destroy()
     left = children(inline)[-1]
-    assert isinstance(left, engine.SharedReceiveQueue)
+    assert isinstance(left, handles.SharedReceiveQueue)
     left.destroy()
     pd.destroy()
 
 
-def play_by_chance(context: engine.Context, seed: int) -> list[FaultRecord]:
+def play_by_chance(context: handles.Context, seed: int) -> list[FaultRecord]:
     """A scene in which any call may fail, those that give back as well; what failed."""
     plan = context.faults
     before = len(plan.records())
@@ -295,7 +295,7 @@ def play_by_chance(context: engine.Context, seed: int) -> list[FaultRecord]:
     return plan.records()[before:]
 
 
-def test_chance_again_and_again(context: engine.Context) -> None:
+def test_chance_again_and_again(context: handles.Context) -> None:
     """The same seeds, the same failures, in this context and in another; several may come in one scene."""
     first = [play_by_chance(context, seed) for seed in range(40)]
     assert [play_by_chance(context, seed) for seed in range(40)] == first

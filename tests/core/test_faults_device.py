@@ -17,7 +17,7 @@ from aioverbs import (
     VerbsError,
     WcStatus,
 )
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import children, opened
@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 
 
-def expect(context: engine.Context, event_type: EventType, element: engine.Handle | None) -> None:
+def expect(context: handles.Context, event_type: EventType, element: handles.Handle | None) -> None:
     """The next event, which is acknowledged."""
     event = next_event(context)
     assert (event.event_type, event.element) == (event_type, element)
@@ -38,7 +38,7 @@ def expect(context: engine.Context, event_type: EventType, element: engine.Handl
 
 
 class TestPort:
-    def test_down_and_up(self, context: engine.Context, kind: str) -> None:
+    def test_down_and_up(self, context: handles.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         assert context.query_port().state is PortState.ACTIVE
         context.faults.set_port(False)
@@ -59,7 +59,7 @@ class TestPort:
         write(near, far, 2)
         succeed(near.cq)
 
-    def test_it_is_the_port_of_all_contexts(self, context: engine.Context) -> None:
+    def test_it_is_the_port_of_all_contexts(self, context: handles.Context) -> None:
         with opened("inline") as other:
             other.faults.set_port(False)
             try:
@@ -72,11 +72,11 @@ class TestPort:
                 expect(each, EventType.PORT_ACTIVE, None)
                 assert each.get_async_event() is None
 
-    def test_as_it_is_already(self, context: engine.Context) -> None:
+    def test_as_it_is_already(self, context: handles.Context) -> None:
         context.faults.set_port(True)
         assert context.get_async_event() is None
 
-    def test_requests_go_on_when_it_comes_back(self, context: engine.Context) -> None:
+    def test_requests_go_on_when_it_comes_back(self, context: handles.Context) -> None:
         near, far = make_patient_pair(context, timeout=17)  # half a second for each attempt
         near.memory[:4] = b"late"
         context.faults.set_port(False)
@@ -92,7 +92,7 @@ class TestPort:
 
 
 class TestBreaking:
-    def test_a_queue_pair(self, context: engine.Context, kind: str) -> None:
+    def test_a_queue_pair(self, context: handles.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         far.qp.post_recv(wr_id=5)
         context.faults.break_queue_pair(far.qp)
@@ -104,7 +104,7 @@ class TestBreaking:
         assert wait_for(near.cq)[0].status is WcStatus.RETRY_EXC_ERR
         assert context.get_async_event() is None
 
-    def test_a_completion_queue(self, context: engine.Context, kind: str) -> None:
+    def test_a_completion_queue(self, context: handles.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         write(near, far, 1)
         wait_until(lambda: near.qp.query().sq_psn == 1)
@@ -118,9 +118,9 @@ class TestBreaking:
         write(near, far, 2)
         expect(context, EventType.QP_FATAL, near.qp)
 
-    def test_a_shared_receive_queue(self, context: engine.Context, kind: str) -> None:
+    def test_a_shared_receive_queue(self, context: handles.Context, kind: str) -> None:
         domain = make_domain(context, kind)
-        srq = engine.SharedReceiveQueue(domain, 4)
+        srq = handles.SharedReceiveQueue(domain, 4)
         near, far = make_end(domain), make_end(domain, srq=srq)
         connect(near.qp, far.qp)
         srq.post_recv([far.sge(0, 8)])
@@ -131,11 +131,11 @@ class TestBreaking:
         assert far.cq.poll() == []
 
     @pytest.mark.once
-    def test_objects_of_others_and_closed_ones(self, context: engine.Context) -> None:
+    def test_objects_of_others_and_closed_ones(self, context: handles.Context) -> None:
         domain = make_domain(context, "plain")
-        end, srq = make_end(domain), engine.SharedReceiveQueue(domain, 4)
+        end, srq = make_end(domain), handles.SharedReceiveQueue(domain, 4)
         plan = context.faults
-        breaking: list[tuple[Callable[..., None], engine.Handle]] = [
+        breaking: list[tuple[Callable[..., None], handles.Handle]] = [
             (plan.break_queue_pair, end.qp),
             (plan.break_completion_queue, end.cq),
             (plan.break_shared_receive_queue, srq),
@@ -155,23 +155,23 @@ class TestBreaking:
 
 
 class TestLosingTheDevice:
-    def test_verbs_answer_eio(self, context: engine.Context) -> None:
+    def test_verbs_answer_eio(self, context: handles.Context) -> None:
         allocator = Recording()
-        pd = engine.ProtectionDomain(context)
-        td = domains.ThreadDomain(context)
-        domain = domains.ParentDomain(pd, td, allocator)
+        pd = handles.ProtectionDomain(context)
+        td = parent_domain.ThreadDomain(context)
+        domain = parent_domain.ParentDomain(pd, td, allocator)
         near, far = make_end(domain), make_end(domain, extended=True)
         connect(near.qp, far.qp)
-        channel = engine.CompletionChannel(context)
-        cq = engine.CompletionQueue(context, 4, channel)
-        xrc_domain = domains.XrcDomain(context)
-        srq = engine.SharedReceiveQueue(pd, 4, xrc_domain=xrc_domain, cq=cq)
-        window = engine.MemoryWindow(pd, MwType.TYPE_1)
+        channel = handles.CompletionChannel(context)
+        cq = handles.CompletionQueue(context, 4, channel)
+        xrc_domain = parent_domain.XrcDomain(context)
+        srq = handles.SharedReceiveQueue(pd, 4, xrc_domain=xrc_domain, cq=cq)
+        window = handles.MemoryWindow(pd, MwType.TYPE_1)
         write(near, far, 7)
         wait_until(lambda: near.qp.query().sq_psn == 1)
-        handles, counts, held = children(context), context.counts(), len(allocator.live)
+        opened, counts, held = children(context), context.counts(), len(allocator.live)
         way = way_to(context)
-        share = engine.ProtectionDomain(context)
+        share = handles.ProtectionDomain(context)
         number = share.share(1)
         share.destroy()
 
@@ -182,41 +182,41 @@ class TestLosingTheDevice:
             "ibv_query_port": context.query_port,
             "ibv_query_gid": context.query_gid,
             "ibv_query_pkey": context.query_pkey,
-            "ibv_alloc_pd": lambda: engine.ProtectionDomain(context),
-            "ibv_alloc_td": lambda: domains.ThreadDomain(context),
-            "ibv_alloc_parent_domain": lambda: domains.ParentDomain(pd, td, allocator),
+            "ibv_alloc_pd": lambda: handles.ProtectionDomain(context),
+            "ibv_alloc_td": lambda: parent_domain.ThreadDomain(context),
+            "ibv_alloc_parent_domain": lambda: parent_domain.ParentDomain(pd, td, allocator),
             "ibv_alloc_shpd": lambda: pd.share(1),
-            "ibv_share_pd": lambda: engine.ProtectionDomain.open_shared(context, number, 1),
-            "ibv_open_xrcd": lambda: domains.XrcDomain(context),
-            "ibv_reg_mr": lambda: engine.MemoryRegion(pd, bytearray(8)),
-            "ibv_alloc_mw": lambda: engine.MemoryWindow(pd, MwType.TYPE_2),
+            "ibv_share_pd": lambda: handles.ProtectionDomain.open_shared(context, number, 1),
+            "ibv_open_xrcd": lambda: parent_domain.XrcDomain(context),
+            "ibv_reg_mr": lambda: handles.MemoryRegion(pd, bytearray(8)),
+            "ibv_alloc_mw": lambda: handles.MemoryWindow(pd, MwType.TYPE_2),
             "ibv_bind_mw": lambda: near.qp.bind_window(window, near.region, 0, 8, AccessFlags.REMOTE_READ),
-            "ibv_create_comp_channel": lambda: engine.CompletionChannel(context),
-            "ibv_create_cq": lambda: engine.CompletionQueue(context, 4),
-            "ibv_create_cq_ex": lambda: engine.CompletionQueue(context, 4, parent_domain=domain),
+            "ibv_create_comp_channel": lambda: handles.CompletionChannel(context),
+            "ibv_create_cq": lambda: handles.CompletionQueue(context, 4),
+            "ibv_create_cq_ex": lambda: handles.CompletionQueue(context, 4, parent_domain=domain),
             "ibv_resize_cq": lambda: cq.resize(8),
             "ibv_modify_cq": lambda: cq.modify(1, 1),
             "ibv_req_notify_cq": cq.request_notify,
-            "ibv_create_srq": lambda: engine.SharedReceiveQueue(domain, 4),
-            "ibv_create_srq_ex": lambda: engine.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq),
+            "ibv_create_srq": lambda: handles.SharedReceiveQueue(domain, 4),
+            "ibv_create_srq_ex": lambda: handles.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq),
             "ibv_modify_srq": lambda: srq.modify(limit=1),
             "ibv_query_srq": srq.query,
             "ibv_get_srq_num": lambda: srq.number,
             "ibv_post_srq_recv": srq.post_recv,
-            "ibv_create_qp": lambda: engine.QueuePair(domain, near.cq, near.cq),
-            "ibv_create_qp_ex": lambda: engine.QueuePair(xrc_domain=xrc_domain, qp_type=10),
+            "ibv_create_qp": lambda: handles.QueuePair(domain, near.cq, near.cq),
+            "ibv_create_qp_ex": lambda: handles.QueuePair(xrc_domain=xrc_domain, qp_type=10),
             "ibv_query_qp": near.qp.query,
             "ibv_modify_qp": lambda: near.qp.modify(QpState.ERR),
             "ibv_post_send": lambda: near.qp.post_send(WRITE),
             "ibv_post_recv": near.qp.post_recv,
-            "ibv_create_ah": lambda: engine.AddressHandle(pd, way),
+            "ibv_create_ah": lambda: handles.AddressHandle(pd, way),
         }
         for verb, call in calls.items():
             with pytest.raises(VerbsError, match=f"^{verb} failed: EIO") as caught:
                 call()
             assert caught.value.errno == errno.EIO
             assert caught.value.__cause__ is None
-        assert children(context) == handles
+        assert children(context) == opened
         assert context.counts() == counts
         assert len(allocator.live) == held
         # What had come before is still to be taken; nothing more comes.
@@ -224,11 +224,11 @@ class TestLosingTheDevice:
         assert near.cq.poll() == far.cq.poll() == []
         assert channel.get_event() is None
         assert context.get_async_event() is None
-        destroy_all(handles)
+        destroy_all(opened)
         assert not any(context.counts().values())
         assert allocator.live == []
 
-    def test_one_of_everything_goes(self, context: engine.Context) -> None:
+    def test_one_of_everything_goes(self, context: handles.Context) -> None:
         family = make_all(context)
         context.faults.lose_device()
         expect(context, EventType.DEVICE_FATAL, None)
@@ -236,7 +236,7 @@ class TestLosingTheDevice:
             handle.destroy()
         assert not [handle for handle in family.values() if not handle.closed]
 
-    def test_what_was_under_way_stays_so(self, context: engine.Context) -> None:
+    def test_what_was_under_way_stays_so(self, context: handles.Context) -> None:
         near, far = make_patient_pair(context, timeout=17)
         context.faults.lose_messages_at_random(1_000_000)
         write(near, far, 1)
@@ -248,7 +248,7 @@ class TestLosingTheDevice:
         assert near.cq.poll() == far.cq.poll() == []
         assert context.faults.held() == 0
 
-    def test_it_is_lost_for_one_context(self, context: engine.Context) -> None:
+    def test_it_is_lost_for_one_context(self, context: handles.Context) -> None:
         with opened("engine") as other:
             near, far = make_end(make_domain(context, "plain")), make_end(make_domain(other, "plain"))
             connect(near.qp, far.qp)

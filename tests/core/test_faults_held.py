@@ -6,7 +6,7 @@ import select
 import pytest
 
 from aioverbs import QpState, SendFlags, SendOpcode, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.contexts import opened
 from tests.core.pairs import CAPABILITIES, connect_to, make_domain, make_pair, make_queue, succeed, wait_for
 from tests.core.test_xrc import make_receiver, make_sender, make_target
@@ -15,21 +15,21 @@ from tests.waiting import wait_until
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 
 
-def post(qp: engine.QueuePair, *wr_ids: int) -> None:
+def post(qp: handles.QueuePair, *wr_ids: int) -> None:
     for wr_id in wr_ids:
         qp.post_send(WRITE, wr_id=wr_id, flags=SIGNALED)
 
 
-def wait_held(context: engine.Context, count: int) -> None:
+def wait_held(context: handles.Context, count: int) -> None:
     wait_until(lambda: context.faults.held() == count)
 
 
-def wr_ids(cq: engine.CompletionQueue) -> list[int]:
+def wr_ids(cq: handles.CompletionQueue) -> list[int]:
     """What is in a queue; nothing is on its way to it."""
     return [completion.wr_id for completion in cq.poll(64)]
 
 
-def test_held_and_released(context: engine.Context, kind: str) -> None:
+def test_held_and_released(context: handles.Context, kind: str) -> None:
     near, _ = make_pair(context, kind)
     plan = context.faults
     assert (plan.held(), plan.release()) == (0, 0)
@@ -55,7 +55,7 @@ def test_held_and_released(context: engine.Context, kind: str) -> None:
     assert plan.records() == []  # nothing went wrong
 
 
-def test_of_one_queue_pair_both_ways(context: engine.Context, kind: str) -> None:
+def test_of_one_queue_pair_both_ways(context: handles.Context, kind: str) -> None:
     near, far = make_pair(context, kind)
     context.faults.hold(far.qp)
     context.faults.hold(far.qp)  # is held already
@@ -71,7 +71,7 @@ def test_of_one_queue_pair_both_ways(context: engine.Context, kind: str) -> None
     succeed(far.cq)
 
 
-def test_clearing_lets_all_go(context: engine.Context) -> None:
+def test_clearing_lets_all_go(context: handles.Context) -> None:
     near, _ = make_pair(context)
     context.faults.hold()
     post(near.qp, 1, 2)
@@ -82,7 +82,7 @@ def test_clearing_lets_all_go(context: engine.Context) -> None:
     succeed(near.cq)
 
 
-def test_flushed_ones_come_behind(context: engine.Context, kind: str) -> None:
+def test_flushed_ones_come_behind(context: handles.Context, kind: str) -> None:
     near, _ = make_pair(context, kind)
     context.faults.hold(near.qp)
     post(near.qp, 1)
@@ -97,11 +97,11 @@ def test_flushed_ones_come_behind(context: engine.Context, kind: str) -> None:
     ]
 
 
-def test_events_come_with_the_release(context: engine.Context) -> None:
-    pd = engine.ProtectionDomain(context)
-    channel = engine.CompletionChannel(context)
-    cq = engine.CompletionQueue(context, 8, channel)
-    qp = engine.QueuePair(pd, cq, cq, CAPABILITIES)
+def test_events_come_with_the_release(context: handles.Context) -> None:
+    pd = handles.ProtectionDomain(context)
+    channel = handles.CompletionChannel(context)
+    cq = handles.CompletionQueue(context, 8, channel)
+    qp = handles.QueuePair(pd, cq, cq, CAPABILITIES)
     connect_to(qp, qp)
     cq.request_notify()
     context.faults.hold()
@@ -115,7 +115,7 @@ def test_events_come_with_the_release(context: engine.Context) -> None:
     assert wr_ids(cq) == [1]
 
 
-def test_what_goes_with_its_queue_pair(context: engine.Context, kind: str) -> None:
+def test_what_goes_with_its_queue_pair(context: handles.Context, kind: str) -> None:
     near, far = make_pair(context, kind)
     context.faults.hold()
     post(near.qp, 1, 2)
@@ -130,16 +130,16 @@ def test_what_goes_with_its_queue_pair(context: engine.Context, kind: str) -> No
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_each_queue_keeps_its_order(context: engine.Context, kind: str, shuffled: bool) -> None:
+def test_each_queue_keeps_its_order(context: handles.Context, kind: str, shuffled: bool) -> None:
     order = release_all(context, kind, seed=1, shuffled=shuffled)
     assert (order == [number % 4 for number in range(32)]) is not shuffled
 
 
-def release_all(context: engine.Context, kind: str, seed: int, *, shuffled: bool = True) -> list[int]:
+def release_all(context: handles.Context, kind: str, seed: int, *, shuffled: bool = True) -> list[int]:
     """The order in which completions of four queue pairs come on one queue, by queue pair: partly one by one."""
     domain = make_domain(context, kind)
     cq = make_queue(context, domain, 64)
-    qps = [engine.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(4)]
+    qps = [handles.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(4)]
     numbers = {qp.qp_num: number for number, qp in enumerate(qps)}
     plan = context.faults
     for qp in qps:
@@ -162,7 +162,7 @@ def release_all(context: engine.Context, kind: str, seed: int, *, shuffled: bool
     return [numbers[completion.qp_num] for completion in found]
 
 
-def test_shuffled_again(context: engine.Context, kind: str) -> None:
+def test_shuffled_again(context: handles.Context, kind: str) -> None:
     """The same seed and the same calls: the same order, in this context and in another."""
     first = release_all(context, kind, 1)
     assert release_all(context, kind, 1) == first
@@ -171,11 +171,11 @@ def test_shuffled_again(context: engine.Context, kind: str) -> None:
         assert release_all(other, kind, 1) == first
 
 
-def test_a_queue_of_another_context(context: engine.Context) -> None:
+def test_a_queue_of_another_context(context: handles.Context) -> None:
     """Receives by XRC are held where their queue is, and go with it; the target's context has no part in that."""
     descriptor = os.memfd_create("domain")
     with opened("inline") as other:
-        here, there = domains.XrcDomain(context, descriptor), domains.XrcDomain(other, descriptor)
+        here, there = parent_domain.XrcDomain(context, descriptor), parent_domain.XrcDomain(other, descriptor)
         os.close(descriptor)
         receiver, sender = make_receiver(other, there), make_sender(context)
         make_target(here, sender)
@@ -193,7 +193,7 @@ def test_a_queue_of_another_context(context: engine.Context) -> None:
         other.faults.unhold()
 
 
-def test_arguments(inline: engine.Context) -> None:
+def test_arguments(inline: handles.Context) -> None:
     near, _ = make_pair(inline)
     plan = inline.faults
     plan.hold()

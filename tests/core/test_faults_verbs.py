@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from aioverbs import VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.attributes import FaultRecord
 from tests.core.contexts import MODES, opened
 
@@ -22,7 +22,7 @@ def outcome(call: Callable[[], object]) -> int:
     return 0
 
 
-def outcomes(context: engine.Context, count: int) -> list[int]:
+def outcomes(context: handles.Context, count: int) -> list[int]:
     """The same of so many calls of ``query_device``."""
     return [outcome(context.query_device) for _ in range(count)]
 
@@ -41,7 +41,7 @@ def outcomes(context: engine.Context, count: int) -> list[int]:
         ({"first": 12, "times": 0}, "...........x"),
     ],
 )
-def test_which_calls(context: engine.Context, strike: dict[str, int], calls: str) -> None:
+def test_which_calls(context: handles.Context, strike: dict[str, int], calls: str) -> None:
     context.faults.fail("query_device", errno.EIO, **strike)
     for call in calls:
         assert outcome(context.query_device) == (errno.EIO if call == "x" else 0)
@@ -51,17 +51,17 @@ def test_which_calls(context: engine.Context, strike: dict[str, int], calls: str
 
 
 @pytest.mark.once
-def test_the_error_is_the_verb_s(context: engine.Context) -> None:
+def test_the_error_is_the_verb_s(context: handles.Context) -> None:
     context.faults.fail("alloc_pd", errno.ENOSPC)
     with pytest.raises(VerbsError, match="ibv_alloc_pd failed: ENOSPC") as caught:
-        engine.ProtectionDomain(context)
+        handles.ProtectionDomain(context)
     assert (caught.value.verb, caught.value.errno) == ("ibv_alloc_pd", errno.ENOSPC)
     assert context.counts()["pds"] == 0
-    engine.ProtectionDomain(context)
+    handles.ProtectionDomain(context)
 
 
 @pytest.mark.once
-def test_all_verbs_counted_together(context: engine.Context) -> None:
+def test_all_verbs_counted_together(context: handles.Context) -> None:
     context.faults.fail(None, errno.ENOMEM, first=2, every=2, times=2)
     query, port, gid, pkey = context.query_device, context.query_port, context.query_gid, context.query_pkey
     called: list[Callable[[], object]] = [query, port, gid, pkey, query]
@@ -74,7 +74,7 @@ def test_all_verbs_counted_together(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_the_oldest_rule_decides_and_each_counts_for_itself(context: engine.Context) -> None:
+def test_the_oldest_rule_decides_and_each_counts_for_itself(context: handles.Context) -> None:
     assert outcome(context.query_device) == 0  # before the rules: not counted
     context.faults.fail("query_device", errno.EIO, first=3)
     assert outcome(context.query_device) == 0
@@ -83,7 +83,7 @@ def test_the_oldest_rule_decides_and_each_counts_for_itself(context: engine.Cont
 
 
 @pytest.mark.once
-def test_a_plan_is_one_context_s(context: engine.Context) -> None:
+def test_a_plan_is_one_context_s(context: handles.Context) -> None:
     with opened("inline") as other:
         context.faults.fail("query_device", errno.EIO)
         assert outcome(other.query_device) == 0
@@ -94,7 +94,7 @@ def test_a_plan_is_one_context_s(context: engine.Context) -> None:
 # ---- chances
 
 
-def drawn(context: engine.Context, seed: int) -> list[list[int]]:
+def drawn(context: handles.Context, seed: int) -> list[list[int]]:
     """What becomes of some calls of two verbs, of each in its own order."""
     context.faults.seed(seed)
     both = [(outcome(context.query_device), outcome(context.query_gid)) for _ in range(200)]
@@ -102,7 +102,7 @@ def drawn(context: engine.Context, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.once
-def test_at_random_and_again(context: engine.Context) -> None:
+def test_at_random_and_again(context: handles.Context) -> None:
     """The same seed and the same calls: the same failures and records, in this context and in another."""
     context.faults.fail_at_random(250_000, errno.ENFILE)
     first = drawn(context, 1)
@@ -127,7 +127,7 @@ def test_at_random_and_again(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_the_ends_of_chance(context: engine.Context) -> None:
+def test_the_ends_of_chance(context: handles.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     assert outcomes(context, 20) == [errno.EIO] * 20
     context.faults.fail_at_random(1_000_000, errno.EPERM)
@@ -137,7 +137,7 @@ def test_the_ends_of_chance(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_rule_comes_before_chance(context: engine.Context) -> None:
+def test_a_rule_comes_before_chance(context: handles.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     context.faults.fail("query_device", errno.EPERM, first=2)
     assert outcomes(context, 3) == [errno.EIO, errno.EPERM, errno.EIO]
@@ -148,7 +148,7 @@ def test_a_rule_comes_before_chance(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_counting(context: engine.Context) -> None:
+def test_counting(context: handles.Context) -> None:
     plan = context.faults
     outcomes(context, 3)
     assert plan.calls() == plan.calls("query_device") == 0
@@ -167,7 +167,7 @@ def test_counting(context: engine.Context) -> None:
     assert plan.calls() == 0
 
 
-def test_records_are_kept_up_to_a_number(inline: engine.Context) -> None:
+def test_records_are_kept_up_to_a_number(inline: handles.Context) -> None:
     inline.faults.fail("query_device", errno.EIO, times=0)
     for count in (63, 64, 65, 128):
         outcomes(inline, count - len(inline.faults.records()))
@@ -177,7 +177,7 @@ def test_records_are_kept_up_to_a_number(inline: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_clearing_ends_all_and_forgets_no_record(context: engine.Context) -> None:
+def test_clearing_ends_all_and_forgets_no_record(context: handles.Context) -> None:
     context.faults.fail("query_device", errno.EIO, times=0)
     context.faults.fail_at_random(1_000_000, errno.EPERM)
     assert outcomes(context, 1) == [errno.EIO]

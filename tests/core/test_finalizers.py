@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.conftest import ROOT
 from tests.core.contexts import opened
 from tests.core.pairs import End, make_pair
@@ -38,7 +38,7 @@ class Garbage:
         self.last_will()
 
 
-def poll_with_garbage(cq: engine.CompletionQueue, last_will: Callable[[], None]) -> list[int]:
+def poll_with_garbage(cq: handles.CompletionQueue, last_will: Callable[[], None]) -> list[int]:
     """Poll so that the garbage collector runs while completions are made."""
     heard: list[None] = []
 
@@ -103,8 +103,8 @@ def test_another_thread_s_turn(pair: tuple[End, End]) -> None:
 
 FAILING_FREE = """
 import ctypes, mmap
-from aioverbs._core import domains, engine
-from aioverbs.providers import software
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._providers import software
 
 class Unwilling:
     def __init__(self):
@@ -116,8 +116,8 @@ class Unwilling:
         raise RuntimeError("kept for ever")
 
 context = software.open_context()
-domain = domains.ParentDomain(engine.ProtectionDomain(context), None, Unwilling())
-engine.CompletionQueue(context, 1, parent_domain=domain).destroy()
+domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Unwilling())
+handles.CompletionQueue(context, 1, parent_domain=domain).destroy()
 """
 
 

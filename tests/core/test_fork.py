@@ -6,7 +6,7 @@ import time
 import pytest
 
 from aioverbs import ForkedProcessError, SendFlags, SendOpcode
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.allocators import Recording
 from tests.core.children import allocating, in_child
 from tests.core.contexts import MODES, open_context, opened
@@ -27,11 +27,11 @@ def transfer(mode: str, kind: str = "thread domain") -> bytes:
         return bytes(far.memory[:5])
 
 
-def test_the_child_finds_everything_closed(context: engine.Context) -> None:
+def test_the_child_finds_everything_closed(context: handles.Context) -> None:
     family: Family = make_all(context)
 
     def child() -> int:
-        assert engine.open_handles() == []
+        assert handles.open_handles() == []
         asked = 0
         for handle in family.values():
             assert handle.closed
@@ -44,32 +44,32 @@ def test_the_child_finds_everything_closed(context: engine.Context) -> None:
         return asked
 
     assert in_child(child) > 40
-    assert engine.open_handles() == list(family.values())
+    assert handles.open_handles() == list(family.values())
     assert not any(handle.closed for handle in family.values())
 
 
-def test_nothing_is_made_of_what_was_inherited(context: engine.Context) -> None:
-    pd, channel = engine.ProtectionDomain(context), engine.CompletionChannel(context)
-    cq, td = engine.CompletionQueue(context, 4, channel), domains.ThreadDomain(context)
+def test_nothing_is_made_of_what_was_inherited(context: handles.Context) -> None:
+    pd, channel = handles.ProtectionDomain(context), handles.CompletionChannel(context)
+    cq, td = handles.CompletionQueue(context, 4, channel), parent_domain.ThreadDomain(context)
 
     def child() -> None:
         for make in (
-            lambda: engine.ProtectionDomain(context),
-            lambda: engine.MemoryRegion(pd, bytearray(8)),
-            lambda: domains.ParentDomain(pd, td),
-            lambda: engine.CompletionQueue(context, 4),
-            lambda: engine.QueuePair(pd, cq, cq),
+            lambda: handles.ProtectionDomain(context),
+            lambda: handles.MemoryRegion(pd, bytearray(8)),
+            lambda: parent_domain.ParentDomain(pd, td),
+            lambda: handles.CompletionQueue(context, 4),
+            lambda: handles.QueuePair(pd, cq, cq),
         ):
             with pytest.raises(ForkedProcessError):
                 make()
-        assert engine.open_handles() == []
+        assert handles.open_handles() == []
 
     in_child(child)
-    engine.QueuePair(pd, cq, cq)
+    handles.QueuePair(pd, cq, cq)
 
 
 @pytest.mark.parametrize("inner", MODES)
-def test_the_child_opens_its_own(context: engine.Context, kind: str, inner: str) -> None:
+def test_the_child_opens_its_own(context: handles.Context, kind: str, inner: str) -> None:
     near, far = make_pair(context, kind)
     assert in_child(lambda: transfer(inner, kind)) == b"moved"
     near.qp.post_send(WRITE, flags=SIGNALED)
@@ -77,16 +77,16 @@ def test_the_child_opens_its_own(context: engine.Context, kind: str, inner: str)
     assert far.memory == bytes(4096)
 
 
-def test_a_grandchild(context: engine.Context) -> None:
+def test_a_grandchild(context: handles.Context) -> None:
     def child() -> bytes:
         own = open_context("engine")
-        pd = engine.ProtectionDomain(own)
+        pd = handles.ProtectionDomain(own)
 
         def grandchild() -> bytes:
             assert context.closed
             assert own.closed
             assert pd.closed
-            assert engine.open_handles() == []
+            assert handles.open_handles() == []
             return transfer("engine")
 
         moved = in_child(grandchild)
@@ -104,7 +104,7 @@ def test_a_grandchild(context: engine.Context) -> None:
 def test_requests_under_way_are_the_parent_s(kind: str, delay_ns: int) -> None:
     """The parent's complete, once; the child's copy of the memory stays as it was."""
     with opened("engine-delayed", delay_ns=delay_ns) as context:
-        channel = engine.CompletionChannel(context)
+        channel = handles.CompletionChannel(context)
         domain = make_domain(context, kind)
         near, far = make_end(domain, channel=channel), make_end(domain)
         connect(near.qp, far.qp)
@@ -134,9 +134,9 @@ def test_requests_under_way_are_the_parent_s(kind: str, delay_ns: int) -> None:
         queue.ack_events()
 
 
-def test_allocators_of_the_parent_are_left_alone(context: engine.Context) -> None:
+def test_allocators_of_the_parent_are_left_alone(context: handles.Context) -> None:
     allocator = Recording()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     end = make_end(domain)
 
     def child() -> int:
@@ -149,10 +149,10 @@ def test_allocators_of_the_parent_are_left_alone(context: engine.Context) -> Non
     assert domain.held == 4
 
 
-def test_memory_stays_registered_in_the_child(context: engine.Context) -> None:
+def test_memory_stays_registered_in_the_child(context: handles.Context) -> None:
     """Letting go of it is not for the child to do: it would have to touch what belongs to the parent."""
     memory = bytearray(8)
-    region = engine.MemoryRegion(engine.ProtectionDomain(context), memory)
+    region = handles.MemoryRegion(handles.ProtectionDomain(context), memory)
 
     def child() -> None:
         region.destroy()
@@ -164,7 +164,7 @@ def test_memory_stays_registered_in_the_child(context: engine.Context) -> None:
     memory.append(0)
 
 
-def test_forks_from_threads_while_others_work(context: engine.Context) -> None:
+def test_forks_from_threads_while_others_work(context: handles.Context) -> None:
     """Whatever was locked at the moment of the fork, the child works."""
     begun, stop = threading.Event(), threading.Event()
     near, far = make_pair(context, "plain")
@@ -174,7 +174,7 @@ def test_forks_from_threads_while_others_work(context: engine.Context) -> None:
             near.qp.post_send(WRITE, [near.sge()], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
             succeed(near.cq)
             with allocating:
-                engine.MemoryRegion(near.pd, bytearray(8)).destroy()
+                handles.MemoryRegion(near.pd, bytearray(8)).destroy()
             begun.set()
 
     thread = threading.Thread(target=work)

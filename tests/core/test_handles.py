@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, QpType
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import KINSHIPS, MEMBERS, Family, make, make_all
@@ -24,41 +24,41 @@ COUNTED = {
 }
 
 
-def use(handle: engine.Handle) -> None:
+def use(handle: handles.Handle) -> None:
     """Do something with a handle that an object in order can do."""
     match handle:
-        case engine.Context():
+        case handles.Context():
             assert handle.query_device().phys_port_cnt == 1
-        case domains.ThreadDomain():
-            pd = engine.ProtectionDomain(handle.context)
-            domains.ParentDomain(pd, handle).destroy()
+        case parent_domain.ThreadDomain():
+            pd = handles.ProtectionDomain(handle.context)
+            parent_domain.ParentDomain(pd, handle).destroy()
             pd.destroy()
-        case engine.ProtectionDomain():
-            engine.MemoryRegion(handle, bytearray(1)).destroy()
-        case engine.MemoryRegion():
+        case handles.ProtectionDomain():
+            handles.MemoryRegion(handle, bytearray(1)).destroy()
+        case handles.MemoryRegion():
             assert handle.lkey == handle.rkey
-        case engine.CompletionChannel():
+        case handles.CompletionChannel():
             assert handle.get_event() is None
-        case engine.CompletionQueue():
+        case handles.CompletionQueue():
             assert handle.poll() == []
-        case engine.MemoryWindow():
+        case handles.MemoryWindow():
             assert handle.rkey != 0
-        case engine.AddressHandle():
+        case handles.AddressHandle():
             assert not handle.closed
-        case engine.XrcDomain():
-            engine.QueuePair(xrc_domain=handle, qp_type=QpType.XRC_RECV).destroy()
-        case engine.SharedReceiveQueue():
+        case handles.XrcDomain():
+            handles.QueuePair(xrc_domain=handle, qp_type=QpType.XRC_RECV).destroy()
+        case handles.SharedReceiveQueue():
             assert handle.query().limit == 0
-        case engine.QueuePair():
+        case handles.QueuePair():
             assert handle.query().cap == handle.capabilities
         case _:
             raise AssertionError(f"nobody said how to use {handle!r}")
 
 
-def test_every_object(context: engine.Context) -> None:
+def test_every_object(context: handles.Context) -> None:
     family = make_all(context)
     assert context.counts() == COUNTED
-    assert engine.open_handles() == list(family.values())
+    assert handles.open_handles() == list(family.values())
     for handle in family.values():
         assert not handle.closed
         assert handle.context is context
@@ -67,22 +67,22 @@ def test_every_object(context: engine.Context) -> None:
         handle.destroy()
         assert handle.closed
         handle.destroy()
-        assert handle not in engine.open_handles()
+        assert handle not in handles.open_handles()
 
 
-def test_the_family_has_every_kind(inline: engine.Context) -> None:
+def test_the_family_has_every_kind(inline: handles.Context) -> None:
     kinds = {
         value
-        for module in (engine, domains)
+        for module in (handles, parent_domain)
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, engine.Handle)
+        if isinstance(value, type) and issubclass(value, handles.Handle)
     }
-    assert kinds - {type(handle) for handle in make_all(inline).values()} == {engine.Handle}
+    assert kinds - {type(handle) for handle in make_all(inline).values()} == {handles.Handle}
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("parent", "child"), KINSHIPS)
-def test_a_parent_with_a_child_refuses_and_works_on(context: engine.Context, parent: str, child: str) -> None:
+def test_a_parent_with_a_child_refuses_and_works_on(context: handles.Context, parent: str, child: str) -> None:
     family: Family = {"context": context}
     make(child, family)
     for _ in range(2):
@@ -102,25 +102,25 @@ def test_nothing_is_made_from_what_is_closed(child: str) -> None:
     destroy_all(family.values())
     with pytest.raises(ClosedResourceError):
         MEMBERS[child].make(*parents)
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []
 
 
 @pytest.mark.parametrize(("parent", "child"), [pair for pair in KINSHIPS if pair[0] != "context"])
-def test_one_closed_parent_leaves_the_others_free(inline: engine.Context, parent: str, child: str) -> None:
+def test_one_closed_parent_leaves_the_others_free(inline: handles.Context, parent: str, child: str) -> None:
     family: Family = {"context": inline}
     make(parent, family)
     closed = MEMBERS[parent].make(*(family[name] for name in MEMBERS[parent].parents))
     closed.destroy()
     parents = [closed if name == parent else make(name, family) for name in MEMBERS[child].parents]
-    before = engine.open_handles()
+    before = handles.open_handles()
     with pytest.raises(ClosedResourceError):
         MEMBERS[child].make(*parents)
-    assert engine.open_handles() == before
+    assert handles.open_handles() == before
     destroy_all(family.values())
 
 
 def test_a_bare_handle_is_closed() -> None:
-    for kind in (engine.Handle, engine.Context, engine.QueuePair, domains.ParentDomain):
+    for kind in (handles.Handle, handles.Context, handles.QueuePair, parent_domain.ParentDomain):
         bare = kind.__new__(kind)
         assert bare.closed
         bare.destroy()
@@ -129,4 +129,4 @@ def test_a_bare_handle_is_closed() -> None:
 
 def test_a_context_is_opened_by_name_only() -> None:
     with pytest.raises(TypeError, match="open_software"):
-        engine.Context()
+        handles.Context()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioverbs import ClosedResourceError, QpState, SendOpcode, VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
@@ -53,13 +53,13 @@ IDENTITY = {
 # Of these, what makes another one.
 MAKERS = {"adopt", "import_device", "import_pd", "import_shared", "open_shared", "open_software"}
 
-MODIFICATIONS: dict[type, tuple[int, ...]] = {engine.QueuePair: (QpState.INIT,), engine.CompletionQueue: (0, 0)}
+MODIFICATIONS: dict[type, tuple[int, ...]] = {handles.QueuePair: (QpState.INIT,), handles.CompletionQueue: (0, 0)}
 
 
-def a_window() -> engine.MemoryWindow:
+def a_window() -> handles.MemoryWindow:
     """A memory window that is open, if there is one."""
-    windows = [handle for handle in engine.open_handles() if isinstance(handle, engine.MemoryWindow)]
-    return windows[0] if windows else engine.MemoryWindow.__new__(engine.MemoryWindow)
+    windows = [handle for handle in handles.open_handles() if isinstance(handle, handles.MemoryWindow)]
+    return windows[0] if windows else handles.MemoryWindow.__new__(handles.MemoryWindow)
 
 
 # Arguments of those methods that need some.
@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def ask(handle: engine.Handle, name: str) -> object:
+def ask(handle: handles.Handle, name: str) -> object:
     """Read a property, or call a method."""
     if name in CALLS:
         return CALLS[name](handle)
@@ -85,16 +85,16 @@ def ask(handle: engine.Handle, name: str) -> object:
 
 
 @pytest.fixture
-def family() -> list[engine.Handle]:
+def family() -> list[handles.Handle]:
     """One of each, of a context of their own; open."""
     return list(make_all(open_context("engine")).values())
 
 
-def public(handle: engine.Handle) -> list[str]:
+def public(handle: handles.Handle) -> list[str]:
     return [name for name in dir(handle) if not name.startswith("_")]
 
 
-def test_everything_but_identity_raises(family: list[engine.Handle]) -> None:
+def test_everything_but_identity_raises(family: list[handles.Handle]) -> None:
     destroy_all(family)
     asked = 0
     for handle in family:
@@ -105,7 +105,7 @@ def test_everything_but_identity_raises(family: list[engine.Handle]) -> None:
     assert asked > 40
 
 
-def test_identity_stays(family: list[engine.Handle]) -> None:
+def test_identity_stays(family: list[handles.Handle]) -> None:
     def identity() -> list[object]:
         return [
             getattr(handle, name)
@@ -120,7 +120,7 @@ def test_identity_stays(family: list[engine.Handle]) -> None:
     assert all(handle.closed for handle in family)
 
 
-def test_open_ones_answer(family: list[engine.Handle]) -> None:
+def test_open_ones_answer(family: list[handles.Handle]) -> None:
     """They may say no, for reasons of their own, but not this one: else the first test would prove nothing."""
     for handle in family:
         for name in set(public(handle)) - IDENTITY:

@@ -5,7 +5,7 @@ import operator
 import pytest
 
 from aioverbs import VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children
 from tests.core.family import make_all
@@ -13,43 +13,43 @@ from tests.core.family import make_all
 pytestmark = pytest.mark.once
 
 
-def construct(handle: engine.Handle, *arguments: object) -> None:
+def construct(handle: handles.Handle, *arguments: object) -> None:
     operator.methodcaller("__init__", *arguments)(handle)
 
 
-def arguments(handle: engine.Handle) -> tuple[object, ...]:
+def arguments(handle: handles.Handle) -> tuple[object, ...]:
     """What an object like this one is made of."""
     match handle:
-        case domains.ParentDomain():
+        case parent_domain.ParentDomain():
             return handle.base, handle.td
-        case engine.MemoryRegion():
+        case handles.MemoryRegion():
             return handle.pd, bytearray(8)
-        case engine.CompletionQueue():
+        case handles.CompletionQueue():
             return handle.context, 8
-        case engine.MemoryWindow():
+        case handles.MemoryWindow():
             return handle.pd, handle.mw_type
-        case engine.AddressHandle():
+        case handles.AddressHandle():
             return handle.pd, AddressVector()
-        case engine.SharedReceiveQueue():
+        case handles.SharedReceiveQueue():
             return handle.pd, 1
-        case engine.QueuePair():
+        case handles.QueuePair():
             return handle.pd, handle.send_cq, handle.recv_cq
         case _:
             return (handle.context,)
 
 
-def test_open(context: engine.Context) -> None:
+def test_open(context: handles.Context) -> None:
     family = make_all(context)
-    before, ledger = context.counts(), engine.open_handles()
+    before, ledger = context.counts(), handles.open_handles()
     for name, handle in family.items():
         if name != "context":
             with pytest.raises(RuntimeError, match="made before"):
                 construct(handle, *arguments(handle))
     assert context.counts() == before
-    assert engine.open_handles() == ledger
+    assert handles.open_handles() == ledger
 
 
-def test_closed(context: engine.Context) -> None:
+def test_closed(context: handles.Context) -> None:
     for handle in reversed(make_all(context).values()):
         if handle is not context:
             again = arguments(handle)
@@ -59,10 +59,10 @@ def test_closed(context: engine.Context) -> None:
     assert children(context) == []
 
 
-def test_failed(context: engine.Context) -> None:
-    pd = engine.ProtectionDomain(context)
-    cq = engine.CompletionQueue(context, 1)
-    qp = engine.QueuePair.__new__(engine.QueuePair)
+def test_failed(context: handles.Context) -> None:
+    pd = handles.ProtectionDomain(context)
+    cq = handles.CompletionQueue(context, 1)
+    qp = handles.QueuePair.__new__(handles.QueuePair)
     with pytest.raises(VerbsError):
         construct(qp, pd, cq, cq, QpCapabilities(max_send_wr=1 << 30))
     assert qp.closed

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.descriptors import descriptors, descriptors_at_first
 
 VERB = {
@@ -40,7 +40,7 @@ def replaced(slot: int, verb: str, function: Callable[..., object]) -> Iterator[
 def slot() -> int:
     """Where contexts find ``ibv_import_device``."""
     try:
-        return engine.table_slot("import_device")
+        return handles.table_slot("import_device")
     except LibraryNotFoundError:
         pytest.skip("there is no libibverbs")
 
@@ -50,12 +50,12 @@ def test_what_is_no_descriptor_of_a_device(slot: int, path: str, error: int) -> 
     fd = os.open(path, os.O_RDONLY)
     before = descriptors_at_first()
     with pytest.raises(VerbsError, match="ibv_import_device") as caught:
-        engine.Context.import_device(fd)
+        handles.Context.import_device(fd)
     assert caught.value.errno == error
     assert descriptors() == before
     os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        engine.Context.import_device(fd)
+        handles.Context.import_device(fd)
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -72,7 +72,7 @@ def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
     fd = os.open("/dev/null", os.O_RDONLY)
     before = descriptors_at_first()
     with replaced(slot, "import_device", fail), pytest.raises(VerbsError, match="EOPNOTSUPP"):
-        engine.Context.import_device(fd)
+        handles.Context.import_device(fd)
     assert given != [fd]
     assert descriptors() == before
     os.close(fd)
@@ -80,7 +80,7 @@ def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
 
 def test_only_exported_verbs_have_a_slot(slot: int) -> None:
     with pytest.raises(ValueError, match="ibv_poll_cq is not in the table"):
-        engine.table_slot("poll_cq")
+        handles.table_slot("poll_cq")
 
 
 # ---- Protection domains
@@ -103,7 +103,7 @@ class Lease:
 class Provider:
     """One that has imports; its instances are domains of the software device."""
 
-    def __init__(self, context: engine.Context) -> None:
+    def __init__(self, context: handles.Context) -> None:
         self.calls: list[str] = []
         self.fails = 0  # what dealloc_pd answers
         self._alloc, self._dealloc = (
@@ -128,7 +128,7 @@ class Provider:
 
 
 @pytest.fixture
-def provider(context: engine.Context) -> Iterator[Provider]:
+def provider(context: handles.Context) -> Iterator[Provider]:
     made = Provider(context)
     with (
         replaced(context.table_slot("import_pd"), "import_pd", made.import_pd),
@@ -140,13 +140,13 @@ def provider(context: engine.Context) -> Iterator[Provider]:
 
 
 @pytest.mark.once
-def test_an_instance_among_others_is_unimported(context: engine.Context, provider: Provider) -> None:
+def test_an_instance_among_others_is_unimported(context: handles.Context, provider: Provider) -> None:
     lease = Lease(last=False)
-    pd = engine.ProtectionDomain.import_pd(context, 5, lease)
-    assert type(pd) is engine.ProtectionDomain
+    pd = handles.ProtectionDomain.import_pd(context, 5, lease)
+    assert type(pd) is handles.ProtectionDomain
     assert pd.lease is lease
-    assert pd in engine.open_handles()
-    region = engine.MemoryRegion(pd, bytearray(64))
+    assert pd in handles.open_handles()
+    region = handles.MemoryRegion(pd, bytearray(64))
     with pytest.raises(BusyResourceError):
         pd.destroy()
     assert lease.left == []
@@ -159,8 +159,8 @@ def test_an_instance_among_others_is_unimported(context: engine.Context, provide
 
 
 @pytest.mark.once
-def test_the_last_one_is_deallocated(context: engine.Context, provider: Provider) -> None:
-    pd = engine.ProtectionDomain(context)
+def test_the_last_one_is_deallocated(context: handles.Context, provider: Provider) -> None:
+    pd = handles.ProtectionDomain(context)
     assert pd.handle >= 0
     pd.lease = lease = Lease(last=True)
     provider.fails = errno.EINVAL
@@ -174,8 +174,8 @@ def test_the_last_one_is_deallocated(context: engine.Context, provider: Provider
 
 
 @pytest.mark.once
-def test_what_another_process_left_behind_keeps_only_the_domain(context: engine.Context, provider: Provider) -> None:
-    pd = engine.ProtectionDomain.import_pd(context, 5, Lease(last=True))
+def test_what_another_process_left_behind_keeps_only_the_domain(context: handles.Context, provider: Provider) -> None:
+    pd = handles.ProtectionDomain.import_pd(context, 5, Lease(last=True))
     provider.fails = errno.EBUSY
     pd.destroy()
     assert provider.calls == ["import 5", "dealloc", "unimport"]
@@ -183,19 +183,19 @@ def test_what_another_process_left_behind_keeps_only_the_domain(context: engine.
 
 
 @pytest.mark.once
-def test_what_cannot_be_imported(context: engine.Context, provider: Provider) -> None:
+def test_what_cannot_be_imported(context: handles.Context, provider: Provider) -> None:
     lease = Lease(last=True)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: ENOENT"):
-        engine.ProtectionDomain.import_pd(context, 404, lease)
+        handles.ProtectionDomain.import_pd(context, 404, lease)
     assert lease.left == []
     assert provider.calls == ["import 404"]
 
 
 @pytest.mark.once
-def test_the_software_device_has_none(context: engine.Context) -> None:
-    pd = engine.ProtectionDomain(context)
+def test_the_software_device_has_none(context: handles.Context) -> None:
+    pd = handles.ProtectionDomain(context)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: EOPNOTSUPP"):
-        engine.ProtectionDomain.import_pd(context, pd.handle, Lease(last=True))
+        handles.ProtectionDomain.import_pd(context, pd.handle, Lease(last=True))
     with pytest.raises(VerbsError, match="ibv_import_device failed: EOPNOTSUPP"):
         context.dup_cmd_fd()
     pd.destroy()

@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.conftest import ROOT
 
 INNER = """
 import pytest
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 
 pytestmark = pytest.mark.usefixtures("aioverbs_ledger")
 
 def test_leaks() -> None:
-    cq = engine.CompletionQueue(engine.Context.open_software(engine=True), 1)
+    cq = handles.CompletionQueue(handles.Context.open_software(engine=True), 1)
 
 def test_is_not_blamed() -> None:
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []
 
 def test_fails_and_leaks() -> None:
-    engine.ProtectionDomain(engine.Context.open_software())
+    handles.ProtectionDomain(handles.Context.open_software())
     raise AssertionError("the one reason")
 
 def test_is_not_blamed_either() -> None:
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []
 """
 
 
@@ -50,4 +50,4 @@ def test_a_leak_is_an_error_of_its_test_alone(tmp_path: Path) -> None:
 
 def test_every_test_has_the_ledger(request: pytest.FixtureRequest) -> None:
     assert "aioverbs_ledger" in request.fixturenames
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []

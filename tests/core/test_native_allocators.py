@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs.allocators import (
     USE_DEFAULT,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.allocators import (
     USE_DEFAULT,
     Allocator,
@@ -31,14 +31,14 @@ TYPES = {CQ: "completion queue", RECORD: "doorbell record", QP: "queue pair", SR
 
 
 @pytest.fixture(params=["no thread domain", "thread domain"])
-def td(request: pytest.FixtureRequest, context: engine.Context) -> domains.ThreadDomain | None:
-    return domains.ThreadDomain(context) if request.param == "thread domain" else None
+def td(request: pytest.FixtureRequest, context: handles.Context) -> parent_domain.ThreadDomain | None:
+    return parent_domain.ThreadDomain(context) if request.param == "thread domain" else None
 
 
 def domain_of(
-    context: engine.Context, allocator: Allocator | Recording, td: domains.ThreadDomain | None = None
-) -> domains.ParentDomain:
-    return domains.ParentDomain(engine.ProtectionDomain(context), td, allocator)
+    context: handles.Context, allocator: Allocator | Recording, td: parent_domain.ThreadDomain | None = None
+) -> parent_domain.ParentDomain:
+    return parent_domain.ParentDomain(handles.ProtectionDomain(context), td, allocator)
 
 
 def pieces(allocator: RecordingAllocator) -> dict[str, int]:
@@ -47,12 +47,14 @@ def pieces(allocator: RecordingAllocator) -> dict[str, int]:
 
 
 @all_kinds
-def test_queues(context: engine.Context, td: domains.ThreadDomain | None, make: Callable[[], NativeAllocator]) -> None:
+def test_queues(
+    context: handles.Context, td: parent_domain.ThreadDomain | None, make: Callable[[], NativeAllocator]
+) -> None:
     allocator = RecordingAllocator(make())
     domain = domain_of(context, allocator, td)
     assert domain.allocator is allocator
     near, far = make_end(domain), make_end(domain)
-    srq = engine.SharedReceiveQueue(domain, 16, 2)
+    srq = handles.SharedReceiveQueue(domain, 16, 2)
     connect(near.qp, far.qp)
     assert pieces(allocator) == {
         "completion queue": 2,
@@ -90,7 +92,7 @@ def test_queues(context: engine.Context, td: domains.ThreadDomain | None, make: 
 
 
 @all_kinds
-def test_many_loops_worth_of_queues(inline: engine.Context, make: Callable[[], NativeAllocator]) -> None:
+def test_many_loops_worth_of_queues(inline: handles.Context, make: Callable[[], NativeAllocator]) -> None:
     """Made and destroyed again and again: nothing is left, and nothing grows."""
     allocator = make()
     domain = domain_of(inline, allocator)
@@ -106,7 +108,7 @@ def test_many_loops_worth_of_queues(inline: engine.Context, make: Callable[[], N
     assert set(mapped[1:]) == {mapped[0]}
 
 
-def test_the_default(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_the_default(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = RecordingAllocator(DefaultAllocator())
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
@@ -128,7 +130,7 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
 
 
 @pytest.mark.once
-def test_exhaustion(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_exhaustion(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     """The verb fails with the allocator's errno, and its reason is the cause."""
     for allocator, text in without_memory().values():
         recording = RecordingAllocator(allocator)
@@ -136,15 +138,15 @@ def test_exhaustion(context: engine.Context, td: domains.ThreadDomain | None) ->
             domain = domain_of(context, each, td)
             for _ in range(2):
                 with pytest.raises(VerbsError, match="ibv_create_cq_ex failed") as caught:
-                    engine.CompletionQueue(context, 16, parent_domain=domain)
+                    handles.CompletionQueue(context, 16, parent_domain=domain)
                 cause = caught.value.__cause__
                 assert isinstance(cause, OSError)
                 assert cause.errno == caught.value.errno
                 cause_text = str(cause)
                 assert any(part in cause_text for part in text.split("|"))
-            cq = engine.CompletionQueue(context, 16)
+            cq = handles.CompletionQueue(context, 16)
             with pytest.raises(VerbsError, match="ibv_create_qp failed") as caught:
-                engine.QueuePair(domain, cq, cq)
+                handles.QueuePair(domain, cq, cq)
             assert isinstance(caught.value.__cause__, OSError)
             cq.destroy()
             assert domain.held == allocator.statistics().pieces == 0
@@ -152,27 +154,27 @@ def test_exhaustion(context: engine.Context, td: domains.ThreadDomain | None) ->
         assert recording.usage()[ResourceKind.decode(CQ)].failures == 2
 
 
-def test_a_cause_is_told_once(inline: engine.Context) -> None:
+def test_a_cause_is_told_once(inline: handles.Context) -> None:
     """What fails for another reason has no cause of an allocator's."""
     domain = domain_of(inline, NumaAllocator(1000, strict=True))
     with pytest.raises(VerbsError) as caught:
-        engine.CompletionQueue(inline, 16, parent_domain=domain)
+        handles.CompletionQueue(inline, 16, parent_domain=domain)
     assert caught.value.__cause__ is not None
     for cqe in (1 << 30, 1 << 30):
         with pytest.raises(VerbsError) as caught:
-            engine.CompletionQueue(inline, cqe, parent_domain=domain)
+            handles.CompletionQueue(inline, cqe, parent_domain=domain)
         assert caught.value.errno == errno.EINVAL
         assert caught.value.__cause__ is None
 
 
 @pytest.mark.once
-def test_one_allocator_for_many_domains_and_buffers(context: engine.Context) -> None:
+def test_one_allocator_for_many_domains_and_buffers(context: handles.Context) -> None:
     allocator = RecordingAllocator(ArenaAllocator())
     first, second = domain_of(context, allocator), domain_of(context, allocator)
     address = allocator.allocate(10_000, 4096)
     assert isinstance(address, int)
     memory = (ctypes.c_char * 10_000).from_address(address)
-    region = engine.MemoryRegion(first, memory)
+    region = handles.MemoryRegion(first, memory)
     ends = make_end(first), make_end(second)
     connect(ends[0].qp, ends[1].qp)
     assert (first.held, second.held) == (4, 4)
@@ -184,14 +186,14 @@ def test_one_allocator_for_many_domains_and_buffers(context: engine.Context) -> 
     assert allocator.usage()[buffer].peak_bytes == 10_000
 
 
-def test_the_domain_keeps_its_allocator(context: engine.Context) -> None:
+def test_the_domain_keeps_its_allocator(context: handles.Context) -> None:
     """Nobody else remembers it, and pieces are out."""
     end = make_end(domain_of(context, ArenaAllocator()))
     end.qp.destroy()
     end.cq.destroy()
 
 
-def test_a_fork(context: engine.Context) -> None:
+def test_a_fork(context: handles.Context) -> None:
     """The child has neither the domain nor its memory, and opens its own with the same allocator."""
     allocator = RecordingAllocator(ArenaAllocator())
     domain = domain_of(context, allocator)
@@ -202,7 +204,7 @@ def test_a_fork(context: engine.Context) -> None:
         end.cq.destroy()
         domain.destroy()
         assert allocator.usage() == {}
-        own = engine.Context.open_software()
+        own = handles.Context.open_software()
         made = make_end(domain_of(own, allocator))
         return sum(usage.pieces for usage in allocator.usage().values()) + bool(made.qp.closed)
 
@@ -230,7 +232,7 @@ def in_a_foreign_thread(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, Recording, lambda: RecordingAllocator(Recording())])
-def test_a_foreign_thread(context: engine.Context, make: Callable[[], Allocator | Recording]) -> None:
+def test_a_foreign_thread(context: handles.Context, make: Callable[[], Allocator | Recording]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
     ends = []
@@ -243,14 +245,14 @@ def test_a_foreign_thread(context: engine.Context, make: Callable[[], Allocator 
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, SharedPageAllocator, lambda: RecordingAllocator(ArenaAllocator())])
-def test_many_threads(context: engine.Context, make: Callable[[], NativeAllocator]) -> None:
+def test_many_threads(context: handles.Context, make: Callable[[], NativeAllocator]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
 
     def work() -> None:
         for number in range(20):
-            cq = engine.CompletionQueue(context, 4, parent_domain=domain)
-            qp = engine.QueuePair(domain, cq, cq)
+            cq = handles.CompletionQueue(context, 4, parent_domain=domain)
+            qp = handles.QueuePair(domain, cq, cq)
             cq.resize(4 << number % 10)
             qp.destroy()
             cq.destroy()
@@ -268,7 +270,7 @@ def test_many_threads(context: engine.Context, make: Callable[[], NativeAllocato
 
 
 @pytest.mark.once
-def test_recording_an_allocator_in_python(context: engine.Context, td: domains.ThreadDomain | None) -> None:
+def test_recording_an_allocator_in_python(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
     inner = Recording()
     allocator = RecordingAllocator(inner)
     assert allocator.inner is inner

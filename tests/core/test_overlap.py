@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from aioverbs import BusyResourceError, ConcurrentAccessError, SendFlags, SendOpcode
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_queue, succeed
 from tests.waiting import wait_until
@@ -33,9 +33,9 @@ class Scene:
     mode: str
     near: End
     far: End
-    channel: engine.CompletionChannel  # of the far one
+    channel: handles.CompletionChannel  # of the far one
     other: End
-    queue: engine.CompletionQueue
+    queue: handles.CompletionQueue
     refusals: list[str] = field(default_factory=list)
     inside: int = 0  # the thread
     _held: int | None = None  # the descriptor that the channel watches
@@ -114,8 +114,8 @@ def wait_until_busy(thread: threading.Thread) -> None:
     wait_until(lambda: time.clock_gettime(clock) > end or yields() > many)
 
 
-def make_scene(context: engine.Context, mode: str, kind: str) -> Scene:
-    domain, channel = make_domain(context, kind), engine.CompletionChannel(context)
+def make_scene(context: handles.Context, mode: str, kind: str) -> Scene:
+    domain, channel = make_domain(context, kind), handles.CompletionChannel(context)
     near, far = make_end(domain, size=SIZE), make_end(domain, size=SIZE, channel=channel)
     connect(near.qp, far.qp)
     near.memory[:] = bytes(range(256)) * (SIZE // 256)
@@ -143,19 +143,19 @@ class Call:
     """A verb that overlaps: its name, the object, and how it is called."""
 
     verb: str
-    on: Callable[[Scene], engine.Handle]
+    on: Callable[[Scene], handles.Handle]
     call: Callable[[Scene], object]
 
 
-def near(scene: Scene) -> engine.QueuePair:
+def near(scene: Scene) -> handles.QueuePair:
     return scene.near.qp
 
 
-def other(scene: Scene) -> engine.QueuePair:
+def other(scene: Scene) -> handles.QueuePair:
     return scene.other.qp
 
 
-def queue(scene: Scene) -> engine.CompletionQueue:
+def queue(scene: Scene) -> handles.CompletionQueue:
     return scene.queue
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import SendFlags, SendOpcode, WcStatus
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.attributes import QpCapabilities
 from tests.core.pairs import connect, make_domain, make_end, make_queue, wait_for
 from tests.waiting import wait_until
@@ -14,22 +14,22 @@ DEEP = QpCapabilities(max_send_wr=256)
 
 
 @pytest.fixture(params=["basic", "extended", "single-threaded"])
-def cq(request: pytest.FixtureRequest, context: engine.Context, kind: str) -> engine.CompletionQueue:
+def cq(request: pytest.FixtureRequest, context: handles.Context, kind: str) -> handles.CompletionQueue:
     """Polled in each way, and with each way of keeping threads apart."""
     if request.param == "single-threaded":
-        return engine.CompletionQueue(context, 256, single_threaded=True)
+        return handles.CompletionQueue(context, 256, single_threaded=True)
     return make_queue(context, make_domain(context, kind), extended=request.param == "extended")
 
 
-def writer(cq: engine.CompletionQueue) -> engine.QueuePair:
+def writer(cq: handles.CompletionQueue) -> handles.QueuePair:
     """A connected queue pair that completes into a queue."""
-    domain = cq.parent_domain or engine.ProtectionDomain(cq.context)
-    qp = engine.QueuePair(domain, cq, cq, DEEP)
+    domain = cq.parent_domain or handles.ProtectionDomain(cq.context)
+    qp = handles.QueuePair(domain, cq, cq, DEEP)
     connect(qp, make_end(domain).qp)
     return qp
 
 
-def write(qp: engine.QueuePair, count: int) -> None:
+def write(qp: handles.QueuePair, count: int) -> None:
     """Have requests 0 to `count` - 1 done, without polling."""
     before = qp.query().sq_psn
     for number in range(count):
@@ -37,11 +37,11 @@ def write(qp: engine.QueuePair, count: int) -> None:
     wait_until(lambda: qp.query().sq_psn == before + count)
 
 
-def numbers(completions: list[engine.WorkCompletion]) -> list[int]:
+def numbers(completions: list[handles.WorkCompletion]) -> list[int]:
     return [completion.wr_id for completion in completions]
 
 
-def test_as_many_as_asked_for(cq: engine.CompletionQueue) -> None:
+def test_as_many_as_asked_for(cq: handles.CompletionQueue) -> None:
     write(writer(cq), COUNT)
     assert numbers(cq.poll(1)) == [0]
     assert numbers(cq.poll()) == list(range(1, 17))
@@ -52,20 +52,20 @@ def test_as_many_as_asked_for(cq: engine.CompletionQueue) -> None:
 
 
 @pytest.mark.parametrize("count", [COUNT, COUNT + 1, 1 << 30])
-def test_all_at_once(cq: engine.CompletionQueue, count: int) -> None:
+def test_all_at_once(cq: handles.CompletionQueue, count: int) -> None:
     write(writer(cq), COUNT)
     assert numbers(cq.poll(count)) == list(range(COUNT))
     assert cq.poll() == []
 
 
-def test_a_queue_goes_round(cq: engine.CompletionQueue) -> None:
+def test_a_queue_goes_round(cq: handles.CompletionQueue) -> None:
     qp = writer(cq)
     for _ in range(8):
         write(qp, COUNT)
         assert numbers(wait_for(cq, COUNT)) == list(range(COUNT))
 
 
-def test_two_queue_pairs_complete_into_one_queue(cq: engine.CompletionQueue) -> None:
+def test_two_queue_pairs_complete_into_one_queue(cq: handles.CompletionQueue) -> None:
     qps = [writer(cq), writer(cq)]
     for qp in qps:
         write(qp, 20)
@@ -73,7 +73,7 @@ def test_two_queue_pairs_complete_into_one_queue(cq: engine.CompletionQueue) -> 
     assert found == [(qp.qp_num, number) for qp in qps for number in range(20)]
 
 
-def test_destroying_a_queue_pair_takes_its_completions_away(cq: engine.CompletionQueue) -> None:
+def test_destroying_a_queue_pair_takes_its_completions_away(cq: handles.CompletionQueue) -> None:
     qps = [writer(cq), writer(cq), writer(cq)]
     for number in range(10):
         for qp in qps:
@@ -88,7 +88,7 @@ def test_destroying_a_queue_pair_takes_its_completions_away(cq: engine.Completio
     assert numbers(cq.poll(16)) == list(range(5))
 
 
-def test_errors(cq: engine.CompletionQueue) -> None:
+def test_errors(cq: handles.CompletionQueue) -> None:
     qp = writer(cq)
     qp.post_send(WRITE, [(1, 1, 1)], wr_id=1 << 63)
     qp.post_send(WRITE, wr_id=(1 << 64) - 1)

@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import AccessFlags, LinkLayer, Mtu, QpState, QpType, TransitionError, VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
+from aioverbs._verbs.qp_state_machine import COUNTERPART, Changes, Limits, needs, path, plan, reachable, transition
 from aioverbs.attributes import AddressVector
-from aioverbs.qp_states import COUNTERPART, Changes, Limits, needs, path, plan, reachable, transition
 from tests.core.transitions import (
     ERR,
     INIT,
@@ -83,7 +82,7 @@ def test_it_has_the_architectures_rows(qp_type: QpType, before: QpState) -> None
 
 
 @pytest.mark.parametrize(("qp_type", "before"), REACHABLE)
-def test_it_says_yes_where_the_device_does(inline: engine.Context, qp_type: QpType, before: QpState) -> None:
+def test_it_says_yes_where_the_device_does(inline: handles.Context, qp_type: QpType, before: QpState) -> None:
     bench = make_bench(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
     good = bench.attributes(before)
@@ -115,7 +114,7 @@ def test_it_says_yes_where_the_device_does(inline: engine.Context, qp_type: QpTy
 
 
 @every_type
-def test_it_knows_each_edge(inline: engine.Context, qp_type: QpType) -> None:
+def test_it_knows_each_edge(inline: handles.Context, qp_type: QpType) -> None:
     """The same for every value of `ODD` and `PATHS`, alone among good ones, wherever it may be said."""
     bench = make_bench(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
@@ -151,7 +150,7 @@ def _says(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str
     return handed is not None
 
 
-def _does(qp: engine.QueuePair, after: QpState, attributes: dict[str, Any]) -> bool:
+def _does(qp: handles.QueuePair, after: QpState, attributes: dict[str, Any]) -> bool:
     """What the device does."""
     refusal: Exception | None = None
     try:
@@ -324,7 +323,7 @@ def test_what_still_drains_is_not_changed() -> None:
     assert transition(RC, SQD, RTS, {}, draining=True) == {}
 
 
-def test_limits_of_a_device(inline: engine.Context) -> None:
+def test_limits_of_a_device(inline: handles.Context) -> None:
     device, port = inline.query_device(), inline.query_port(1)
     assert Limits.of(device, port) == Limits(
         ports=1, pkeys=1, gids=2, mtu=Mtu.MTU_4096, max_rd_atomic=16, max_dest_rd_atomic=16, needs_gid=True

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.children import in_child
 from tests.core.contexts import opened
@@ -14,7 +14,7 @@ from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
 
 
 @pytest.mark.once
-def test_device(context: engine.Context) -> None:
+def test_device(context: handles.Context) -> None:
     attributes = context.query_device()
     assert attributes.node_guid == attributes.sys_image_guid
     assert attributes.node_guid[0] & 3 == 2  # of one device, and administered locally
@@ -26,7 +26,7 @@ def test_device(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_port(context: engine.Context) -> None:
+def test_port(context: handles.Context) -> None:
     port = context.query_port()
     assert port == context.query_port(1)
     assert port.state is PortState.ACTIVE
@@ -37,7 +37,7 @@ def test_port(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_tables(context: engine.Context) -> None:
+def test_tables(context: handles.Context) -> None:
     # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
     assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
     mapped = IPv6Address(context.query_gid(1, 1)).ipv4_mapped
@@ -47,7 +47,7 @@ def test_tables(context: engine.Context) -> None:
     assert context.query_pkey() == 0xFFFF
 
 
-def test_a_process_has_gids_of_its_own(context: engine.Context) -> None:
+def test_a_process_has_gids_of_its_own(context: handles.Context) -> None:
     def gids() -> list[bytes]:
         with opened("inline") as other:
             return [other.query_gid(1, index) for index in range(2)]
@@ -58,29 +58,29 @@ def test_a_process_has_gids_of_its_own(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_what_a_context_is(context: engine.Context) -> None:
+def test_what_a_context_is(context: handles.Context) -> None:
     assert context.name == "soft0"
     assert context.software
     assert context.context is context
     assert context.num_comp_vectors == 1
 
 
-def test_granted_capabilities(inline: engine.Context) -> None:
-    pd = engine.ProtectionDomain(inline)
-    cq = engine.CompletionQueue(inline, 100)
+def test_granted_capabilities(inline: handles.Context) -> None:
+    pd = handles.ProtectionDomain(inline)
+    cq = handles.CompletionQueue(inline, 100)
     assert cq.cqe == 128
     wanted = QpCapabilities(max_send_wr=3, max_recv_wr=0, max_send_sge=2, max_recv_sge=5, max_inline_data=65)
-    qp = engine.QueuePair(pd, cq, cq, wanted)
+    qp = handles.QueuePair(pd, cq, cq, wanted)
     granted = qp.capabilities
     assert granted == qp.query().cap
     assert (granted.max_send_wr, granted.max_recv_wr) == (4, 0)
     assert (granted.max_send_sge, granted.max_recv_sge) == (2, 5)
     assert granted.max_inline_data >= 65
-    assert engine.QueuePair(pd, cq, cq).capabilities.max_send_wr == 16
+    assert handles.QueuePair(pd, cq, cq).capabilities.max_send_wr == 16
 
 
 @pytest.mark.once
-def test_a_queue_pair_tells_what_it_was_told(context: engine.Context) -> None:
+def test_a_queue_pair_tells_what_it_was_told(context: handles.Context) -> None:
     qp = make_pair(context)[0].qp
     qp.modify(QpState.RESET)
     assert qp.query().qp_state is QpState.RESET
@@ -113,10 +113,10 @@ def test_a_queue_pair_tells_what_it_was_told(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_missing_attribute_changes_nothing(context: engine.Context) -> None:
-    pd = engine.ProtectionDomain(context)
-    cq = engine.CompletionQueue(context, 1)
-    qp = engine.QueuePair(pd, cq, cq)
+def test_a_missing_attribute_changes_nothing(context: handles.Context) -> None:
+    pd = handles.ProtectionDomain(context)
+    cq = handles.CompletionQueue(context, 1)
+    qp = handles.QueuePair(pd, cq, cq)
     before = qp.query()
     with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
         qp.modify(QpState.INIT, pkey_index=0, port_num=1)
@@ -143,10 +143,10 @@ def test_a_missing_attribute_changes_nothing(context: engine.Context) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_value_changes_nothing(inline: engine.Context, wrong: dict[str, Any]) -> None:
-    pd = engine.ProtectionDomain(inline)
-    cq = engine.CompletionQueue(inline, 1)
-    qp = engine.QueuePair(pd, cq, cq)
+def test_a_wrong_value_changes_nothing(inline: handles.Context, wrong: dict[str, Any]) -> None:
+    pd = handles.ProtectionDomain(inline)
+    cq = handles.CompletionQueue(inline, 1)
+    qp = handles.QueuePair(pd, cq, cq)
     to_init(qp)
     right: dict[str, Any] = {
         "path_mtu": Mtu.MTU_256,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from aioverbs import SendFlags, SendOpcode
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context, opened
@@ -19,13 +19,13 @@ from tests.waiting import wait_until
 def test_forgetting_open_handles_destroys_nothing() -> None:
     family = make_all(open_context("engine"))
     context = family["context"]
-    assert isinstance(context, engine.Context)
-    counts, ledger = context.counts(), engine.open_handles()
+    assert isinstance(context, handles.Context)
+    counts, ledger = context.counts(), handles.open_handles()
     references = [weakref.ref(handle) for handle in family.values()]
     del family
     gc.collect()
     assert all(reference() is not None for reference in references)
-    assert engine.open_handles() == ledger
+    assert handles.open_handles() == ledger
     assert context.counts() == counts
     destroy_all(ledger)
 
@@ -40,27 +40,27 @@ def test_destroyed_ones_go() -> None:
 
 
 @pytest.mark.once
-def test_a_handle_keeps_what_it_was_made_from(context: engine.Context) -> None:
-    def make() -> engine.QueuePair:
-        cq = engine.CompletionQueue(context, 4, engine.CompletionChannel(context))
-        return engine.QueuePair(domains.ParentDomain(engine.ProtectionDomain(context)), cq, cq)
+def test_a_handle_keeps_what_it_was_made_from(context: handles.Context) -> None:
+    def make() -> handles.QueuePair:
+        cq = handles.CompletionQueue(context, 4, handles.CompletionChannel(context))
+        return handles.QueuePair(parent_domain.ParentDomain(handles.ProtectionDomain(context)), cq, cq)
 
     qp = make()
     gc.collect()
-    assert isinstance(qp.pd, domains.ParentDomain)
+    assert isinstance(qp.pd, parent_domain.ParentDomain)
     assert qp.send_cq is not None
     assert qp.send_cq.channel is not None
     assert qp.send_cq.channel.get_event() is None
 
 
 @pytest.mark.once
-def test_registered_memory_stays_while_its_region_is_open(context: engine.Context) -> None:
+def test_registered_memory_stays_while_its_region_is_open(context: handles.Context) -> None:
     class Memory(bytearray):
         pass
 
     memory = Memory(64)
     reference = weakref.ref(memory)
-    region = engine.MemoryRegion(engine.ProtectionDomain(context), memory)
+    region = handles.MemoryRegion(handles.ProtectionDomain(context), memory)
     del memory
     gc.collect()
     assert reference() is not None
@@ -70,14 +70,14 @@ def test_registered_memory_stays_while_its_region_is_open(context: engine.Contex
 
 
 @pytest.mark.once
-def test_an_allocator_stays_while_the_provider_holds_its_memory(context: engine.Context) -> None:
+def test_an_allocator_stays_while_the_provider_holds_its_memory(context: handles.Context) -> None:
     class Kept(Recording):
         pass
 
-    def make() -> tuple[Callable[[], Recording | None], engine.CompletionQueue]:
+    def make() -> tuple[Callable[[], Recording | None], handles.CompletionQueue]:
         allocator = Kept()
-        domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-        return weakref.ref(allocator), engine.CompletionQueue(context, 4, parent_domain=domain)
+        domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+        return weakref.ref(allocator), handles.CompletionQueue(context, 4, parent_domain=domain)
 
     reference, cq = make()
     gc.collect()
@@ -88,8 +88,8 @@ def test_an_allocator_stays_while_the_provider_holds_its_memory(context: engine.
 
 
 @pytest.mark.once
-def test_what_a_failed_constructor_left_goes(context: engine.Context) -> None:
-    bare = engine.QueuePair.__new__(engine.QueuePair)
+def test_what_a_failed_constructor_left_goes(context: handles.Context) -> None:
+    bare = handles.QueuePair.__new__(handles.QueuePair)
     reference = weakref.ref(bare)
     del bare
     gc.collect()
@@ -100,9 +100,9 @@ def test_requests_under_way_outlive_every_reference() -> None:
     with opened("engine-delayed", delay_ns=10_000_000) as context:
         seen = bytearray(8)
 
-        def post() -> weakref.ref[engine.QueuePair]:
+        def post() -> weakref.ref[handles.QueuePair]:
             near, far = make_pair(context)
-            region = engine.MemoryRegion(far.pd, seen, 7)
+            region = handles.MemoryRegion(far.pd, seen, 7)
             near.memory[:8] = b"arrived!"
             near.qp.post_send(
                 SendOpcode.RDMA_WRITE,
@@ -116,4 +116,4 @@ def test_requests_under_way_outlive_every_reference() -> None:
         reference = post()
         gc.collect()
         wait_until(lambda: seen == b"arrived!")
-        assert reference() in engine.open_handles()
+        assert reference() in handles.open_handles()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AccessFlags, BusyResourceError, VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.contexts import children
 from tests.core.pairs import ALL_ACCESS, make_pair, wait_for
 
@@ -16,22 +16,22 @@ READABLE = AccessFlags.REMOTE_READ
 
 
 @pytest.fixture
-def pd(inline: engine.Context) -> engine.ProtectionDomain:
-    return engine.ProtectionDomain(inline)
+def pd(inline: handles.Context) -> handles.ProtectionDomain:
+    return handles.ProtectionDomain(inline)
 
 
-def test_what_a_region_tells(pd: engine.ProtectionDomain) -> None:
+def test_what_a_region_tells(pd: handles.ProtectionDomain) -> None:
     memory = bytearray(100)
-    region = engine.MemoryRegion(pd, memory)
+    region = handles.MemoryRegion(pd, memory)
     assert region.address == ctypes.addressof(ctypes.c_char.from_buffer(memory))
     assert region.length == 100
-    assert region.lkey == region.rkey != engine.MemoryRegion(pd, memory).lkey
+    assert region.lkey == region.rkey != handles.MemoryRegion(pd, memory).lkey
     assert region.pd is pd
 
 
-def test_a_bytearray_cannot_be_resized_until_its_last_region_is_gone(pd: engine.ProtectionDomain) -> None:
+def test_a_bytearray_cannot_be_resized_until_its_last_region_is_gone(pd: handles.ProtectionDomain) -> None:
     memory = bytearray(8)
-    first, second = engine.MemoryRegion(pd, memory), engine.MemoryRegion(pd, memory)
+    first, second = handles.MemoryRegion(pd, memory), handles.MemoryRegion(pd, memory)
     for region in (first, second):
         with pytest.raises(BufferError, match="cannot be re-sized"):
             memory.extend(b"x")
@@ -40,9 +40,9 @@ def test_a_bytearray_cannot_be_resized_until_its_last_region_is_gone(pd: engine.
     assert len(memory) == 9
 
 
-def test_a_parent_that_refuses_keeps_the_memory(pd: engine.ProtectionDomain) -> None:
+def test_a_parent_that_refuses_keeps_the_memory(pd: handles.ProtectionDomain) -> None:
     memory = bytearray(8)
-    engine.MemoryRegion(pd, memory)
+    handles.MemoryRegion(pd, memory)
     with pytest.raises(BusyResourceError):
         pd.destroy()
     with pytest.raises(BufferError):
@@ -60,26 +60,26 @@ def test_a_parent_that_refuses_keeps_the_memory(pd: engine.ProtectionDomain) -> 
     ],
     ids=lambda memory: type(memory).__name__,
 )
-def test_writable_buffers(pd: engine.ProtectionDomain, memory: Any) -> None:
-    region = engine.MemoryRegion(pd, memory, ALL_ACCESS)
+def test_writable_buffers(pd: handles.ProtectionDomain, memory: Any) -> None:
+    region = handles.MemoryRegion(pd, memory, ALL_ACCESS)
     assert region.length == 16
     region.destroy()
 
 
-def test_read_only_memory_is_for_reading(context: engine.Context) -> None:
+def test_read_only_memory_is_for_reading(context: handles.Context) -> None:
     near, far = make_pair(context)
-    region = engine.MemoryRegion(far.pd, b"constant", READABLE)
+    region = handles.MemoryRegion(far.pd, b"constant", READABLE)
     near.qp.post_send(4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
     wait_for(near.cq)
     assert near.memory[:8] == b"constant"
     for access in (AccessFlags.LOCAL_WRITE, ALL_ACCESS):
         with pytest.raises(BufferError, match="not writable"):
-            engine.MemoryRegion(far.pd, b"constant", access)
+            handles.MemoryRegion(far.pd, b"constant", access)
 
 
-def test_an_address_and_a_length(pd: engine.ProtectionDomain) -> None:
+def test_an_address_and_a_length(pd: handles.ProtectionDomain) -> None:
     memory = (ctypes.c_char * 64)()
-    region = engine.MemoryRegion(pd, (ctypes.addressof(memory), 64))
+    region = handles.MemoryRegion(pd, (ctypes.addressof(memory), 64))
     assert (region.address, region.length) == (ctypes.addressof(memory), 64)
 
 
@@ -119,32 +119,32 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("memory", "access", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_refused(pd: engine.ProtectionDomain, memory: Any, access: Any, error: type[Exception], text: str) -> None:
+def test_refused(pd: handles.ProtectionDomain, memory: Any, access: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        engine.MemoryRegion(pd, memory, access)
+        handles.MemoryRegion(pd, memory, access)
     assert children(pd.context) == [pd]
     if isinstance(memory, bytearray):
         memory.append(0)  # nobody holds it
 
 
-def test_memory_that_is_not_there(pd: engine.ProtectionDomain) -> None:
+def test_memory_that_is_not_there(pd: handles.ProtectionDomain) -> None:
     with pytest.raises(VerbsError, match="ibv_reg_mr failed: EFAULT"):
-        engine.MemoryRegion(pd, (page_that_is_gone(), mmap.PAGESIZE), READABLE)
+        handles.MemoryRegion(pd, (page_that_is_gone(), mmap.PAGESIZE), READABLE)
 
 
-def test_a_region_of_a_parent_domain_serves_its_base(inline: engine.Context, pd: engine.ProtectionDomain) -> None:
-    domain = domains.ParentDomain(pd)
-    region = engine.MemoryRegion(domain, bytearray(8))
+def test_a_region_of_a_parent_domain_serves_its_base(inline: handles.Context, pd: handles.ProtectionDomain) -> None:
+    domain = parent_domain.ParentDomain(pd)
+    region = handles.MemoryRegion(domain, bytearray(8))
     assert region.pd is domain
     with pytest.raises(BusyResourceError):
         domain.destroy()
     assert inline.counts()["mrs"] == 1
 
 
-def test_a_key_is_not_used_again_at_once(pd: engine.ProtectionDomain) -> None:
+def test_a_key_is_not_used_again_at_once(pd: handles.ProtectionDomain) -> None:
     seen = set()
     for _ in range(200):
-        region = engine.MemoryRegion(pd, bytearray(8))
+        region = handles.MemoryRegion(pd, bytearray(8))
         assert region.rkey not in seen
         seen.add(region.rkey)
         region.destroy()

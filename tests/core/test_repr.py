@@ -5,7 +5,7 @@ import re
 import pytest
 
 from aioverbs import SendFlags, SendOpcode
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
@@ -39,13 +39,13 @@ def test_handles() -> None:
     }
 
 
-def test_a_completion(inline: engine.Context) -> None:
+def test_a_completion(inline: handles.Context) -> None:
     near, far = make_pair(inline)
     near.qp.post_send(SendOpcode.RDMA_WRITE, wr_id=0xABC, flags=SendFlags.SIGNALED, remote_addr=far.region.address)
     assert repr(succeed(near.cq)) == f"<WorkCompletion 0xabc: SUCCESS, queue pair {near.qp.qp_num}>"
     with pytest.raises(TypeError, match=r"come from CompletionQueue\.poll"):
-        engine.WorkCompletion()
+        handles.WorkCompletion()
 
 
 def test_use_default() -> None:
-    assert repr(domains.USE_DEFAULT) == "USE_DEFAULT"
+    assert repr(parent_domain.USE_DEFAULT) == "USE_DEFAULT"

@@ -5,20 +5,20 @@ import errno
 import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, SendFlags, SendOpcode, VerbsError, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.contexts import opened
 from tests.core.pairs import connect, make_end, succeed, wait_for
 
 KEY = 0xFEDCBA9876543210
 
 
-def test_regions_of_one_instance_serve_queue_pairs_of_another(context: engine.Context) -> None:
+def test_regions_of_one_instance_serve_queue_pairs_of_another(context: handles.Context) -> None:
     with opened("engine") as other:
-        pd = engine.ProtectionDomain(context)
+        pd = handles.ProtectionDomain(context)
         share = pd.share(KEY)
-        instance = engine.ProtectionDomain.open_shared(other, share, KEY)
+        instance = handles.ProtectionDomain.open_shared(other, share, KEY)
         assert instance.context is other
-        assert type(instance) is engine.ProtectionDomain
+        assert type(instance) is handles.ProtectionDomain
         near, far = make_end(pd), make_end(instance)
         connect(near.qp, far.qp)
         near.memory[:6] = b"shared"
@@ -45,11 +45,11 @@ def test_regions_of_one_instance_serve_queue_pairs_of_another(context: engine.Co
         assert far.memory[:6] == b"shared"
 
 
-def test_a_domain_of_its_own_is_still_closed_to_others(context: engine.Context) -> None:
-    pd = engine.ProtectionDomain(context)
+def test_a_domain_of_its_own_is_still_closed_to_others(context: handles.Context) -> None:
+    pd = handles.ProtectionDomain(context)
     pd.share(KEY)
     near, far = make_end(pd), make_end(pd)
-    stranger = make_end(engine.ProtectionDomain(context))
+    stranger = make_end(handles.ProtectionDomain(context))
     connect(near.qp, far.qp)
     near.qp.post_send(
         SendOpcode.RDMA_WRITE, [near.sge(0, 6)], remote_addr=stranger.region.address, rkey=stranger.region.rkey
@@ -58,44 +58,44 @@ def test_a_domain_of_its_own_is_still_closed_to_others(context: engine.Context) 
 
 
 @pytest.mark.once
-def test_what_is_not_given_out(context: engine.Context) -> None:
-    pd = engine.ProtectionDomain(context)
+def test_what_is_not_given_out(context: handles.Context) -> None:
+    pd = handles.ProtectionDomain(context)
     share = pd.share(KEY)
     before = context.counts()
     for number, key, error in ((share, KEY ^ 1, errno.EACCES), (share ^ 0x5555, KEY, errno.ENOENT)):
         with pytest.raises(VerbsError, match="ibv_share_pd failed") as caught:
-            engine.ProtectionDomain.open_shared(context, number, key)
+            handles.ProtectionDomain.open_shared(context, number, key)
         assert caught.value.errno == error
     with pytest.raises(VerbsError, match="ibv_alloc_shpd failed: EEXIST"):
         pd.share(KEY)
     with pytest.raises(VerbsError, match="ibv_alloc_shpd failed: EEXIST"):
-        domains.ParentDomain(pd).share(KEY)
+        parent_domain.ParentDomain(pd).share(KEY)
     with pytest.raises(OverflowError):
-        engine.ProtectionDomain(context).share(1 << 64)
+        handles.ProtectionDomain(context).share(1 << 64)
     with pytest.raises(TypeError, match="NoneType"):
-        engine.ProtectionDomain.open_shared(None, share, KEY)  # type: ignore[arg-type]
+        handles.ProtectionDomain.open_shared(None, share, KEY)  # type: ignore[arg-type]
     assert context.counts()["mrs"] == before["mrs"]
 
 
 @pytest.mark.once
-def test_the_domain_goes_with_its_last_instance(context: engine.Context) -> None:
-    first = engine.ProtectionDomain(context)
+def test_the_domain_goes_with_its_last_instance(context: handles.Context) -> None:
+    first = handles.ProtectionDomain(context)
     share = first.share(KEY)
-    second = engine.ProtectionDomain.open_shared(context, share, KEY)
+    second = handles.ProtectionDomain.open_shared(context, share, KEY)
     first.destroy()
-    third = engine.ProtectionDomain.open_shared(context, share, KEY)
+    third = handles.ProtectionDomain.open_shared(context, share, KEY)
     second.destroy()
     third.destroy()
     with pytest.raises(VerbsError, match="ENOENT"):
-        engine.ProtectionDomain.open_shared(context, share, KEY)
+        handles.ProtectionDomain.open_shared(context, share, KEY)
 
 
 @pytest.mark.once
-def test_an_instance_is_a_handle_as_any(context: engine.Context) -> None:
-    share = engine.ProtectionDomain(context).share(KEY)
-    instance = engine.ProtectionDomain.open_shared(context, share, KEY)
-    assert instance in engine.open_handles()
-    domain = domains.ParentDomain(instance)
+def test_an_instance_is_a_handle_as_any(context: handles.Context) -> None:
+    share = handles.ProtectionDomain(context).share(KEY)
+    instance = handles.ProtectionDomain.open_shared(context, share, KEY)
+    assert instance in handles.open_handles()
+    domain = parent_domain.ParentDomain(instance)
     with pytest.raises(BusyResourceError):
         instance.destroy()
     domain.destroy()
@@ -105,4 +105,4 @@ def test_an_instance_is_a_handle_as_any(context: engine.Context) -> None:
     with opened("inline") as closed:
         pass
     with pytest.raises(ClosedResourceError):
-        engine.ProtectionDomain.open_shared(closed, share, KEY)
+        handles.ProtectionDomain.open_shared(closed, share, KEY)

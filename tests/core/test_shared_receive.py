@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from aioverbs import BusyResourceError, EventType, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import SrqAttributes
 from tests.core.allocators import Recording
 from tests.core.pairs import End, connect, make_domain, make_end, next_event, succeed, wait_for
@@ -15,18 +15,18 @@ SEND, SIGNALED = SendOpcode.SEND, SendFlags.SIGNALED
 
 
 def make_star(
-    context: engine.Context, kind: str, count: int = 2, depth: int = 16, limit: int = 0
-) -> tuple[engine.SharedReceiveQueue, list[tuple[End, End]]]:
+    context: handles.Context, kind: str, count: int = 2, depth: int = 16, limit: int = 0
+) -> tuple[handles.SharedReceiveQueue, list[tuple[End, End]]]:
     """Pairs whose far ends share a receive queue."""
     domain = make_domain(context, kind)
-    srq = engine.SharedReceiveQueue(domain, depth, 2, limit)
+    srq = handles.SharedReceiveQueue(domain, depth, 2, limit)
     pairs = [(make_end(domain), make_end(domain, srq=srq)) for _ in range(count)]
     for near, far in pairs:
         connect(near.qp, far.qp)
     return srq, pairs
 
 
-def test_receives_are_taken_in_the_order_of_messages(context: engine.Context, kind: str) -> None:
+def test_receives_are_taken_in_the_order_of_messages(context: handles.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind)
     memory = pairs[0][1]
     for wr_id in range(4):
@@ -40,7 +40,7 @@ def test_receives_are_taken_in_the_order_of_messages(context: engine.Context, ki
     assert memory.memory[0:64:16] == b"ABCD"
 
 
-def test_who_has_one_has_no_receive_queue(inline: engine.Context) -> None:
+def test_who_has_one_has_no_receive_queue(inline: handles.Context) -> None:
     srq, pairs = make_star(inline, "plain", 1)
     far = pairs[0][1]
     assert far.qp.srq is srq
@@ -49,25 +49,25 @@ def test_who_has_one_has_no_receive_queue(inline: engine.Context) -> None:
         far.qp.post_recv()
 
 
-def test_datagrams_too(context: engine.Context) -> None:
+def test_datagrams_too(context: handles.Context) -> None:
     domain = make_domain(context, "plain")
-    srq = engine.SharedReceiveQueue(domain, 4)
+    srq = handles.SharedReceiveQueue(domain, 4)
     near, far = make_end(domain, qp_type=QpType.UD), make_end(domain, qp_type=QpType.UD, srq=srq)
     start_ud(near.qp)
     start_ud(far.qp)
     srq.post_recv([far.sge()])
-    way = engine.AddressHandle(domain, way_to(context))
+    way = handles.AddressHandle(domain, way_to(context))
     near.qp.post_send(SEND, [near.sge(0, 3)], ah=way, remote_qpn=far.qp.qp_num, remote_qkey=QKEY)
     assert succeed(far.cq).byte_len == GRH_BYTES + 3
 
 
-def test_it_tells_its_size(inline: engine.Context) -> None:
-    pd = engine.ProtectionDomain(inline)
-    srq = engine.SharedReceiveQueue(pd, 10, 3)
+def test_it_tells_its_size(inline: handles.Context) -> None:
+    pd = handles.ProtectionDomain(inline)
+    srq = handles.SharedReceiveQueue(pd, 10, 3)
     told = srq.query()
     assert told.max_wr >= 10
     assert (told.max_sge, told.limit) == (3, 0)
-    assert engine.SharedReceiveQueue(pd, 10, limit=4).query().limit == 4
+    assert handles.SharedReceiveQueue(pd, 10, limit=4).query().limit == 4
     assert isinstance(told, SrqAttributes)
     assert srq.pd is pd
     assert (srq.cq, srq.xrc_domain) == (None, None)
@@ -75,7 +75,7 @@ def test_it_tells_its_size(inline: engine.Context) -> None:
         srq.number  # noqa: B018
 
 
-def test_a_full_one_refuses(context: engine.Context, kind: str) -> None:
+def test_a_full_one_refuses(context: handles.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=4)
     near, far = pairs[0]
     for _ in range(4):
@@ -87,7 +87,7 @@ def test_a_full_one_refuses(context: engine.Context, kind: str) -> None:
     srq.post_recv()
 
 
-def test_the_limit_is_told_once(context: engine.Context, kind: str) -> None:
+def test_the_limit_is_told_once(context: handles.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, limit=2)
     near, far = pairs[0]
     for _ in range(4):
@@ -116,7 +116,7 @@ def test_the_limit_is_told_once(context: engine.Context, kind: str) -> None:
     event.ack()
 
 
-def test_a_larger_size(context: engine.Context, kind: str) -> None:
+def test_a_larger_size(context: handles.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=4)
     near, far = pairs[0]
     for number in range(4):
@@ -134,7 +134,7 @@ def test_a_larger_size(context: engine.Context, kind: str) -> None:
     assert far.memory[:64] == bytes(range(64))
 
 
-def test_a_size_that_is_too_small_changes_nothing(context: engine.Context, kind: str) -> None:
+def test_a_size_that_is_too_small_changes_nothing(context: handles.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=16)
     near, far = pairs[0]
     for number in range(16):
@@ -148,10 +148,10 @@ def test_a_size_that_is_too_small_changes_nothing(context: engine.Context, kind:
 
 
 @pytest.mark.once
-def test_memory_comes_from_the_parent_domain_s_allocator(context: engine.Context) -> None:
+def test_memory_comes_from_the_parent_domain_s_allocator(context: handles.Context) -> None:
     allocator = Recording()
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    srq = engine.SharedReceiveQueue(domain, 8)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    srq = handles.SharedReceiveQueue(domain, 8)
     asked = len(allocator.live)
     assert asked
     srq.modify(max_wr=128)
@@ -162,7 +162,7 @@ def test_memory_comes_from_the_parent_domain_s_allocator(context: engine.Context
 
 
 @pytest.mark.once
-def test_an_allocator_that_fails_is_the_cause(context: engine.Context) -> None:
+def test_an_allocator_that_fails_is_the_cause(context: handles.Context) -> None:
     refusing = False
 
     def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
@@ -171,12 +171,12 @@ def test_an_allocator_that_fails_is_the_cause(context: engine.Context) -> None:
         return recording.piece(size, alignment, resource_type).address
 
     allocator = Recording(answer)
-    domain = domains.ParentDomain(engine.ProtectionDomain(context), None, allocator)
-    srq = engine.SharedReceiveQueue(domain, 8)
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    srq = handles.SharedReceiveQueue(domain, 8)
     refusing = True
     for verb, call in (
         ("ibv_modify_srq", lambda: srq.modify(max_wr=128)),
-        ("ibv_create_srq", lambda: engine.SharedReceiveQueue(domain, 8)),
+        ("ibv_create_srq", lambda: handles.SharedReceiveQueue(domain, 8)),
     ):
         with pytest.raises(VerbsError) as caught:
             call()
@@ -186,9 +186,9 @@ def test_an_allocator_that_fails_is_the_cause(context: engine.Context) -> None:
 
 
 @pytest.mark.once
-def test_an_xrc_queue_has_a_limit_and_grows(context: engine.Context) -> None:
-    pd, cq = engine.ProtectionDomain(context), engine.CompletionQueue(context, 16)
-    srq = engine.SharedReceiveQueue(pd, 4, limit=2, xrc_domain=engine.XrcDomain(context), cq=cq)
+def test_an_xrc_queue_has_a_limit_and_grows(context: handles.Context) -> None:
+    pd, cq = handles.ProtectionDomain(context), handles.CompletionQueue(context, 16)
+    srq = handles.SharedReceiveQueue(pd, 4, limit=2, xrc_domain=handles.XrcDomain(context), cq=cq)
     number = srq.number
     assert srq.query().limit == 2
     for _ in range(4):
@@ -203,15 +203,15 @@ def test_an_xrc_queue_has_a_limit_and_grows(context: engine.Context) -> None:
         srq.post_recv()
 
 
-def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: engine.Context) -> None:
-    pd = engine.ProtectionDomain(inline)
+def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: handles.Context) -> None:
+    pd = handles.ProtectionDomain(inline)
     before = inline.counts()
     with pytest.raises(VerbsError, match="ibv_modify_srq failed: EINVAL"):
-        engine.SharedReceiveQueue(pd, 4, limit=1 << 20)
+        handles.SharedReceiveQueue(pd, 4, limit=1 << 20)
     assert inline.counts() == before
 
 
-def test_the_last_receive_of_a_queue_pair_in_error(context: engine.Context) -> None:
+def test_the_last_receive_of_a_queue_pair_in_error(context: handles.Context) -> None:
     """Nothing is flushed: an event tells that it takes nothing any more."""
     srq, pairs = make_star(context, "plain", 1)
     far = pairs[0][1]
@@ -224,7 +224,7 @@ def test_the_last_receive_of_a_queue_pair_in_error(context: engine.Context) -> N
     assert far.cq.poll() == []
 
 
-def test_bad_memory_breaks_the_queue_pair_alone(context: engine.Context, kind: str) -> None:
+def test_bad_memory_breaks_the_queue_pair_alone(context: handles.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind)
     (near, far), (other, whole) = pairs
     srq.post_recv([(far.region.address, 8, far.region.lkey ^ 0xFF00)])

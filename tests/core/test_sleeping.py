@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from aioverbs import SendFlags, SendOpcode
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end
 from tests.waiting import wait_until
@@ -16,12 +16,12 @@ SIGNALED = SendFlags.SIGNALED
 class Sleeper:
     """Waits for the completions of a queue as a loop does: asks for an event, polls once more, sleeps."""
 
-    def __init__(self, cq: engine.CompletionQueue) -> None:
+    def __init__(self, cq: handles.CompletionQueue) -> None:
         assert cq.channel is not None
         self.cq, self.channel = cq, cq.channel
         self.polls = self.sleeps = 0
 
-    def _poll(self) -> list[engine.WorkCompletion]:
+    def _poll(self) -> list[handles.WorkCompletion]:
         self.polls += 1
         return self.cq.poll(1)
 
@@ -38,7 +38,7 @@ class Sleeper:
         while (queue := self.channel.get_event()) is not None:
             queue.ack_events()
 
-    async def completion(self) -> engine.WorkCompletion:
+    async def completion(self) -> handles.WorkCompletion:
         while not (found := self._poll()):
             self.cq.request_notify()
             if found := self._poll():
@@ -47,14 +47,14 @@ class Sleeper:
         return found[0]
 
 
-def connected(context: engine.Context, kind: str) -> tuple[End, End]:
-    domain, channel = make_domain(context, kind), engine.CompletionChannel(context)
+def connected(context: handles.Context, kind: str) -> tuple[End, End]:
+    domain, channel = make_domain(context, kind), handles.CompletionChannel(context)
     near, far = (make_end(domain, channel=channel) for _ in range(2))
     connect(near.qp, far.qp)
     return near, far
 
 
-async def test_messages_wake_a_loop_up(context: engine.Context, kind: str) -> None:
+async def test_messages_wake_a_loop_up(context: handles.Context, kind: str) -> None:
     near, far = connected(context, kind)
     sleeper = Sleeper(far.cq)
     for number in range(20):
@@ -65,7 +65,7 @@ async def test_messages_wake_a_loop_up(context: engine.Context, kind: str) -> No
         assert far.memory[:8] == near.memory[:8]
 
 
-async def test_nothing_is_missed_between_asking_and_sleeping(context: engine.Context, kind: str) -> None:
+async def test_nothing_is_missed_between_asking_and_sleeping(context: handles.Context, kind: str) -> None:
     """Whenever the completion comes, either the poll after asking sees it or the event."""
     near, _ = connected(context, kind)
     sleeper = Sleeper(near.cq)

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from aioverbs._core import engine
-from aioverbs.soft_address import SoftAddress
-from aioverbs.soft_settings import SoftSettings
+from aioverbs._core.handles import handles
+from aioverbs._providers.software_names import SoftAddress
+from aioverbs._providers.software_settings import SoftSettings
 
 P = "AIOVERBS_SOFT_"
 
@@ -70,7 +69,7 @@ def test_a_runtime_directory_of_no_use() -> None:
 def test_what_the_device_has_no_room_for(wrong: dict[str, Any]) -> None:
     settings = replace(SoftSettings(b"/tmp/peers"), **wrong)
     with pytest.raises(ValueError, match="longer than the software device takes"):
-        engine.Context.open_software(settings=settings)
+        handles.Context.open_software(settings=settings)
 
 
 @given(secret=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=20, max_size=300))

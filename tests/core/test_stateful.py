@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from aioverbs import EventType, QpType, WcStatus
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.testing import destroy_all
 from tests.core.making import RECEIVERS, SENDERS
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE
@@ -43,7 +43,7 @@ class Device(Rules):
                 reached.update(self.twins.fabric.memory.reached)
         finally:
             self.twins.close()
-            destroy_all(engine.open_handles())
+            destroy_all(handles.open_handles())
 
 
 @pytest.mark.timeout(280)  # a failure is shrunk for some minutes

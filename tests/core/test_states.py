@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import QpState, QpType, VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.transitions import (
     ERR,
     INIT,
@@ -25,7 +25,7 @@ from tests.core.transitions import (
 
 
 @pytest.fixture
-def bench(context: engine.Context) -> Bench:
+def bench(context: handles.Context) -> Bench:
     return make_bench(context)
 
 

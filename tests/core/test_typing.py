@@ -3,21 +3,21 @@
 from typing import assert_type
 
 from aioverbs import SendFlags, SendOpcode, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import children
 from tests.core.pairs import connect, wait_for
 
 
-def test_types(inline: engine.Context) -> None:
-    pd = engine.ProtectionDomain(inline)
-    domain = domains.ParentDomain(pd, domains.ThreadDomain(inline), Recording())
-    channel = engine.CompletionChannel(inline)
-    cq = engine.CompletionQueue(inline, 16, channel, parent_domain=domain)
-    region = engine.MemoryRegion(pd, bytearray(8))
-    qp = engine.QueuePair(domain, cq, cq)
-    connect(qp, engine.QueuePair(domain, cq, cq))
+def test_types(inline: handles.Context) -> None:
+    pd = handles.ProtectionDomain(inline)
+    domain = parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(inline), Recording())
+    channel = handles.CompletionChannel(inline)
+    cq = handles.CompletionQueue(inline, 16, channel, parent_domain=domain)
+    region = handles.MemoryRegion(pd, bytearray(8))
+    qp = handles.QueuePair(domain, cq, cq)
+    connect(qp, handles.QueuePair(domain, cq, cq))
     qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
 
     told: list[tuple[object, type]] = [
@@ -31,24 +31,24 @@ def test_types(inline: engine.Context) -> None:
         (assert_type(inline.counts()["overlaps"], int), int),
         (assert_type(region.lkey, int), int),
         (assert_type(region.address, int), int),
-        (assert_type(region.pd, engine.ProtectionDomain), engine.ProtectionDomain),
-        (assert_type(domain.base, engine.ProtectionDomain), engine.ProtectionDomain),
-        (assert_type(domain.td, domains.ThreadDomain | None), domains.ThreadDomain),
+        (assert_type(region.pd, handles.ProtectionDomain), handles.ProtectionDomain),
+        (assert_type(domain.base, handles.ProtectionDomain), handles.ProtectionDomain),
+        (assert_type(domain.td, parent_domain.ThreadDomain | None), parent_domain.ThreadDomain),
         (assert_type(domain.held, int), int),
         (assert_type(channel.fileno(), int), int),
-        (assert_type(channel.get_event(), engine.CompletionQueue | None), type(None)),
-        (assert_type(cq.channel, engine.CompletionChannel | None), engine.CompletionChannel),
-        (assert_type(cq.parent_domain, engine.ProtectionDomain | None), domains.ParentDomain),
+        (assert_type(channel.get_event(), handles.CompletionQueue | None), type(None)),
+        (assert_type(cq.channel, handles.CompletionChannel | None), handles.CompletionChannel),
+        (assert_type(cq.parent_domain, handles.ProtectionDomain | None), parent_domain.ParentDomain),
         (assert_type(cq.cqe, int), int),
         (assert_type(qp.capabilities, QpCapabilities), QpCapabilities),
         (assert_type(qp.query(), QpAttributes), QpAttributes),
         (assert_type(qp.qp_num, int), int),
         (assert_type(qp.closed, bool), bool),
-        (assert_type(engine.open_handles(), list[engine.Handle]), list),
+        (assert_type(handles.open_handles(), list[handles.Handle]), list),
     ]
-    (completion,) = assert_type(wait_for(cq), list[engine.WorkCompletion])
+    (completion,) = assert_type(wait_for(cq), list[handles.WorkCompletion])
     told += [
-        (assert_type(completion, engine.WorkCompletion), engine.WorkCompletion),
+        (assert_type(completion, handles.WorkCompletion), handles.WorkCompletion),
         (assert_type(completion.status, WcStatus), WcStatus),
         (assert_type(completion.wr_id, int), int),
         (assert_type(completion.imm_data, int), int),

@@ -15,7 +15,7 @@ from aioverbs import (
     WcOpcode,
     WcStatus,
 )
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.pairs import ALL_ACCESS, CAPABILITIES, End, connect, make_domain, make_end, succeed, wait_for
 
 READ, WRITE, SIGNALED = SendOpcode.RDMA_READ, SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
@@ -24,7 +24,7 @@ REMOTE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE
 
 
 @pytest.fixture
-def pair(context: engine.Context, kind: str) -> tuple[End, End]:
+def pair(context: handles.Context, kind: str) -> tuple[End, End]:
     """The far end's region may be bound, and is closed to peers by itself."""
     domain = make_domain(context, kind)
     near, far = make_end(domain), make_end(domain, access=BINDABLE)
@@ -33,13 +33,13 @@ def pair(context: engine.Context, kind: str) -> tuple[End, End]:
 
 
 @pytest.fixture(params=MwType, ids=lambda kind: kind.name)
-def window(request: pytest.FixtureRequest, pair: tuple[End, End]) -> engine.MemoryWindow:
-    return engine.MemoryWindow(pair[1].pd, request.param)
+def window(request: pytest.FixtureRequest, pair: tuple[End, End]) -> handles.MemoryWindow:
+    return handles.MemoryWindow(pair[1].pd, request.param)
 
 
 def bind(
-    far: End, window: engine.MemoryWindow, offset: int = 0, length: int = 64, access: AccessFlags = REMOTE
-) -> engine.WorkCompletion:
+    far: End, window: handles.MemoryWindow, offset: int = 0, length: int = 64, access: AccessFlags = REMOTE
+) -> handles.WorkCompletion:
     """Bind a window to a part of the far memory, and wait for it."""
     far.qp.bind_window(window, far.region, far.region.address + offset, length, access, wr_id=7, flags=SIGNALED)
     return wait_for(far.cq)[0]
@@ -58,7 +58,7 @@ def again(near: End, far: End) -> None:
     connect(near.qp, far.qp, ALL_ACCESS)
 
 
-def test_a_window_opens_a_part_of_a_region(pair: tuple[End, End], window: engine.MemoryWindow) -> None:
+def test_a_window_opens_a_part_of_a_region(pair: tuple[End, End], window: handles.MemoryWindow) -> None:
     near, far = pair
     before = window.rkey
     completion = bind(far, window, 100, 50)
@@ -75,21 +75,21 @@ def test_a_window_opens_a_part_of_a_region(pair: tuple[End, End], window: engine
 
 
 @pytest.mark.parametrize("outside", [99, 143])
-def test_its_bounds(pair: tuple[End, End], window: engine.MemoryWindow, outside: int) -> None:
+def test_its_bounds(pair: tuple[End, End], window: handles.MemoryWindow, outside: int) -> None:
     near, far = pair
     bind(far, window, 100, 50)
     assert ask(near, WRITE, far.region.address + outside, window.rkey) is WcStatus.REM_ACCESS_ERR
     assert far.memory == bytes(4096)
 
 
-def test_its_access(pair: tuple[End, End], window: engine.MemoryWindow) -> None:
+def test_its_access(pair: tuple[End, End], window: handles.MemoryWindow) -> None:
     near, far = pair
     bind(far, window, access=AccessFlags.REMOTE_READ)
     assert ask(near, READ, far.region.address, window.rkey) is WcStatus.SUCCESS
     assert ask(near, WRITE, far.region.address, window.rkey) is WcStatus.REM_ACCESS_ERR
 
 
-def test_the_key_of_before_is_refused(pair: tuple[End, End], window: engine.MemoryWindow) -> None:
+def test_the_key_of_before_is_refused(pair: tuple[End, End], window: handles.MemoryWindow) -> None:
     near, far = pair
     unbound = window.rkey
     bind(far, window)
@@ -98,7 +98,7 @@ def test_the_key_of_before_is_refused(pair: tuple[End, End], window: engine.Memo
 
 def test_a_window_of_type_1_moves_and_is_unbound(pair: tuple[End, End]) -> None:
     near, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_1)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_1)
     bind(far, window)
     first = window.rkey
     bind(far, window, 64)
@@ -114,7 +114,7 @@ def test_a_window_of_type_1_moves_and_is_unbound(pair: tuple[End, End]) -> None:
 
 def test_a_window_of_type_2_is_invalidated_here(pair: tuple[End, End]) -> None:
     near, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_2)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     bind(far, window)
     key = window.rkey
     far.qp.post_send(SendOpcode.LOCAL_INV, invalidate_rkey=key, flags=SIGNALED)
@@ -128,7 +128,7 @@ def test_a_window_of_type_2_is_invalidated_here(pair: tuple[End, End]) -> None:
 
 def test_a_window_of_type_2_is_invalidated_by_the_peer(pair: tuple[End, End]) -> None:
     near, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_2)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     bind(far, window)
     key = window.rkey
     far.qp.post_recv([far.sge(1000, 8)])
@@ -142,11 +142,11 @@ def test_a_window_of_type_2_is_invalidated_by_the_peer(pair: tuple[End, End]) ->
     assert ask(near, READ, far.region.address, key) is WcStatus.REM_ACCESS_ERR
 
 
-def test_extended_queues_tell_the_key_as_well(context: engine.Context) -> None:
+def test_extended_queues_tell_the_key_as_well(context: handles.Context) -> None:
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain, access=BINDABLE, extended=True)
     connect(near.qp, far.qp)
-    window = engine.MemoryWindow(domain, MwType.TYPE_2)
+    window = handles.MemoryWindow(domain, MwType.TYPE_2)
     bind(far, window)
     far.qp.post_recv()
     near.qp.post_send(SendOpcode.SEND_WITH_INV, invalidate_rkey=window.rkey)
@@ -156,7 +156,7 @@ def test_extended_queues_tell_the_key_as_well(context: engine.Context) -> None:
 
 def test_a_key_of_choice(pair: tuple[End, End]) -> None:
     near, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_2)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     key = window.rkey ^ 0x80
     far.qp.bind_window(window, far.region, far.region.address, 8, REMOTE, flags=SIGNALED, rkey=key)
     succeed(far.cq)
@@ -166,14 +166,14 @@ def test_a_key_of_choice(pair: tuple[End, End]) -> None:
 
 def test_a_bound_window_of_type_2_is_not_bound_again(pair: tuple[End, End]) -> None:
     _, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_2)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     bind(far, window)
     assert bind(far, window).status is WcStatus.MW_BIND_ERR
 
 
 def test_a_window_of_type_2_serves_its_queue_pair_alone(pair: tuple[End, End]) -> None:
     near, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_2)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     other, stranger = make_end(far.pd), make_end(far.pd)
     connect(other.qp, stranger.qp)
     bind(far, window)
@@ -182,24 +182,24 @@ def test_a_window_of_type_2_serves_its_queue_pair_alone(pair: tuple[End, End]) -
 
 
 @pytest.mark.parametrize("refusal", ["not bindable", "bounds", "no write in the region", "protection domain"])
-def test_what_cannot_be_bound(context: engine.Context, pair: tuple[End, End], kind: str, refusal: str) -> None:
+def test_what_cannot_be_bound(context: handles.Context, pair: tuple[End, End], kind: str, refusal: str) -> None:
     _, far = pair
-    window = engine.MemoryWindow(far.pd, MwType.TYPE_2)
+    window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     region, length = far.region, 8
     match refusal:
         case "not bindable":
-            region = engine.MemoryRegion(far.pd, far.memory, ALL_ACCESS)
+            region = handles.MemoryRegion(far.pd, far.memory, ALL_ACCESS)
         case "bounds":
             length = 4097
         case "no write in the region":
-            region = engine.MemoryRegion(far.pd, far.memory, AccessFlags.MW_BIND)
+            region = handles.MemoryRegion(far.pd, far.memory, AccessFlags.MW_BIND)
         case "protection domain":
-            region = engine.MemoryRegion(engine.ProtectionDomain(context), far.memory, BINDABLE)
+            region = handles.MemoryRegion(handles.ProtectionDomain(context), far.memory, BINDABLE)
     far.qp.bind_window(window, region, region.address, length, REMOTE)
     assert wait_for(far.cq)[0].status is WcStatus.MW_BIND_ERR
 
 
-def test_a_region_stays_while_a_window_is_bound_to_it(pair: tuple[End, End], window: engine.MemoryWindow) -> None:
+def test_a_region_stays_while_a_window_is_bound_to_it(pair: tuple[End, End], window: handles.MemoryWindow) -> None:
     _, far = pair
     bind(far, window)
     for _ in range(2):
@@ -210,7 +210,7 @@ def test_a_region_stays_while_a_window_is_bound_to_it(pair: tuple[End, End], win
     far.region.destroy()
 
 
-def test_a_window_goes_with_its_key(pair: tuple[End, End], window: engine.MemoryWindow) -> None:
+def test_a_window_goes_with_its_key(pair: tuple[End, End], window: handles.MemoryWindow) -> None:
     near, far = pair
     bind(far, window)
     key = window.rkey
@@ -221,7 +221,7 @@ def test_a_window_goes_with_its_key(pair: tuple[End, End], window: engine.Memory
 @pytest.mark.once
 def test_arguments(pair: tuple[End, End]) -> None:
     _, far = pair
-    first, second = (engine.MemoryWindow(far.pd, kind) for kind in MwType)
+    first, second = (handles.MemoryWindow(far.pd, kind) for kind in MwType)
     address = far.region.address
     keys = [first.rkey, second.rkey]
     with pytest.raises(ValueError, match="chooses the key of a window of type 1"):
@@ -233,7 +233,7 @@ def test_arguments(pair: tuple[End, End]) -> None:
     with pytest.raises(VerbsError, match="ibv_post_send failed: EINVAL"):
         far.qp.bind_window(second, far.region, address, 8, REMOTE, rkey=second.rkey ^ 0x100)
     with pytest.raises(ValueError, match="3 is not a valid MwType"):
-        engine.MemoryWindow(far.pd, 3)
+        handles.MemoryWindow(far.pd, 3)
     assert [first.rkey, second.rkey] == keys
     first.destroy()
     with pytest.raises(ClosedResourceError, match="MemoryWindow of type 1"):
@@ -241,11 +241,11 @@ def test_arguments(pair: tuple[End, End]) -> None:
     assert far.cq.poll() == []
 
 
-def test_a_full_queue_leaves_the_key(context: engine.Context, kind: str) -> None:
+def test_a_full_queue_leaves_the_key(context: handles.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = make_end(domain, access=BINDABLE), make_end(domain)
     connect(near.qp, far.qp)
-    for window in [engine.MemoryWindow(domain, kind) for kind in MwType]:
+    for window in [handles.MemoryWindow(domain, kind) for kind in MwType]:
         near.qp.modify(QpState.SQD)
         for _ in range(CAPABILITIES.max_send_wr):
             near.qp.post_send(WRITE, flags=SIGNALED)

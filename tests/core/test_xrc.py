@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aioverbs import BusyResourceError, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from aioverbs.attributes import QpCapabilities
 from tests.core.contexts import opened
 from tests.core.pairs import ALL_ACCESS, CAPABILITIES, make_queue, succeed, wait_for
@@ -29,12 +29,12 @@ def file(tmp_path: Path) -> Iterator[int]:
 class Sender:
     """A process that sends: a queue pair without a receive queue."""
 
-    qp: engine.QueuePair
-    cq: engine.CompletionQueue
+    qp: handles.QueuePair
+    cq: handles.CompletionQueue
     memory: bytearray
-    region: engine.MemoryRegion
+    region: handles.MemoryRegion
 
-    def send(self, srq: engine.SharedReceiveQueue, data: bytes) -> None:
+    def send(self, srq: handles.SharedReceiveQueue, data: bytes) -> None:
         self.memory[: len(data)] = data
         self.qp.post_send(
             SEND,
@@ -44,47 +44,47 @@ class Sender:
         )
 
 
-def make_sender(context: engine.Context) -> Sender:
-    pd = engine.ProtectionDomain(context)
+def make_sender(context: handles.Context) -> Sender:
+    pd = handles.ProtectionDomain(context)
     cq = make_queue(context, pd)
     memory = bytearray(64)
-    qp = engine.QueuePair(pd, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND)
-    return Sender(qp, cq, memory, engine.MemoryRegion(pd, memory, ALL_ACCESS))
+    qp = handles.QueuePair(pd, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND)
+    return Sender(qp, cq, memory, handles.MemoryRegion(pd, memory, ALL_ACCESS))
 
 
 @dataclass
 class Receiver:
     """A process that receives: a shared receive queue with its own memory and completions."""
 
-    srq: engine.SharedReceiveQueue
-    cq: engine.CompletionQueue
+    srq: handles.SharedReceiveQueue
+    cq: handles.CompletionQueue
     memory: bytearray
-    region: engine.MemoryRegion
+    region: handles.MemoryRegion
 
     def post(self) -> None:
         self.srq.post_recv([(self.region.address, 64, self.region.lkey)], wr_id=9)
 
 
-def make_receiver(context: engine.Context, xrc_domain: domains.XrcDomain) -> Receiver:
-    pd = engine.ProtectionDomain(context)
+def make_receiver(context: handles.Context, xrc_domain: parent_domain.XrcDomain) -> Receiver:
+    pd = handles.ProtectionDomain(context)
     cq = make_queue(context, pd)
     memory = bytearray(64)
-    srq = engine.SharedReceiveQueue(pd, 16, xrc_domain=xrc_domain, cq=cq)
-    return Receiver(srq, cq, memory, engine.MemoryRegion(pd, memory, ALL_ACCESS))
+    srq = handles.SharedReceiveQueue(pd, 16, xrc_domain=xrc_domain, cq=cq)
+    return Receiver(srq, cq, memory, handles.MemoryRegion(pd, memory, ALL_ACCESS))
 
 
-def make_target(xrc_domain: domains.XrcDomain, sender: Sender) -> engine.QueuePair:
+def make_target(xrc_domain: parent_domain.XrcDomain, sender: Sender) -> handles.QueuePair:
     """The far end of a sender, connected with it."""
-    target = engine.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
+    target = handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
     start_xrc_receiver(target, sender.qp.qp_num)
     start_xrc_sender(sender.qp, target.qp_num)
     return target
 
 
-def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context: engine.Context, file: int) -> None:
+def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context: handles.Context, file: int) -> None:
     """The point of XRC: the target belongs to one context, the queues that are reached through it to several."""
     with opened("inline") as sending, opened("engine") as other:
-        here, there = domains.XrcDomain(context, file), domains.XrcDomain(other, file)
+        here, there = parent_domain.XrcDomain(context, file), parent_domain.XrcDomain(other, file)
         receivers = make_receiver(context, here), make_receiver(other, there)
         sender = make_sender(sending)
         target = make_target(here, sender)
@@ -103,8 +103,8 @@ def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context:
         target.destroy()
 
 
-def test_queues_of_another_domain_are_not_reached(context: engine.Context) -> None:
-    mine, other = domains.XrcDomain(context), domains.XrcDomain(context)
+def test_queues_of_another_domain_are_not_reached(context: handles.Context) -> None:
+    mine, other = parent_domain.XrcDomain(context), parent_domain.XrcDomain(context)
     receiver, sender = make_receiver(context, other), make_sender(context)
     target = make_target(mine, sender)
     receiver.post()
@@ -115,8 +115,8 @@ def test_queues_of_another_domain_are_not_reached(context: engine.Context) -> No
     target.destroy()
 
 
-def test_one_sided_requests_go_by_the_target_s_memory(context: engine.Context) -> None:
-    xrc_domain = domains.XrcDomain(context)
+def test_one_sided_requests_go_by_the_target_s_memory(context: handles.Context) -> None:
+    xrc_domain = parent_domain.XrcDomain(context)
     receiver, sender = make_receiver(context, xrc_domain), make_sender(context)
     make_target(xrc_domain, sender)
     sender.memory[:5] = b"write"
@@ -133,16 +133,16 @@ def test_one_sided_requests_go_by_the_target_s_memory(context: engine.Context) -
 
 
 @pytest.mark.once
-def test_numbers_are_distinct(context: engine.Context) -> None:
-    xrc_domain = domains.XrcDomain(context)
+def test_numbers_are_distinct(context: handles.Context) -> None:
+    xrc_domain = parent_domain.XrcDomain(context)
     receivers = [make_receiver(context, xrc_domain) for _ in range(4)]
     assert len({receiver.srq.number for receiver in receivers}) == 4
     assert all(0 < receiver.srq.number < 1 << 24 for receiver in receivers)
 
 
-def test_depths_that_it_has_not(inline: engine.Context) -> None:
+def test_depths_that_it_has_not(inline: handles.Context) -> None:
     sender = make_sender(inline)
-    target = engine.QueuePair(xrc_domain=domains.XrcDomain(inline), qp_type=QpType.XRC_RECV)
+    target = handles.QueuePair(xrc_domain=parent_domain.XrcDomain(inline), qp_type=QpType.XRC_RECV)
     assert sender.qp.capabilities.max_send_wr == 128
     assert sender.qp.capabilities.max_recv_wr == sender.qp.capabilities.max_recv_sge == 0
     assert target.capabilities == target.query().cap == QpCapabilities(0, 0, 0, 0, 0)
@@ -155,35 +155,35 @@ def test_depths_that_it_has_not(inline: engine.Context) -> None:
 class TestDomains:
     """``ibv_open_xrcd`` and ``ibv_close_xrcd``."""
 
-    def test_without_a_file(self, inline: engine.Context) -> None:
-        first, second = domains.XrcDomain(inline), domains.XrcDomain(inline)
+    def test_without_a_file(self, inline: handles.Context) -> None:
+        first, second = parent_domain.XrcDomain(inline), parent_domain.XrcDomain(inline)
         assert first.address != second.address
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EINVAL"):
-            domains.XrcDomain(inline, -1, 0)
+            parent_domain.XrcDomain(inline, -1, 0)
 
-    def test_a_domain_for_each_inode(self, inline: engine.Context, file: int, tmp_path: Path) -> None:
+    def test_a_domain_for_each_inode(self, inline: handles.Context, file: int, tmp_path: Path) -> None:
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
-            domains.XrcDomain(inline, file, 0)  # there is none yet
+            parent_domain.XrcDomain(inline, file, 0)  # there is none yet
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EBADF"):
-            domains.XrcDomain(inline, 1 << 20)
-        first = domains.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
+            parent_domain.XrcDomain(inline, 1 << 20)
+        first = parent_domain.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EINVAL"):
-            domains.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
+            parent_domain.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
         os.link(tmp_path / "domain", tmp_path / "other name")
         again = os.open(tmp_path / "other name", os.O_RDONLY)
-        second = domains.XrcDomain(inline, again, 0)
+        second = parent_domain.XrcDomain(inline, again, 0)
         os.close(again)
         assert inline.counts()["xrc_domains"] == 2
         first.destroy()
-        domains.XrcDomain(inline, file, 0).destroy()  # the second one keeps it
+        parent_domain.XrcDomain(inline, file, 0).destroy()  # the second one keeps it
         second.destroy()
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
-            domains.XrcDomain(inline, file, 0)
+            parent_domain.XrcDomain(inline, file, 0)
 
     @pytest.mark.once
-    def test_it_stays_while_something_is_associated(self, context: engine.Context, file: int) -> None:
-        xrc_domain = domains.XrcDomain(context, file)
-        target = engine.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
+    def test_it_stays_while_something_is_associated(self, context: handles.Context, file: int) -> None:
+        xrc_domain = parent_domain.XrcDomain(context, file)
+        target = handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
         receiver = make_receiver(context, xrc_domain)
         for handle in (target, receiver.srq):
             with pytest.raises(BusyResourceError, match="open objects"):
@@ -193,9 +193,9 @@ class TestDomains:
         assert context.counts()["xrc_domains"] == 0
 
 
-def test_state_table_of_the_two_ends(inline: engine.Context) -> None:
+def test_state_table_of_the_two_ends(inline: handles.Context) -> None:
     sender = make_sender(inline)
-    target = make_target(domains.XrcDomain(inline), sender)
+    target = make_target(parent_domain.XrcDomain(inline), sender)
     assert target.query().qp_state is QpState.RTR
     assert sender.qp.query().qp_state is QpState.RTS
     with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):

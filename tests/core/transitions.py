@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AccessFlags, Mtu, QpState, QpType, SendOpcode, VerbsError, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.pairs import CAPABILITIES, wait_for
 from tests.core.transports import QKEY, way_to
 
@@ -83,11 +83,11 @@ def rule(qp_type: QpType, before: QpState, after: QpState) -> tuple[set[str], se
 class Bench:
     """What queue pairs of all types are made of."""
 
-    context: engine.Context
-    pd: engine.ProtectionDomain
-    cq: engine.CompletionQueue
-    xrc_domain: domains.XrcDomain
-    way: engine.AddressHandle
+    context: handles.Context
+    pd: handles.ProtectionDomain
+    cq: handles.CompletionQueue
+    xrc_domain: parent_domain.XrcDomain
+    way: handles.AddressHandle
 
     def attributes(self, before: QpState) -> dict[str, Any]:
         """A good value for each keyword of `modify`."""
@@ -111,17 +111,17 @@ class Bench:
             "en_sqd_async_notify": False,
         }
 
-    def step(self, qp: engine.QueuePair, before: QpState, after: QpState, names: set[str]) -> None:
+    def step(self, qp: handles.QueuePair, before: QpState, after: QpState, names: set[str]) -> None:
         values = self.attributes(before)
         qp.modify(after, **{name: values[name] for name in names})
 
-    def make(self, qp_type: QpType, state: QpState) -> engine.QueuePair:
+    def make(self, qp_type: QpType, state: QpState) -> handles.QueuePair:
         """A queue pair in that state."""
         if qp_type is XRC_RECV:
-            qp = engine.QueuePair(xrc_domain=self.xrc_domain, qp_type=qp_type)
+            qp = handles.QueuePair(xrc_domain=self.xrc_domain, qp_type=qp_type)
         else:
             recv_cq = None if qp_type is XRC_SEND else self.cq
-            qp = engine.QueuePair(self.pd, self.cq, recv_cq, CAPABILITIES, qp_type=qp_type)
+            qp = handles.QueuePair(self.pd, self.cq, recv_cq, CAPABILITIES, qp_type=qp_type)
         way = {RESET: [], INIT: [INIT], RTR: [INIT, RTR], RTS: [INIT, RTR, RTS], SQD: [INIT, RTR, RTS, SQD]}
         before = RESET
         for after in way.get(state, [INIT, RTR, RTS]):
@@ -159,15 +159,15 @@ class Bench:
         return refusal is None
 
 
-def make_bench(context: engine.Context) -> Bench:
+def make_bench(context: handles.Context) -> Bench:
     """What goes with the context."""
-    pd = engine.ProtectionDomain(context)
+    pd = handles.ProtectionDomain(context)
     return Bench(
         context,
         pd,
-        engine.CompletionQueue(context, 64),
-        domains.XrcDomain(context),
-        engine.AddressHandle(pd, way_to(context)),
+        handles.CompletionQueue(context, 64),
+        parent_domain.XrcDomain(context),
+        handles.AddressHandle(pd, way_to(context)),
     )
 
 

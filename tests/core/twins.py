@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hypothesis import note
 
 from aioverbs import BusyResourceError, ClosedResourceError, SendFlags, VerbsError
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.model import Channel, Context, Node, Pd, Queue, Region, Window
 from tests.core.model_queue_pairs import Bind, Qp, Receive, Send, SharedQueue
 from tests.core.twins_watching import Watcher
@@ -35,7 +35,7 @@ class Twins(Watcher):
         error = errno_of(lambda: self._post_bind(qp, request) if isinstance(request, Bind) else self._post(qp, request))
         assert error == self.fabric.post_send(qp, request), (qp.number, request)
         if isinstance(request, Bind):
-            assert self.handle(request.window, engine.MemoryWindow).rkey == request.window.told
+            assert self.handle(request.window, handles.MemoryWindow).rkey == request.window.told
         self.under_way = qp
 
     def _post(self, qp: Qp, request: Send) -> None:
@@ -55,7 +55,7 @@ class Twins(Watcher):
             compare_add=request.compare_add,
             swap=request.swap,
             invalidate_rkey=request.invalidate,
-            ah=self.handle(request.way, engine.AddressHandle) if request.way else None,
+            ah=self.handle(request.way, handles.AddressHandle) if request.way else None,
             remote_qpn=request.remote_qpn,
             remote_qkey=request.remote_qkey,
             remote_srqn=request.remote_srqn,
@@ -63,8 +63,8 @@ class Twins(Watcher):
 
     def _post_bind(self, qp: Qp, request: Bind) -> None:
         self.qp(qp).bind_window(
-            self.handle(request.window, engine.MemoryWindow),
-            self.handle(request.region, engine.MemoryRegion) if request.region else None,
+            self.handle(request.window, handles.MemoryWindow),
+            self.handle(request.region, handles.MemoryRegion) if request.region else None,
             request.remote_addr,
             request.length,
             request.access,
@@ -144,20 +144,20 @@ class Twins(Watcher):
         refused = False
         try:
             match handle:
-                case engine.Context():
+                case handles.Context():
                     handle.query_device()
-                case engine.CompletionQueue():
+                case handles.CompletionQueue():
                     handle.poll()
-                case engine.QueuePair() | engine.SharedReceiveQueue():
+                case handles.QueuePair() | handles.SharedReceiveQueue():
                     handle.query()
-                case engine.MemoryRegion():
+                case handles.MemoryRegion():
                     assert handle.lkey
-                case engine.MemoryWindow():
+                case handles.MemoryWindow():
                     assert handle.rkey
-                case engine.CompletionChannel():
+                case handles.CompletionChannel():
                     handle.get_event()
-                case engine.ProtectionDomain():
-                    engine.MemoryRegion(handle, bytearray(1))
+                case handles.ProtectionDomain():
+                    handles.MemoryRegion(handle, bytearray(1))
                 case _:
                     return
         except ClosedResourceError:
@@ -188,7 +188,7 @@ class Twins(Watcher):
         for node in [*self.of(Window), *reversed([node for node in self.open if not isinstance(node, Window)])]:
             assert self.destroy(node)
             self.compare_counts()
-        assert engine.open_handles() == []
+        assert handles.open_handles() == []
         assert not any(allocator.live for allocator in self.allocators)
 
     def close(self) -> None:

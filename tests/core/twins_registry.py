@@ -6,14 +6,14 @@ from typing import TypeVar
 
 from hypothesis import note
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.allocators import Recording
 from tests.core.model import Buffer, Context, Node, Queue, Region
 from tests.core.model_execution import Fabric
 from tests.core.model_queue_pairs import Qp, SharedQueue
 
 NodeT = TypeVar("NodeT", bound=Node)
-HandleT = TypeVar("HandleT", bound=engine.Handle)
+HandleT = TypeVar("HandleT", bound=handles.Handle)
 
 
 class Registry:
@@ -23,14 +23,14 @@ class Registry:
         self.fabric = Fabric()
         self.open: list[Node] = []
         self.closed: list[Node] = []
-        self.handles: dict[Node, engine.Handle] = {}
+        self.handles: dict[Node, handles.Handle] = {}
         self.memories: list[tuple[Buffer, bytearray]] = []
         self.regions: list[Region] = []
         self.allocators: list[Recording] = []
         self.file = os.memfd_create("XRC domain")
         self._wr_ids = 0
 
-    def add(self, node: Node, handle: engine.Handle) -> None:
+    def add(self, node: Node, handle: handles.Handle) -> None:
         note(f"made {handle} of {[self.handles[parent] for parent in node.parents]}")
         self.open.append(node)
         self.handles[node] = handle
@@ -45,14 +45,14 @@ class Registry:
         assert isinstance(handle, kind)
         return handle
 
-    def qp(self, qp: Qp) -> engine.QueuePair:
-        return self.handle(qp, engine.QueuePair)
+    def qp(self, qp: Qp) -> handles.QueuePair:
+        return self.handle(qp, handles.QueuePair)
 
-    def cq(self, queue: Queue) -> engine.CompletionQueue:
-        return self.handle(queue, engine.CompletionQueue)
+    def cq(self, queue: Queue) -> handles.CompletionQueue:
+        return self.handle(queue, handles.CompletionQueue)
 
-    def srq(self, shared: SharedQueue) -> engine.SharedReceiveQueue:
-        return self.handle(shared, engine.SharedReceiveQueue)
+    def srq(self, shared: SharedQueue) -> handles.SharedReceiveQueue:
+        return self.handle(shared, handles.SharedReceiveQueue)
 
     def new_buffer(self, size: int, far: bool) -> tuple[Buffer, bytearray]:
         first = 1 + 89 * len(self.memories)

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import note
 
 from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
@@ -24,7 +24,7 @@ class Watcher(Registry):
         super().__init__()
         self.under_way: Qp | None = None
         self.posted_to: dict[int, SharedQueue] = {}  # receives that complete in a shared queue's own queue
-        self.async_events: list[tuple[Eventful, engine.AsyncEvent]] = []  # that are not acknowledged
+        self.async_events: list[tuple[Eventful, handles.AsyncEvent]] = []  # that are not acknowledged
         # Completions and events that were taken, and fitted.
         self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
         self.told: Counter[EventType] = Counter()
@@ -50,7 +50,7 @@ class Watcher(Registry):
             self.done[kind, side, expected.status] += 1
         return len(completions)
 
-    def _compare(self, completion: engine.WorkCompletion, expected: Expected) -> None:
+    def _compare(self, completion: handles.WorkCompletion, expected: Expected) -> None:
         assert (completion.wr_id, completion.status) == (expected.wr_id, expected.status), (completion, expected)
         if expected.opcode is not None:
             assert completion.opcode == expected.opcode
@@ -79,7 +79,7 @@ class Watcher(Registry):
     def take_events(self, channel: Channel) -> None:
         """Take all that wait. Those of different queues come in any order, which nothing else may depend on."""
         self.settle()
-        handle = self.handle(channel, engine.CompletionChannel)
+        handle = self.handle(channel, handles.CompletionChannel)
         waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel}
         end = time.monotonic() + PATIENCE_S
         while any(queue.waiting for queue in waiting.values()):
@@ -94,10 +94,10 @@ class Watcher(Registry):
     def take_async_events(self, context: Context) -> None:
         """Take all that wait. Of different objects they come in any order, which nothing else may depend on."""
         self.settle()
-        handle = self.handle(context, engine.Context)
+        handle = self.handle(context, handles.Context)
         nodes = [*self.of(Qp, context), *self.of(SharedQueue, context)]
         waiting = [(node, event_type) for node in nodes for event_type in sorted(node.events)]
-        taken: dict[tuple[Eventful, EventType], engine.AsyncEvent] = {}
+        taken: dict[tuple[Eventful, EventType], handles.AsyncEvent] = {}
         end = time.monotonic() + PATIENCE_S
         while len(taken) < len(waiting):
             event = handle.get_async_event()
@@ -179,7 +179,7 @@ class Watcher(Registry):
     def compare_counts(self) -> None:
         for context in self.of(Context):
             pds = self.of(Pd, context)
-            assert self.handle(context, engine.Context).counts() == {
+            assert self.handle(context, handles.Context).counts() == {
                 "pds": sum(pd.base is None for pd in pds),
                 "parent_domains": sum(pd.base is not None for pd in pds),
                 "thread_domains": len(self.of(Td, context)),
@@ -193,8 +193,8 @@ class Watcher(Registry):
                 "qps": len(self.of(Qp, context)),
                 "overlaps": 0,
             }
-        assert engine.open_handles() == [self.handles[node] for node in self.open]
+        assert handles.open_handles() == [self.handles[node] for node in self.open]
         for pd in self.of(Pd):
             if pd.base is not None:
-                assert self.handle(pd, domains.ParentDomain).held == pd.held
+                assert self.handle(pd, parent_domain.ParentDomain).held == pd.held
         assert sum(len(allocator.live) for allocator in self.allocators) == sum(pd.held for pd in self.of(Pd))

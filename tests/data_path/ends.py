@@ -19,7 +19,7 @@ from aioverbs import (
     SharedReceiveQueue,
     ThreadModel,
 )
-from aioverbs._core.work import Operation, Received
+from aioverbs._core.data_path.data_path import Operation, Received
 from tests.devices import far_device
 from tests.waiting import until
 

@@ -18,7 +18,7 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs._core.work import Requester, Requests
+from aioverbs._core.data_path.data_path import Requester, Requests
 from aioverbs.errors import StateError
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import ACCESS, PEERS, Ends, ends

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioverbs import AffinityError, Device, Operation, ThreadModel, WorkCompletionError
-from aioverbs._core.work import Inbox, Received
+from aioverbs._core.data_path.data_path import Inbox, Received
 from tests.conftest import LOOP_FACTORIES
 from tests.data_path.ends import Ends, ends
 from tests.pace import patience

@@ -86,7 +86,7 @@ async def test_completions_of_what_is_not_there_are_counted(device: Device) -> N
 
 async def test_a_completion_of_a_request_that_ended_before(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot is another one's by then: that is not taken for done."""
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as other:
         other.connect(other.local_endpoint(), PEERS)
         hold(device, pair.near)

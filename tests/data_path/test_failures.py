@@ -21,7 +21,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._core.work import Operation
+from aioverbs._core.data_path.data_path import Operation
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import CAPABILITIES, PEERS, Ends, ends
 from tests.devices import far_device

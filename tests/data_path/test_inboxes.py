@@ -19,7 +19,7 @@ from aioverbs import (
     SharedReceiveQueue,
     VerbsError,
 )
-from aioverbs._core.work import Inbox
+from aioverbs._core.data_path.data_path import Inbox
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.data_path.test_messages import Postbox
 from tests.pace import patience

@@ -117,7 +117,7 @@ async def test_those_after_one_that_is_refused_are_posted(device: Device) -> Non
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_cannot_be_reset_ends_when_it_is_closed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with crowded(device, MessageModel.HIGH_BANDWIDTH, 3) as pair:
         device.handle.faults.fail("modify_qp", errno.EIO)
         operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]

@@ -20,9 +20,9 @@ from aioverbs import (
     ThreadModel,
     VerbsError,
 )
-from aioverbs.completion import CompletionQueue
-from aioverbs.device import Device, open_device
-from aioverbs.memory import Pins, RegionSlice
+from aioverbs._memory.region import Pins, RegionSlice
+from aioverbs._verbs.completion_queue import CompletionQueue
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.pace import patience
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioverbs import AccessFlags, BrokenResourceError, QpCapabilities, QueuePair, WorkCompletionError
-from aioverbs.device import Device
+from aioverbs._verbs.device import Device
 from tests.pace import patience
 
 ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE

@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import AccessFlags, QpCapabilities, RegionSlice
-from aioverbs.device import Device
+from aioverbs._verbs.device import Device
 
 ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 

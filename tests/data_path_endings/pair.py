@@ -17,7 +17,7 @@ from aioverbs import (
     ResourceDomain,
     ThreadModel,
 )
-from aioverbs._core.work import Operation
+from aioverbs._core.data_path.data_path import Operation
 from tests.data_path.ends import PATIENT
 from tests.holding import hold, unhold
 from tests.pace import patience

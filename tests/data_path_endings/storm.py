@@ -25,7 +25,7 @@ from aioverbs import (
     RemoteRegion,
     ResourceDomain,
 )
-from aioverbs._core.work import Operation
+from aioverbs._core.data_path.data_path import Operation
 from tests.data_path_endings.pair import ACCESS
 
 PIECE = 64

@@ -19,7 +19,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._core.work import Inbox, Operation
+from aioverbs._core.data_path.data_path import Inbox, Operation
 from tests.capabilities import Capability, needs
 from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, pair_on, until
 from tests.pace import patience

@@ -79,7 +79,7 @@ async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
 async def test_what_is_not_flushed_in_time_ends_with_it(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.02)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with pair_on(device, sends=2) as pair:
         pair.hold()
         waiting = asyncio.create_task(outcomes(*(pair.write(8 * each) for each in range(3))))
@@ -196,7 +196,7 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
 async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.01)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.01)
     async with (
         pair_on(device) as pair,
         pair.domain.queue_pair(pair.cq) as near,

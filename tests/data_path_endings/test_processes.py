@@ -12,8 +12,8 @@ import warnings
 import pytest
 
 from aioverbs import BrokenResourceError, Device, ForkedProcessError, MessageModel, WorkCompletionError, open_device
-from aioverbs._core.work import Message, Operation, Received
-from aioverbs.messages import Refiller
+from aioverbs._core.data_path.data_path import Message, Operation, Received
+from aioverbs._verbs.receive_refill import Refiller
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES, ROOT
 from tests.core.children import in_child
@@ -203,7 +203,7 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkey
         spins = True
         operation.send(None)
 
-    monkeypatch.setattr("aioverbs.completion._SPIN_NS", int(PATIENCE_S * 1e9))
+    monkeypatch.setattr("aioverbs._verbs.completion_queue._SPIN_NS", int(PATIENCE_S * 1e9))
     async with pair_on(device, model) as pair:
         pair.hold()
         operation = pair.write()

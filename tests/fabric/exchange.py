@@ -4,7 +4,7 @@ import asyncio
 import random
 
 from aioverbs import Endpoint, QueuePair
-from aioverbs._core.work import Operation
+from aioverbs._core.data_path.data_path import Operation
 from tests.fabric.two import End, Other
 from tests.pace import patience
 

@@ -13,7 +13,7 @@ from tests.waiting import until
 
 __all__ = ["HostilePeer", "Request", "hostile_peer"]
 
-_HEADER = struct.Struct("<8B10IQ4I2Q2HI")  # as soft_frame.h has it
+_HEADER = struct.Struct("<8B10IQ4I2Q2HI")  # as soft/fabric/frame.h has it
 _RESPONSE = 2
 _PSNS = 1 << 24
 

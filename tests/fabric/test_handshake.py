@@ -60,7 +60,7 @@ async def test_who_is_connected_to_and_speaks_another_version(short_path: Path) 
 
 def test_the_documented_layout_is_the_one_that_is_spoken() -> None:
     """Each field of the tables stands where the code has it, and each has its row."""
-    code = (ROOT / "aioverbs" / "_core" / "soft_hello.c").read_text()
+    code = (ROOT / "aioverbs" / "_core" / "soft" / "fabric" / "handshake_wire.c").read_text()
     spoken = {name: int(at) for name, at in re.findall(r"^    ((?:\w+_)?AT_\w+) = (\d+),$", code, re.MULTILINE)}
     page = (ROOT / "aioverbs" / "_docs" / "protocol.md").read_text()
     for message in ("HELLO", "WELCOME", "PROOF"):

@@ -23,8 +23,8 @@ from aioverbs import (
     WorkCompletionError,
     open_device,
 )
-from aioverbs._core.work import Operation
-from aioverbs.peers import Peer
+from aioverbs._core.data_path.data_path import Operation
+from aioverbs.software_peers import Peer
 from tests.data_path.ends import ACCESS, PEERS, Ends, ends
 from tests.devices import far_devices
 from tests.fabric.exchange import gid_name

@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 
 from aioverbs import BrokenResourceError, Device, Endpoint, MemoryRegion, Mtu, QueuePair, RemoteRegion, WcStatus
-from aioverbs._core.work import Operation
-from aioverbs.peers import Peer
+from aioverbs._core.data_path.data_path import Operation
+from aioverbs.software_peers import Peer
 from tests.data_path.ends import ACCESS, PEERS
 from tests.fabric.hostile import Request
 from tests.fabric.test_frames import Scene, scene
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.once  # C code: the loop does not matter to it
 inline = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 engine = pytest.mark.parametrize("device", ["direct-engine"], indirect=True)
 
-FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # as soft_frame.h has it
+FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # as soft/fabric/frame.h has it
 HELLO, PROOF, PROBE_AT, NONCE_AT, NONCE = 112, 40, 48, 72, 32  # as protocol.md has it
 DIRECT_HELLO, DIRECT_FRAME = 2, 8
 LEASES, FREE, OPEN, BUSY = 4096, 0, 1, 2

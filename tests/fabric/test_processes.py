@@ -20,7 +20,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._core.work import Operation
+from aioverbs._core.data_path.data_path import Operation
 from tests.fabric.peer import SIZE, pattern
 from tests.fabric.two import End, Other, end, other
 from tests.pace import fewer, patience

@@ -3,8 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "soft_frame.h"
-#include "soft_hello.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/handshake_wire.h"
 
 static void require(int holds)
 {

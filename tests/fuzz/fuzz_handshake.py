@@ -11,10 +11,10 @@ import atheris
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 with atheris.instrument_imports(include=["aioverbs"]):
-    from aioverbs.endpoint import Endpoint
+    from aioverbs._connection.handshake import Handshake, Kind, Offer, parse, refusal_of
+    from aioverbs._connection.wire import GrantNotice, header, split
+    from aioverbs._verbs.endpoint import Endpoint
     from aioverbs.errors import HandshakeError
-    from aioverbs.frames import GrantNotice, header, split
-    from aioverbs.handshake import Handshake, Kind, Offer, parse, refusal_of
     from aioverbs.types import Mtu
 
 OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20)

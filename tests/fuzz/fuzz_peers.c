@@ -15,7 +15,7 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include "soft_stream.h"
+#include "soft/fabric/stream.h"
 
 enum {
     ROOM = 40 + 5 * 4096, /* bytes of a receive */

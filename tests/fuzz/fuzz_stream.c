@@ -12,10 +12,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "soft.h"
-#include "soft_descriptors.h"
-#include "soft_hello.h"
-#include "soft_stream.h"
+#include "soft/soft.h"
+#include "soft/base/fork_fds.h"
+#include "soft/fabric/handshake_wire.h"
+#include "soft/fabric/stream.h"
 
 enum { LINK = 1, OPENED = 2, PIECES = 4, SECRET = 8 };
 

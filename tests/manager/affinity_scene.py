@@ -33,11 +33,11 @@ from aioverbs import (
     reconnecting,
     serve,
 )
-from aioverbs._core import engine
-from aioverbs.affinity import OwnedBlock, OwnedIterator
-from aioverbs.conversation import Stage
-from aioverbs.domain import Domain
-from aioverbs.establishing import Connecting
+from aioverbs._connection.connect import Connecting
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.affinity import OwnedBlock, OwnedIterator
+from aioverbs._verbs.base_domain import Domain
+from aioverbs.rdma_cm.state_machine import Stage
 from tests.connections.ends import HOST
 from tests.holding import hold, unhold
 from tests.manager.connection_manager import connection_manager, request
@@ -127,7 +127,7 @@ class Scene:
         """What there is to see of everything, from any thread."""
         found: dict[str, object] = {
             "objects": self.device.statistics().objects,
-            "handles": len(engine.open_handles()),
+            "handles": len(handles.open_handles()),
             "pins": len(self.region.pins),
             "bytes": bytes(self.region.buffer),
             "rkey": self.window.handle.rkey,

@@ -318,7 +318,7 @@ def _in_stub(kind: type, name: str) -> tuple[tuple[str, str], ...]:
 @functools.cache
 def _stub(module: str) -> Any:
     path = Path(str(importlib.import_module(module).__file__))
-    return stubs.read(path.with_name(f"{module.removeprefix(_CORE)}.pyi"))
+    return stubs.read(path.with_name(f"{module.rpartition('.')[2]}.pyi"))
 
 
 @functools.cache

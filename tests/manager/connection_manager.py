@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
-from aioverbs._core import rdma_cm as core
-from aioverbs.affinity import Affinity
-from aioverbs.cm_events import CmEventType
-from aioverbs.listener import Listener
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Affinity
+from aioverbs.rdma_cm.events import CmEventType
+from aioverbs.rdma_cm.listener import Listener
 
 __all__ = ["StubChannel", "StubIdentifier", "connection_manager", "request"]
 

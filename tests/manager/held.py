@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from aioverbs import Device, neighbours
+from aioverbs import Device
+from aioverbs._verbs import neighbour_lookup
 
 __all__ = ["Helpers", "SlowVerb", "helpers"]
 
@@ -46,13 +47,13 @@ class Helpers:
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
     """The software device takes its time."""
     held = Helpers()
-    in_helper = neighbours.in_helper
-    monkeypatch.setattr(neighbours, "may_block", lambda _: True)
+    in_helper = neighbour_lookup.in_helper
+    monkeypatch.setattr(neighbour_lookup, "may_block", lambda _: True)
 
     def hold(verb: str, run: Callable[[], object]) -> Coroutine[Any, Any, None]:
         return in_helper(verb, functools.partial(held.hold, run))
 
-    monkeypatch.setattr(neighbours, "in_helper", hold)
+    monkeypatch.setattr(neighbour_lookup, "in_helper", hold)
     yield held
     held.release()
 
@@ -64,7 +65,7 @@ class SlowVerb:
     """
 
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(neighbours, "may_block", lambda _: True)
+        monkeypatch.setattr(neighbour_lookup, "may_block", lambda _: True)
         slot = ctypes.c_void_p.from_address(device.handle.table_slot("modify_qp"))
         assert slot.value is not None
         real = _MODIFY(slot.value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _NUMBER, _OFFSET = 18, 19  # T_ULONGLONG, T_PYSSIZET
@@ -81,7 +81,7 @@ class _IbvMr(ctypes.Structure):
     ]
 
 
-def _verb(context: engine.Context, name: str, result: object, *arguments: object) -> Callable[..., Any]:
+def _verb(context: handles.Context, name: str, result: object, *arguments: object) -> Callable[..., Any]:
     address = ctypes.c_void_p.from_address(context.table_slot(name)).value
     assert address is not None
     return ctypes.CFUNCTYPE(result, *arguments)(address)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def _verb(context: engine.Context, name: str, result: object, *arguments: object
 class PD(laid_out(4)):  # type: ignore[misc]
     """`pyverbs.pd.PD`."""
 
-    def __init__(self, context: engine.Context) -> None:
+    def __init__(self, context: handles.Context) -> None:
         self.context = context
         self.mrs: list[MR] = []
         self.pointer = _verb(context, "alloc_pd", ctypes.c_void_p, ctypes.c_void_p)(context.address)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioverbs import Device, QpType, VerbsError
-from aioverbs.life import State
+from aioverbs._lifecycle.lifecycle import State
 from tests.capabilities import Capability, needs
 from tests.manager.held import Helpers
 from tests.waiting import until

@@ -19,7 +19,7 @@ from aioverbs import (
     WorkCompletionError,
     open_device,
 )
-from aioverbs.device import Device
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.manager.pyverbs_objects import MR, PD, ParentDomain, install, laid_out
 

@@ -15,8 +15,7 @@ from functools import partial
 import anyio
 import pytest
 import pytest_asyncio
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from aioverbs import (
@@ -32,8 +31,8 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs.device import Device
-from aioverbs.life import State
+from aioverbs._lifecycle.lifecycle import State
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.holding import hold, unhold
@@ -460,7 +459,7 @@ async def test_what_fails_is_told(
 ) -> None:
     async with pd.buffer_pool(64, 1, limit=3) as pool, pool.lease():
         if large:
-            monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+            monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
         device.handle.faults.fail("reg_mr", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pool.lease()
@@ -476,7 +475,7 @@ async def test_what_fails_is_told(
 async def test_large_slabs_are_registered_beside_the_loop(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
     threads: list[int] = []
     add_slab = BufferPool._add_slab
 
@@ -506,7 +505,7 @@ class Slow:
     """The next slab is added when it is said, in a thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+        monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
         self.begun, self.go_on = threading.Event(), threading.Event()
         add_slab = BufferPool._add_slab
 

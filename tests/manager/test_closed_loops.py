@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, State, ThreadModel
-from aioverbs.affinity import to_the_end
-from aioverbs.device import Device, open_device
+from aioverbs._lifecycle.affinity import to_the_end
+from aioverbs._verbs.device import Device, open_device
 from tests.holding import hold
 from tests.manager.test_write import REMOTE
 from tests.pace import patience

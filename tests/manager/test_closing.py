@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from aioverbs import BusyResourceError, MemoryRegion, Resource, State, VerbsError
-from aioverbs._core import engine
-from aioverbs.device import Device, open_device
+from aioverbs._core.handles import handles
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.holding import hold, unhold
 from tests.manager.test_domains import Elsewhere
@@ -119,7 +119,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+        monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
         register = MemoryRegion._open
 
         def slowly(region: MemoryRegion) -> None:
@@ -318,7 +318,7 @@ async def test_a_warning_is_not_lost_in_an_error(device: Device) -> None:
 async def test_memory_is_closed_after_the_queues_that_work_with_it(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
     pd = await device.protection_domain().open()
     cq = await pd.completion_queue(64).open()
     near, far = await pd.queue_pair(cq).open(), await pd.queue_pair(cq).open()
@@ -354,7 +354,7 @@ async def test_an_orphan_with_work_under_way_is_reaped() -> None:
     async with asyncio.timeout(patience(5)):
         with pytest.warns(ResourceWarning):
             await device.aclose()
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []
 
 
 async def test_two_orphans_of_one_owner_are_anyones(device: Device) -> None:
@@ -383,7 +383,7 @@ async def test_what_cannot_be_flushed_is_closed_all_the_same(device: Device) -> 
 
 @needs(Capability.FAULT_PLAN)
 async def test_writes_keep_their_memory_where_destroying_fails(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
     async with ends(device) as pair:
         await begin_write(device, pair)
         device.handle.faults.fail("destroy_qp", errno.EIO)
@@ -396,7 +396,7 @@ async def test_writes_keep_their_memory_where_destroying_fails(device: Device, m
 
 
 async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.completion._STOP_S", 0.05)
+    monkeypatch.setattr("aioverbs._verbs.completion_queue._STOP_S", 0.05)
     pd = await device.protection_domain().open()
     loop = asyncio.new_event_loop()
     cq = pd.completion_queue(64)
@@ -464,7 +464,7 @@ async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
 
 
 async def test_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
     async with device.protection_domain() as pd:
         region = pd.register(64)
 

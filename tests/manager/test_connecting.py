@@ -32,11 +32,11 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
+from aioverbs._verbs.completion_queue import CompletionQueue
+from aioverbs._verbs.qp_modify import Connectable
+from aioverbs._verbs.quirks import is_soft_roce
 from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes
-from aioverbs.completion import CompletionQueue
-from aioverbs.connecting import Connectable
-from aioverbs.soft_roce import is_soft_roce
 from tests.capabilities import Capability, capabilities, needs, qp_types
 from tests.core.pairs import succeed, wait_for
 from tests.holding import hold, unhold
@@ -268,7 +268,7 @@ async def test_datagrams_go_to_an_endpoint(device: Device) -> None:
         assert of.near.local_endpoint().qkey == 0x77
         of.far.handle.post_recv([of.region[1024:2048].sge])
         of.region.buffer[:4] = b"sent"
-        ah = engine.AddressHandle(of.region.handle.pd, of.near.path_to(remote))
+        ah = handles.AddressHandle(of.region.handle.pd, of.near.path_to(remote))
         of.near.handle.post_send(
             SendOpcode.SEND, [of.region[:4].sge], ah=ah, remote_qpn=remote.qp_num, remote_qkey=remote.qkey
         )
@@ -375,7 +375,7 @@ class Port:
     gid: bytes
     lid: int
     link_layer: LinkLayer
-    real: engine.Context
+    real: handles.Context
     name: str = "port of no device"
 
     def query_port(self, port_num: int) -> PortAttributes:
@@ -401,8 +401,8 @@ class OnPort(Connectable):
         self.port = port
 
     @property
-    def handle(self) -> engine.QueuePair:
-        return cast(engine.QueuePair, SimpleNamespace(context=self.port, qp_num=5))
+    def handle(self) -> handles.QueuePair:
+        return cast(handles.QueuePair, SimpleNamespace(context=self.port, qp_num=5))
 
 
 @pytest.mark.once

@@ -19,12 +19,12 @@ from aioverbs import (
     UnreachableError,
     VerbsError,
 )
-from aioverbs._core import rdma_cm as core
-from aioverbs.affinity import Bell
-from aioverbs.agreement import settle
-from aioverbs.cm_events import CmEventType, Dispatcher
-from aioverbs.conversation import Conversation, Stage, error_of
-from aioverbs.qp_states import Changes, Limits
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Bell
+from aioverbs._verbs.qp_state_machine import Changes, Limits
+from aioverbs.rdma_cm.events import CmEventType, Dispatcher
+from aioverbs.rdma_cm.negotiation import settle
+from aioverbs.rdma_cm.state_machine import Conversation, Stage, error_of
 from aioverbs.types import Mtu
 
 

@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, Device, DeviceRemovedError, QpState, QueuePair
-from aioverbs._core import rdma_cm as core
-from aioverbs.affinity import Bell
-from aioverbs.cm_events import CmEventType, Dispatcher
-from aioverbs.conversation import Conversation, Stage
-from aioverbs.qp_states import Changes
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Bell
+from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs.rdma_cm.events import CmEventType, Dispatcher
+from aioverbs.rdma_cm.state_machine import Conversation, Stage
 from tests.manager.held import Helpers
 from tests.waiting import until
 

@@ -20,7 +20,7 @@ from aioverbs import (
     ThreadModel,
     open_device,
 )
-from aioverbs.events import Eventful, EventPump
+from aioverbs._verbs.async_events import Eventful, EventPump
 from tests.capabilities import Capability, needs
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.pace import patience

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError, kernel_devices
-from aioverbs.device import devices, open_device
-from aioverbs.providers import hardware
+from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError
+from aioverbs._providers import hardware, sysfs
+from aioverbs._verbs.device import devices, open_device
 from aioverbs.rdma_cm import Channel
 from tests.listening import own_address
 
@@ -108,12 +108,12 @@ async def test_a_missing_library_is_the_reason(
 
     monkeypatch.setattr(hardware, "names", missing)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
-    monkeypatch.setattr("aioverbs.device.kernel_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", lambda: ["mlx5_0"])
     async with open_device():
         pass
     assert "install the package libibverbs1" in caplog.text
     caplog.clear()
-    monkeypatch.setattr("aioverbs.device.kernel_devices", list)
+    monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", list)
     async with open_device():
         pass
     assert caplog.messages == ["opening the software device soft0: there is no RDMA device"]
@@ -227,7 +227,7 @@ async def test_the_error_of_a_device_file_is_the_one_of_opening_it(
     unopened.PyverbsError.error_code = errno.ENOENT
     node = Path("/dev/infiniband/uverbs7")
     monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": node})
-    monkeypatch.setattr(kernel_devices, "try_open", lambda path: number if path == node else 0)
+    monkeypatch.setattr(sysfs, "try_open", lambda path: number if path == node else 0)
     with pytest.raises(VerbsError, match=f"ibv_open_device failed: .*{node}") as caught:
         await open_device("mlx5_7").open()
     assert caught.value.errno == number
@@ -243,7 +243,7 @@ async def test_a_device_file_that_opens_or_is_not_there_leaves_the_error_of_the_
 ) -> None:
     unopened.PyverbsError.error_code = errno.ENOENT
     monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": Path("/dev/infiniband/uverbs7")})
-    monkeypatch.setattr(kernel_devices, "try_open", lambda path: number)
+    monkeypatch.setattr(sysfs, "try_open", lambda path: number)
     with pytest.raises(VerbsError, match=r"failed: ENOENT .*: its file is not in /dev/infiniband") as caught:
         await open_device("mlx5_7").open()
     assert caught.value.errno == errno.ENOENT
@@ -255,8 +255,8 @@ async def test_the_error_of_the_connection_manager_file_is_the_one_of_opening_it
     def refuse(affinity: object) -> None:
         raise VerbsError("rdma_create_event_channel", errno.ENOENT)
 
-    monkeypatch.setattr("aioverbs._core.rdma_cm.EventChannel", refuse)
-    monkeypatch.setattr(kernel_devices, "try_open", lambda path: errno.EACCES)
+    monkeypatch.setattr("aioverbs._core.handles.rdma_cm.EventChannel", refuse)
+    monkeypatch.setattr(sysfs, "try_open", lambda path: errno.EACCES)
     with pytest.raises(VerbsError, match=r"EACCES .*/dev/infiniband/rdma_cm"):
         await Channel().open()
 

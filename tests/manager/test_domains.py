@@ -25,10 +25,10 @@ from aioverbs import (
     State,
     VerbsError,
 )
-from aioverbs._core import engine
-from aioverbs.affinity import Affinity, ThreadModel, run_on_owner
-from aioverbs.completion import MessageModel
-from aioverbs.device import Device, open_device
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.affinity import Affinity, ThreadModel, run_on_owner
+from aioverbs._verbs.completion_queue import MessageModel
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, capabilities, needs
 from tests.core.allocators import Recording
 
@@ -108,9 +108,9 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
         assert domain.base is pd.base is pd
         assert domain.context == "mine"
         assert domain.owner is None
-        region = engine.MemoryRegion(domain.handle, bytearray(64))
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
-        qp = engine.QueuePair(domain.handle, queue, queue)
+        region = handles.MemoryRegion(domain.handle, bytearray(64))
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        qp = handles.QueuePair(domain.handle, queue, queue)
         for handle in (qp, queue, region):
             handle.destroy()
 
@@ -155,7 +155,7 @@ async def test_memory_comes_from_the_allocator(device: Device) -> None:
     allocator = Recording()
     async with device.resource_domain(allocator=allocator) as domain:
         assert domain.parent.native_allocators
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         assert allocator.live
         queue.destroy()
         assert not allocator.live
@@ -181,7 +181,7 @@ async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadMo
             assert domain.handle.affinity is (domain.owner if has else None)
             assert (domain.owner is not None and domain.owner.bound) == (model is ThreadModel.SINGLE)
             parent_domain = domain.handle if domain.native else None
-            queue = engine.CompletionQueue(device.handle, 4, parent_domain=parent_domain, affinity=domain.owner)
+            queue = handles.CompletionQueue(device.handle, 4, parent_domain=parent_domain, affinity=domain.owner)
             if model is ThreadModel.SINGLE:
                 with pytest.raises(AffinityError):
                     await asyncio.to_thread(queue.poll)
@@ -203,11 +203,11 @@ async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
             return super().allocate(size, alignment, resource_type, *of)
 
     async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=Slow()) as domain:
-        make = asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
+        make = asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
         task = asyncio.create_task(make)
         assert await asyncio.to_thread(entered.wait, 30)
         with pytest.raises(ConcurrentAccessError):
-            engine.SharedReceiveQueue(domain.handle, 4)
+            handles.SharedReceiveQueue(domain.handle, 4)
         leave.set()
         queue = await task
         queue.destroy()
@@ -258,7 +258,7 @@ async def test_the_domain_of_a_loop_that_was_closed_meanwhile_is_forgotten() -> 
     assert len(device.resources().children) == 2, "what it made is still there"
     await here.__aexit__(None, None, None)
     await device.aclose()
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []
 
 
 async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Device) -> None:

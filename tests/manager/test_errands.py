@@ -10,9 +10,10 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from aioverbs import AffinityError, BrokenResourceError, affinity
-from aioverbs.affinity import Affinity, _lost, run_on_owner, to_the_end
-from aioverbs.errands import Call
+from aioverbs import AffinityError, BrokenResourceError
+from aioverbs._lifecycle import affinity
+from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, to_the_end
+from aioverbs._lifecycle.cross_loop import Call
 from tests.data_path_endings.pair import until
 from tests.manager.test_domains import Elsewhere
 from tests.pace import patience

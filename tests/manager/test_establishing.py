@@ -17,9 +17,9 @@ from aioverbs import (
     ThreadModel,
     TransitionError,
     VerbsError,
-    neighbours,
 )
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
+from aioverbs._verbs import neighbour_lookup
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
 from tests.core.contexts import opened
@@ -96,7 +96,7 @@ async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: D
 
 @pytest.mark.once
 async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_HELPERS", 8)
+    monkeypatch.setattr(neighbour_lookup, "_HELPERS", 8)
     async with device.resource_domain() as domain, domain.completion_queue(1024) as cq:
         queue_pairs = [await domain.queue_pair(cq).open() for _ in range(12)]
         all_of_them = asyncio.gather(*(qp.establish(qp.local_endpoint(), ACCESS) for qp in queue_pairs))
@@ -173,9 +173,9 @@ async def test_connections(device: Device, helpers: Helpers) -> None:
 @pytest.mark.once
 def test_a_modification_is_one_verb() -> None:
     with opened("inline") as context:
-        pd = engine.ProtectionDomain(context)
-        cq = engine.CompletionQueue(context, 4)
-        qp = engine.QueuePair(pd, cq, cq)
+        pd = handles.ProtectionDomain(context)
+        cq = handles.CompletionQueue(context, 4)
+        qp = handles.QueuePair(pd, cq, cq)
         change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
         with pytest.raises(BusyResourceError):
             qp.begin_modify(QpState.INIT)
@@ -192,7 +192,7 @@ def test_a_modification_is_one_verb() -> None:
         with pytest.raises(RuntimeError, match="was called before"):
             change.run()
         with pytest.raises(TypeError, match=r"come from QueuePair\.begin_modify"):
-            engine.Modification()
+            handles.Modification()
         for handle in (qp, cq, pd):
             handle.destroy()
         with pytest.raises(ClosedResourceError):
@@ -203,9 +203,9 @@ def test_a_modification_is_one_verb() -> None:
 @pytest.mark.parametrize("calls", [False, True])
 def test_a_modification_that_is_dropped_is_over(calls: bool) -> None:
     with opened("inline") as context:
-        pd = engine.ProtectionDomain(context)
-        cq = engine.CompletionQueue(context, 4)
-        qp = engine.QueuePair(pd, cq, cq)
+        pd = handles.ProtectionDomain(context)
+        cq = handles.CompletionQueue(context, 4)
+        qp = handles.QueuePair(pd, cq, cq)
         change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
         if calls:
             change.run()

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from aioverbs import Device, ResourceDomain, neighbours, open_device
-from aioverbs._core import engine
-from aioverbs.server import Server
+from aioverbs import Device, ResourceDomain, open_device
+from aioverbs._core.handles import handles
+from aioverbs._server.server import Server
+from aioverbs._verbs import neighbour_lookup
 from tests.connections.serving import asked, served
 from tests.manager.held import Helpers
 from tests.pace import patience
@@ -30,10 +31,10 @@ async def held_up(
     ):
         slow = (another if end == "client" else device).handle
 
-        def may_block(context: engine.Context) -> bool:
+        def may_block(context: handles.Context) -> bool:
             return context is slow
 
-        monkeypatch.setattr(neighbours, "may_block", may_block)
+        monkeypatch.setattr(neighbour_lookup, "may_block", may_block)
         yield server, near
 
 

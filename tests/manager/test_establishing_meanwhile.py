@@ -20,7 +20,7 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs._core.work import Message, Operation
+from aioverbs._core.data_path.data_path import Message, Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
 from tests.manager.held import Helpers, SlowVerb

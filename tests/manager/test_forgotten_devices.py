@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from aioverbs import Device, ResourceDomain, life, open_device
-from aioverbs._core import engine
-from aioverbs.affinity import run_on_owner
+from aioverbs import Device, ResourceDomain, open_device
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle import lifecycle
+from aioverbs._lifecycle.affinity import run_on_owner
 from tests.conftest import LOOP_FACTORIES
 from tests.manager.test_domains import Elsewhere
 from tests.waiting import until
@@ -32,7 +33,7 @@ async def forget() -> None:
 async def all_closed() -> bool:
     """Whether nothing is open, within a while."""
     for _ in range(1000):
-        if not engine.open_handles():
+        if not handles.open_handles():
             return True
         await asyncio.sleep(0.005)
     return False
@@ -43,7 +44,7 @@ async def test_its_openers_loop_closes_it() -> None:
         await forget()
     said = sorted(str(warning.message).split()[0] for warning in caught)
     assert said == ["<Device", "<ProtectionDomain", "<ResourceDomain"]
-    assert len(engine.open_handles()) == 5, "a finalizer calls no verb"
+    assert len(handles.open_handles()) == 5, "a finalizer calls no verb"
     assert await all_closed()
 
 
@@ -54,7 +55,7 @@ def test_where_that_is_gone_the_next_that_opens_one_closes_it(factory: Callable[
     loop.close()
     with pytest.warns(ResourceWarning, match="it was forgotten"):
         devices.clear()
-    (left,) = engine.open_handles()
+    (left,) = handles.open_handles()
 
     async def main() -> None:
         async with open_device("soft0"):
@@ -106,10 +107,10 @@ async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monk
         domain = await run_on_owner(elsewhere.owner, open_domain, device)
         await run_on_owner(elsewhere.owner, lambda: None)
         elsewhere.loop.call_soon_threadsafe(closing.wait, 30)
-        monkeypatch.setattr(life, "_forgotten", deque())
+        monkeypatch.setattr(lifecycle, "_forgotten", deque())
         del device, domain
         gc.collect()
-        monkeypatch.setattr(life, "_forgotten", Forgotten(life._forgotten))
+        monkeypatch.setattr(lifecycle, "_forgotten", Forgotten(lifecycle._forgotten))
 
     this_thread = threading.get_ident()
     with Elsewhere() as elsewhere:
@@ -127,7 +128,7 @@ async def test_one_that_cannot_be_closed_is_told_of_and_tried_again(caplog: pyte
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             forget_all(devices, pds)
         await until(lambda: "ibv_dealloc_pd failed: EIO" in caplog.text)
-    assert len(engine.open_handles()) == 2
+    assert len(handles.open_handles()) == 2
     async with open_device("soft0"):
         await asyncio.sleep(0)
     assert await all_closed()

@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from aioverbs import ForkedProcessError, Resource, refusals
-from aioverbs.affinity import Affinity, run_on_owner
-from aioverbs.device import Device, open_device
-from aioverbs.events import EventPump
-from aioverbs.life import _tree
+from aioverbs import ForkedProcessError, Resource
+from aioverbs._lifecycle.affinity import Affinity, run_on_owner
+from aioverbs._lifecycle.lifecycle import _tree
+from aioverbs._providers import peer_log
+from aioverbs._verbs.async_events import EventPump
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.core.children import in_child
 from tests.manager.test_write import REMOTE, ends
@@ -80,7 +81,7 @@ def test_a_device_that_was_not_opened_before_is_opened_by_each_child() -> None:
     assert asyncio.run(use()) == b"hello"
 
 
-@pytest.mark.parametrize("lock", [_tree, refusals._lock], ids=["the tree", "the log of refusals"])
+@pytest.mark.parametrize("lock", [_tree, peer_log._lock], ids=["the tree", "the log of refusals"])
 def test_who_was_inside_is_not_in_the_child(lock: AbstractContextManager[object]) -> None:
     async def use() -> bytes:
         async with open_device("soft0") as device:

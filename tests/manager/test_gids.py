@@ -20,11 +20,11 @@ from aioverbs import (
     listen,
     reconnecting,
 )
-from aioverbs._core import engine
-from aioverbs.device import Device, devices
-from aioverbs.gids import Gid, preferred
-from aioverbs.ports import gid_index, gid_table
-from aioverbs.providers import hardware
+from aioverbs._core.handles import handles
+from aioverbs._providers import hardware
+from aioverbs._verbs.device import Device, devices
+from aioverbs._verbs.ports import gid_index, gid_table
+from aioverbs.gid_selection import Gid, preferred
 from aioverbs.types import GidType
 from tests.capabilities import Capability, needs
 
@@ -111,15 +111,15 @@ class Ports:
 
 
 @pytest.fixture
-def context(monkeypatch: pytest.MonkeyPatch) -> engine.Context:
+def context(monkeypatch: pytest.MonkeyPatch) -> handles.Context:
     error = types.ModuleType("pyverbs.pyverbs_error")
     error.PyverbsError = type("PyverbsError", (Exception,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
     monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", error)
-    return cast(engine.Context, Ports())
+    return cast(handles.Context, Ports())
 
 
-def test_a_port_has_its_own(context: engine.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_has_its_own(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = table((V1, LINK), (V2, LINK), (V2, IPV4)), table((V1, GLOBAL), (V2, GLOBAL))
     fake = Fake([(1, each) for each in first] + [(2, each) for each in second])
     monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
@@ -135,7 +135,7 @@ def test_a_port_has_its_own(context: engine.Context, monkeypatch: pytest.MonkeyP
         gid_index(context, 2)
 
 
-def test_a_context_that_pyverbs_did_not_make(context: engine.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_pyverbs_did_not_make(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one over another process's descriptor: the device is opened for a moment."""
     fake, opened = Fake([(1, each) for each in table((V2, IPV4))]), []
 
@@ -150,7 +150,7 @@ def test_a_context_that_pyverbs_did_not_make(context: engine.Context, monkeypatc
 
 @pytest.mark.parametrize(("code", "number"), [(-22, errno.EINVAL), (95, errno.EOPNOTSUPP), (-1, errno.EIO)])
 def test_a_verb_that_pyverbs_says_failed(
-    context: engine.Context, monkeypatch: pytest.MonkeyPatch, code: int, number: int
+    context: handles.Context, monkeypatch: pytest.MonkeyPatch, code: int, number: int
 ) -> None:
     fake = Fake([])
     error = sys.modules["pyverbs.pyverbs_error"].PyverbsError()

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from aioverbs import ConnectionRejectedError, Device, QpState, QueuePair, StateError, VerbsError, identifier
-from aioverbs._core import rdma_cm as core
-from aioverbs.cm_events import CmEventType, Dispatcher, EventChannel
-from aioverbs.identifier import Identifier
-from aioverbs.qp_states import Changes
+from aioverbs import ConnectionRejectedError, Device, QpState, QueuePair, StateError, VerbsError
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs.rdma_cm import cm_id
+from aioverbs.rdma_cm.cm_id import Identifier
+from aioverbs.rdma_cm.events import CmEventType, Dispatcher, EventChannel
 
 pytestmark = pytest.mark.once
 
@@ -111,7 +112,7 @@ async def test_a_rejected_one_connects_when_it_asks_again(
     ):
         manager = Manager(qp)
         monkeypatch.setattr(core, "Identifier", manager.make)
-        monkeypatch.setattr(identifier, "check_queue_pair", lambda qp, attributes: None)  # which is of soft0
+        monkeypatch.setattr(cm_id, "check_queue_pair", lambda qp, attributes: None)  # which is of soft0
         manager.answers.extend([REJECTED, REJECTED, RESPONSE])
         async with Identifier(channel) as asking:
             await asking.resolve(*PEER)
@@ -145,7 +146,7 @@ async def test_there_is_no_other_identifier(device: Device, monkeypatch: pytest.
     ):
         manager = Manager(qp)
         monkeypatch.setattr(core, "Identifier", manager.make)
-        monkeypatch.setattr(identifier, "check_queue_pair", lambda qp, attributes: None)
+        monkeypatch.setattr(cm_id, "check_queue_pair", lambda qp, attributes: None)
         manager.answers.extend([REJECTED, RESPONSE])
         async with Identifier(channel) as asking:
             await asking.resolve(*PEER)

@@ -25,8 +25,8 @@ from aioverbs import (
     State,
     VerbsError,
 )
-from aioverbs._core import engine
-from aioverbs.device import Device, open_device
+from aioverbs._core.handles import handles
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {
@@ -199,7 +199,7 @@ async def test_orphans_are_reaped_by_their_device() -> None:
     with pytest.warns(ResourceWarning, match="ResourceDomain"):
         await device.aclose()
     assert domain.closed
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []
 
 
 @needs(Capability.OBJECT_COUNTS)

@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 
 from aioverbs import CompletionQueue, Device, QpCapabilities, QpType, ResourceDomain, TransitionError, VerbsError
+from aioverbs._verbs.capability_checks import check_completion_queue, check_queue_pair, check_shared_receive_queue
 from aioverbs.attributes import DeviceAttributes
-from aioverbs.limits import check_completion_queue, check_queue_pair, check_shared_receive_queue
 from tests.capabilities import Capability, capabilities
 from tests.waiting import wait_until
 
@@ -125,7 +125,7 @@ async def test_soft_roce_serves_no_more_reads_than_at_first(
     device: Device, domain: ResourceDomain, cq: CompletionQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told so, its kernel writes beyond the table that it has of them."""
-    monkeypatch.setattr("aioverbs.soft_roce.is_soft_roce", lambda context: True)
+    monkeypatch.setattr("aioverbs._verbs.quirks.is_soft_roce", lambda context: True)
     async with domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
         remote = far.local_endpoint()
         assert near.local_endpoint().max_dest_rd_atomic > 4, "it has no table yet"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from aioverbs import AffinityError, Device, ResourceDomain, open_device
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.conftest import LOOP_FACTORIES
 
 LOOPS = 1000
@@ -55,4 +55,4 @@ def test_a_domain_for_each_loop(descriptors: int, factory: Callable[[], asyncio.
     finally:
         for loop in (first, *others):
             loop.close()
-    assert engine.open_handles() == []
+    assert handles.open_handles() == []

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import (
     USE_DEFAULT,
@@ -27,7 +26,7 @@ from aioverbs import (
     VerbsError,
     import_device,
 )
-from aioverbs.device import Device
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
 
@@ -292,7 +291,7 @@ def test_what_is_no_wire_form() -> None:
 
 @needs(Capability.SHARED_DOMAINS)
 async def test_shared_protection_domains(device: Device) -> None:
-    from aioverbs.device import open_device
+    from aioverbs._verbs.device import open_device
 
     async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(0x1234) as shared:
         async with other.shared_protection_domain(shared.id, 0x1234) as instance:

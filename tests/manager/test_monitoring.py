@@ -13,16 +13,8 @@ from typing import Any
 
 import pytest
 
-from aioverbs import (
-    AccessFlags,
-    Device,
-    WorkerPool,
-    monitor,
-    monitor_server,
-    monitoring,
-    open_device,
-    sampling,
-)
+from aioverbs import AccessFlags, Device, WorkerPool, monitor, open_device
+from aioverbs._monitoring import monitor as monitor_module, server, snapshot
 from tests.core.children import in_child
 from tests.descriptors import descriptors
 from tests.manager.test_write import ends
@@ -52,7 +44,7 @@ async def test_the_tree_and_its_counts(device: Device) -> None:
     async with monitor() as watched, ends(device) as pair:
         with looking(watched) as viewer:
             greeting = await viewer.told()
-            assert (greeting["aioverbs-monitor"], greeting["pid"]) == (monitor_server.VERSION, os.getpid())
+            assert (greeting["aioverbs-monitor"], greeting["pid"]) == (server.VERSION, os.getpid())
             assert "python" in greeting["program"] or "pytest" in greeting["program"]
             viewer.ask(b'{"interval_s": 0.05}\n')
             first = second = await viewer.told()
@@ -93,8 +85,8 @@ async def test_every_kind_of_resource(device: Device) -> None:
         domain.buffer_pool(64, 2),
         WorkerPool(device, 2) as pool,
     ):
-        sample = await asyncio.to_thread(sampling.sample)
-        told = json.loads(sampling.encoded(sample))
+        sample = await asyncio.to_thread(snapshot.sample)
+        told = json.loads(snapshot.encoded(sample))
         assert told == sample
         tree = next(each for each in told["devices"] if each["id"] == device._life.serial)
         found = list(nodes(tree))
@@ -112,7 +104,7 @@ async def test_every_kind_of_resource(device: Device) -> None:
 
 
 def devices_seen() -> set[int]:
-    told: Any = sampling.sample()
+    told: Any = snapshot.sample()
     return {each["id"] for each in told["devices"]}
 
 
@@ -122,14 +114,14 @@ async def test_what_was_closed_is_not_there(device_name: str) -> None:
         number = device._life.serial
         assert number in devices_seen()
     assert number not in devices_seen()
-    assert number not in sampling._devices
+    assert number not in snapshot._devices
 
 
 @pytest.mark.once
 async def test_a_sample_has_an_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.protection_domain() as pd, pd.register(64), pd.register(64), pd.register(64):
-        monkeypatch.setattr(sampling, "MOST", 3)
-        told: Any = sampling.sample()
+        monkeypatch.setattr(snapshot, "MOST", 3)
+        told: Any = snapshot.sample()
     assert told["truncated"]
     assert sum(len(list(nodes(each))) for each in told["devices"]) == 3
 
@@ -155,7 +147,7 @@ async def test_a_sample_that_takes_long_leaves_others_their_time(monkeypatch: py
         ends.append(time.monotonic())
         return {"time_ns": 1, "devices": []}
 
-    monkeypatch.setattr(monitor_server, "sample", slow)
+    monkeypatch.setattr(server, "sample", slow)
     async with monitor() as watched:
         with looking(watched) as viewer:
             await viewer.line()
@@ -166,7 +158,7 @@ async def test_a_sample_that_takes_long_leaves_others_their_time(monkeypatch: py
 
 
 async def test_who_does_not_read_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_server, "sample", lambda: {"text": "x" * (8 << 20), "devices": []})
+    monkeypatch.setattr(server, "sample", lambda: {"text": "x" * (8 << 20), "devices": []})
     async with monitor() as watched:
         with looking(watched) as lazy, looking(watched) as viewer:
             for each in (lazy, viewer):
@@ -218,7 +210,7 @@ async def test_a_sample_that_fails_disturbs_nobody(
     def fail() -> dict[str, object]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(monitor_server, "sample", fail)
+    monkeypatch.setattr(server, "sample", fail)
     async with monitor() as watched:
         with looking(watched) as viewer:
             await viewer.line()
@@ -226,7 +218,7 @@ async def test_a_sample_that_fails_disturbs_nobody(
             assert await viewer.gone()
             await until(lambda: names_in(watched.path.parent) == [])
             await until(lambda: not threads())
-        monkeypatch.setattr(monitor_server, "sample", dict)
+        monkeypatch.setattr(server, "sample", dict)
         async with monitor() as another:
             assert names_in(another.path.parent) == [another.path.name]
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
@@ -306,8 +298,8 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
         # A thread that ends is inside of a sanitizer's allocator, which a child would find locked.
         forked.wait(patience(20))
 
-    monkeypatch.setattr(monitor_server, "sample", slow)
-    monkeypatch.setattr(monitor_server, "_FORK_S", patience(10))
+    monkeypatch.setattr(server, "sample", slow)
+    monkeypatch.setattr(server, "_FORK_S", patience(10))
     async with monitor() as watched:
         with looking(watched) as viewer:
             await viewer.line()
@@ -315,7 +307,7 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
             await asyncio.to_thread(begun.wait)
             thread = threading.Thread(target=let_it_end)
             thread.start()
-            locked, ended = in_child(lambda: (monitor_server._sampling.locked(), end.is_set()))
+            locked, ended = in_child(lambda: (server._sampling.locked(), end.is_set()))
             forked.set()
             assert (locked, ended) == (False, True)
             assert "devices" in await viewer.told()
@@ -323,11 +315,11 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_server, "_FORK_S", 0.05)
-    with monitor_server._sampling:
-        assert in_child(lambda: monitor_server._sampling.locked()) is False
-        assert monitor_server._sampling.locked()
-    assert not monitor_server._sampling.locked()
+    monkeypatch.setattr(server, "_FORK_S", 0.05)
+    with server._sampling:
+        assert in_child(lambda: server._sampling.locked()) is False
+        assert server._sampling.locked()
+    assert not server._sampling.locked()
 
 
 # ---- By the environment
@@ -335,7 +327,7 @@ async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.once
 async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(monitoring, "_seen_to", False)
+    monkeypatch.setattr(monitor_module, "_seen_to", False)
     for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
         monkeypatch.setenv("AIOVERBS_MONITOR", text)
         async with open_device("soft0"):
@@ -349,7 +341,7 @@ async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog
 async def test_what_fails_is_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(monitoring, "_seen_to", False)
+    monkeypatch.setattr(monitor_module, "_seen_to", False)
     monkeypatch.setenv("AIOVERBS_MONITOR", "1")
     os.mknod(folder)
     async with open_device("soft0") as device:

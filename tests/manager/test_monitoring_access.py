@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from aioverbs import (
-    monitor,
-    monitor_directory,
-    monitor_server,
-    monitoring,
-)
-from aioverbs.monitor_directory import MonitorDirectory, default_path
+from aioverbs import monitor
+from aioverbs._monitoring import directory, monitor as monitor_module, server
+from aioverbs._monitoring.directory import MonitorDirectory, default_path
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.manager.viewers import folder, looking
 
@@ -48,7 +43,7 @@ def test_nobody_else_can_look_into_the_folder(folder: Path) -> None:
 
 async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async with monitor() as watched:
-        monkeypatch.setattr(monitor_server, "peer_user", lambda connected: os.geteuid() + 1)
+        monkeypatch.setattr(server, "peer_user", lambda connected: os.geteuid() + 1)
         with looking(watched) as viewer:
             assert await viewer.gone()
         monkeypatch.undo()
@@ -57,12 +52,12 @@ async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch, capl
 
 async def test_who_listens_is_looked_at_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     async with monitor() as watched:
-        monkeypatch.setattr(monitor_directory, "peer_user", lambda connected: os.geteuid() + 1)
+        monkeypatch.setattr(directory, "peer_user", lambda connected: os.geteuid() + 1)
         with (
-            MonitorDirectory(watched.path.parent) as directory,
+            MonitorDirectory(watched.path.parent) as looked_at,
             pytest.raises(PermissionError, match=f"a process of user {os.geteuid() + 1} listens there"),
         ):
-            directory.connect(watched.path.name, 1)
+            looked_at.connect(watched.path.name, 1)
         assert watched.path.exists()
 
 
@@ -150,7 +145,7 @@ async def test_what_is_no_question(question: bytes) -> None:
 
 
 async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_server, "_ASK_S", 0.1)
+    monkeypatch.setattr(server, "_ASK_S", 0.1)
     async with monitor() as watched:
         with looking(watched) as viewer:
             await viewer.line()
@@ -158,7 +153,7 @@ async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_too_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_server, "_MOST", 1)
+    monkeypatch.setattr(server, "_MOST", 1)
     async with monitor() as watched:
         with looking(watched) as first:
             await first.line()
@@ -177,14 +172,14 @@ async def test_there_is_no_descriptor_for_one(
             self.fileno = listening.fileno
 
         def accept(self) -> None:
-            server._listening = listening
+            looked_at._listening = listening
             raise OSError(errno.EMFILE, "too many open files")
 
     deaf_s = 0.2
-    monkeypatch.setattr(monitor_server, "_DEAF_S", deaf_s)
+    monkeypatch.setattr(server, "_DEAF_S", deaf_s)
     async with monitor() as watched:
-        server: Any = monitoring._server
-        listening, server._listening = server._listening, FailsOnce(server._listening)
+        looked_at: Any = monitor_module._server
+        listening, looked_at._listening = looked_at._listening, FailsOnce(looked_at._listening)
         begin = time.monotonic()
         with looking(watched) as viewer:
             assert (await viewer.told())["pid"] == os.getpid()
@@ -202,6 +197,6 @@ JSON = st.recursive(
 
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_question_is_heard_or_refused(question: bytes) -> None:
-    least, most = monitor_server.INTERVALS_S
+    least, most = server.INTERVALS_S
     with contextlib.suppress(ValueError):
-        assert least <= monitor_server._interval_of(question) <= most
+        assert least <= server._interval_of(question) <= most

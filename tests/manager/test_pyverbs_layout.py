@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aioverbs import LibraryNotFoundError, devices, open_device
-from aioverbs._core import pyverbs_bridge
-from aioverbs.providers import hardware
+from aioverbs._core.handles import pyverbs_bridge
+from aioverbs._providers import hardware
 from tests.manager.pyverbs_objects import laid_out
 
 pytestmark = pytest.mark.once

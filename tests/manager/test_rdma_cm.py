@@ -11,10 +11,10 @@ from typing import Any, assert_type
 import pytest
 
 from aioverbs import AffinityError, ClosedResourceError, LibraryNotFoundError, VerbsError
-from aioverbs._core import rdma_cm as core
-from aioverbs.affinity import Affinity
-from aioverbs.identifier import look_up
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Affinity
 from aioverbs.rdma_cm import Channel, Identifier, Listener
+from aioverbs.rdma_cm.cm_id import look_up
 from tests.manager.connection_manager import connection_manager, request
 
 DEVICE = Path("/dev/infiniband/rdma_cm")

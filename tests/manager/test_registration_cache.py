@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from aioverbs import (
@@ -24,8 +23,8 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs._core import engine
-from aioverbs.device import Device
+from aioverbs._core.handles import handles
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, capabilities, needs
 from tests.conftest import LOOP_FACTORIES
 
@@ -71,7 +70,7 @@ def counts(pd: ProtectionDomain) -> tuple[int, int, int, int]:
 async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> int:
     """Its key."""
     async with pd.cache.region(buffer, access) as region:
-        assert (region.address, len(region)) == engine.span(buffer)
+        assert (region.address, len(region)) == handles.span(buffer)
         return region.lkey
 
 
@@ -210,7 +209,7 @@ async def test_memory_that_receives_are_posted_in_is_not_dropped(pd: ProtectionD
 
 async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
     pages = mmap.mmap(-1, SIZE)
-    address, _ = engine.span(pages)
+    address, _ = handles.span(pages)
     one = (ctypes.c_char * SIZE).from_address(address)
     other = (ctypes.c_char * SIZE).from_address(address)
     assert await use(pd, one) != await use(pd, other)
@@ -230,7 +229,7 @@ async def test_memory_of_nobody_is_not_kept(pd: ProtectionDomain) -> None:
     pages = mmap.mmap(-1, SIZE)
     make = ctypes.pythonapi.PyMemoryView_FromMemory
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-    view = make(engine.span(pages)[0], SIZE, 0x200)
+    view = make(handles.span(pages)[0], SIZE, 0x200)
     assert view.obj is None
     assert await use(pd, view) != await use(pd, view)
     assert counts(pd) == (0, 2, 0, 0)
@@ -335,7 +334,7 @@ async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) 
 
 
 async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
     memory = bytearray(SIZE)
     keys = await asyncio.gather(*(use(pd, memory) for _ in range(5)))
     assert len(set(keys)) == 1
@@ -346,7 +345,7 @@ async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, mon
 async def test_a_cancelled_registration_is_done_by_the_next(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
     memory = bytearray(SIZE)
     tasks = [asyncio.create_task(use(pd, memory)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -368,7 +367,7 @@ async def test_loops_share_it(pd: ProtectionDomain, factory: Callable[[], asynci
             for each in range(60):
                 buffer = buffers[(each * seed + each // 7) % 6]
                 async with pd.cache.region(buffer) as region:
-                    assert region.address == engine.span(buffer)[0]
+                    assert region.address == handles.span(buffer)[0]
                     region.buffer[seed] = each
                     if each % 3 == 0:
                         await asyncio.sleep(0)
@@ -460,7 +459,7 @@ class Caching(RuleBasedStateMachine):
             start = data.draw(st.integers(0, len(buffer) - 1))
             stop = data.draw(st.integers(start + 1, len(buffer)))
             async with self.pd.cache.region(memoryview(buffer)[start:stop]) as region:
-                assert region.address == engine.span(buffer)[0] + start
+                assert region.address == handles.span(buffer)[0] + start
                 assert len(region) == stop - start
                 ctypes.memmove(region.handle.address, content, 1)  # as the device does
                 assert buffer[start : start + 1] == content
@@ -503,7 +502,7 @@ async def test_a_kept_error_does_not_keep_the_buffer(
     device: Device, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Neither where registering is cancelled, nor where what is too large to be kept is."""
-    monkeypatch.setattr("aioverbs.memory._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
     async with device.protection_domain() as pd:
         pd.cache.max_bytes = 4096
         buffer = bytearray(size)

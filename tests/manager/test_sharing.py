@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import pytest_asyncio
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import (
     AccessFlags,
@@ -32,12 +31,12 @@ from aioverbs import (
     VerbsError,
     import_device,
 )
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.turns import OPENING, spend
+from aioverbs._sharing.exchange import Given, GivenSoft, answer, receive
+from aioverbs._sharing.messages import Reply, Request, device_of, share_id
+from aioverbs._sharing.shared_pd import Share
 from aioverbs.errors import LibraryNotFoundError
-from aioverbs.share_exchange import Given, GivenSoft, answer, receive
-from aioverbs.share_message import Reply, Request, device_of, share_id
-from aioverbs.sharing import Share
-from aioverbs.turns import OPENING, spend
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
@@ -72,8 +71,8 @@ class StandIn:
         return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     @property
-    def context(self) -> engine.Context:
-        return cast(engine.Context, self)
+    def context(self) -> handles.Context:
+        return cast(handles.Context, self)
 
 
 @pytest.fixture
@@ -648,11 +647,11 @@ async def test_two_who_open_it_at_once(
     stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
     """Each asks; one of them gets it, and of the other's nothing is left."""
-    monkeypatch.setattr(Given, "open_context", lambda self, name: engine.Context.open_software())
+    monkeypatch.setattr(Given, "open_context", lambda self, name: handles.Context.open_software())
     device = import_device(ends[1], ID, KEY)
     before = descriptors_at_first()
 
-    monkeypatch.setattr("aioverbs.imported_device.receive", two_at_once(ends, stand_in, shared, busy))
+    monkeypatch.setattr("aioverbs._verbs.imported_device.receive", two_at_once(ends, stand_in, shared, busy))
     done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
     assert device in done
     assert [str(each) for each in done if isinstance(each, ClosedResourceError)] == [

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from aioverbs import Device, ProtectionDomain, ResourceDomain, State, ThreadModel, import_device, open_device
-from aioverbs.affinity import Affinity, run_on_owner, to_the_end
+from aioverbs._lifecycle.affinity import Affinity, run_on_owner, to_the_end
 
 Attempt = Callable[[Device, ProtectionDomain, ResourceDomain], Awaitable[object]]
 

@@ -24,8 +24,8 @@ from aioverbs import (
     UseDefault,
     VerbsError,
 )
-from aioverbs._core import engine
-from aioverbs.device import Device
+from aioverbs._core.handles import handles
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.core.pairs import connect
 from tests.holding import hold, unhold
@@ -78,7 +78,7 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(patience(10)):
         cq, pd = pair.cq.handle, pair.domain.handle
         many = QpCapabilities(max_send_wr=2 * cq.cqe)
-        near, far = (engine.QueuePair(pd, cq, cq, each, affinity=pair.domain.owner) for each in (many, None))
+        near, far = (handles.QueuePair(pd, cq, cq, each, affinity=pair.domain.owner) for each in (many, None))
         connect(near, far)
         hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))

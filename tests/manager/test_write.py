@@ -31,10 +31,10 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs.completion import CompletionQueue
-from aioverbs.device import Device, open_device
-from aioverbs.domain import Domain
-from aioverbs.life import State
+from aioverbs._lifecycle.lifecycle import State
+from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.completion_queue import CompletionQueue
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.holding import hold, unhold
 from tests.pace import patience
@@ -217,7 +217,7 @@ async def test_closing_the_queue_pair_ends_its_writes(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_never_completes_ends_with_its_queue_pair(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs.queue_pair._FLUSH_S", 0.05)
+    monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
     async with ends(device) as pair:
         hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioverbs import Monitor
-from aioverbs.monitor_directory import MonitorDirectory
+from aioverbs._monitoring.directory import MonitorDirectory
 from tests.pace import patience
 
 __all__ = ["Viewer", "folder", "looking", "names_in", "nodes", "threads", "until"]

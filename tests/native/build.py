@@ -33,6 +33,11 @@ def programs(kind: str) -> list[Path]:
     return sorted(HERE.glob("bench_*.c" if kind == "bench" else "test_*.c"))
 
 
+def object_name(source: Path) -> str:
+    """Return a name for what a source is compiled to: files of several folders have the same name."""
+    return "-".join(source.relative_to(CORE.parent.parent).with_suffix("").parts)
+
+
 def build(kind: str, out_dir: Path) -> list[Path]:
     """Compile everything again and link one program per test or benchmark; their paths.
 
@@ -44,18 +49,18 @@ def build(kind: str, out_dir: Path) -> list[Path]:
     out_dir.mkdir(parents=True, exist_ok=True)
 
     def compiled(source: Path) -> Path:
-        target = out_dir / f"{source.stem}.o"
+        target = out_dir / f"{object_name(source)}.o"
         subprocess.run([*compiler, *compile_flags, "-c", str(source), "-o", str(target)], check=True)
         return target
 
     def linked(program: Path) -> Path:
         target = out_dir / program.stem
-        objects = [str(out_dir / f"{program.stem}.o"), *map(str, shared)]
+        objects = [str(out_dir / f"{object_name(program)}.o"), *map(str, shared)]
         wrapped = [f"-Wl,--wrap={name}" for name in WRAPPED.get(program.stem, ())]
         subprocess.run([*compiler, *objects, *wrapped, *link_flags, "-o", str(target)], check=True)
         return target
 
-    core = [CORE / "verbs_table.c", *sorted(CORE.glob("alloc_*.c")), *sorted(CORE.glob("soft_*.c"))]
+    core = [CORE / "abi/verbs_ops.c", *sorted(CORE.glob("alloc/*.c")), *sorted(CORE.glob("soft/*/*.c"))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         shared = list(pool.map(compiled, [*core, *sorted(HERE.glob("support_*.c"))]))
         list(pool.map(compiled, programs(kind)))

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "soft_device.h"
+#include "soft/api/device.h"
 #include "support_check.h"
 #include "support_home.h"
 #include "support_pair.h"

@@ -1,7 +1,7 @@
 #include "support.h"
 #include "support_alloc.h"
 
-#include "alloc_source.h"
+#include "alloc/base.h"
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -2,7 +2,7 @@
 #ifndef AIOVERBS_TESTS_SUPPORT_ALLOC_H
 #define AIOVERBS_TESTS_SUPPORT_ALLOC_H
 
-#include "alloc.h"
+#include "alloc/alloc.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "soft_device.h"
+#include "soft/api/device.h"
 
 struct check_variant {
     const char *name;

@@ -9,8 +9,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "soft_directory.h"
-#include "soft_settings.h"
+#include "soft/fabric/directory.h"
+#include "soft/base/settings.h"
 
 /* ---- Nodes ----------------------------------------------------------------------------------------------- */
 

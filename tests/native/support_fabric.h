@@ -4,10 +4,10 @@
 
 #include <stdatomic.h>
 
-#include "soft.h"
-#include "soft_directory.h"
-#include "soft_hello.h"
-#include "soft_settings.h"
+#include "soft/soft.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/handshake_wire.h"
+#include "soft/base/settings.h"
 
 /* Never freed, as devices are not. It answers requests with ACK, reads with bytes that fill_pattern made. */
 struct node {

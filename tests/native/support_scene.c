@@ -2,7 +2,7 @@
 #include "support_scene.h"
 #include "support_types.h"
 
-#include "soft.h"
+#include "soft/soft.h"
 
 #include <fcntl.h>
 

@@ -6,7 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 uint64_t now_ns(void)
 {

@@ -4,7 +4,7 @@
 #include "support_fork.h"
 #include "support_threads.h"
 
-#include "alloc_buddy.h"
+#include "alloc/buddy.h"
 
 #include <unistd.h>
 

@@ -3,7 +3,7 @@
 #include "support_alloc.h"
 #include "support_fork.h"
 
-#include "alloc_source.h"
+#include "alloc/base.h"
 
 #include <unistd.h>
 

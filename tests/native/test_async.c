@@ -10,7 +10,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 static struct soft_context *soft_of(struct home *home)
 {

@@ -1,7 +1,7 @@
 /* Devices of one process: one without an address, and one for each address. */
 #include "support.h"
 
-#include "soft.h"
+#include "soft/soft.h"
 
 #include <arpa/inet.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
 /* What stands between a parent domain's callbacks and an allocator, as in the extension that uses it. */
-#include "domain_memory.h"
+#include "handles/pd_allocator.h"
 
 #include "support.h"
 #include "support_alloc.h"

@@ -6,7 +6,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 /* An event that nobody took goes with its queue, and so does the readiness of the descriptor. */
 static void events_go_with_their_queue(void)

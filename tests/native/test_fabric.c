@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "soft_stream.h"
+#include "soft/fabric/stream.h"
 
 static struct node *a, *b;
 

@@ -9,8 +9,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "soft_address.h"
-#include "soft_stream.h"
+#include "soft/base/address.h"
+#include "soft/fabric/stream.h"
 
 enum { CROWD = SOFT_MAX_HANDSHAKES + 5 };
 

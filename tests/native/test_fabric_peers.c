@@ -9,8 +9,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "soft_descriptors.h"
-#include "soft_stream.h"
+#include "soft/base/fork_fds.h"
+#include "soft/fabric/stream.h"
 
 static struct node *a, *b;
 static struct sender honest; /* somebody whom nothing of all this concerns */

@@ -10,9 +10,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "soft_address.h"
-#include "soft_directory.h"
-#include "soft_stream.h"
+#include "soft/base/address.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/stream.h"
 
 static unsigned int files_in(const char *path)
 {

@@ -10,8 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft_address.h"
-#include "soft_stream.h"
+#include "soft/base/address.h"
+#include "soft/fabric/stream.h"
 
 /* What a test and its child share. */
 struct shared {

@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "soft_stream.h"
+#include "soft/fabric/stream.h"
 
 /* A device, and a peer whose listener lets in and says nothing: who sends waits for the connection. */
 struct scene {

@@ -4,7 +4,7 @@
 #include "support_fork.h"
 #include "support_verbs.h"
 
-#include "soft.h"
+#include "soft/soft.h"
 
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 #define ALWAYS ((struct soft_strike){.first = 1, .every = 1})

@@ -5,7 +5,7 @@
 
 #include <stdatomic.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define OWN_MEMORY 0 /* the sanitizers have theirs */

@@ -2,7 +2,7 @@
  * late. */
 #include "support.h"
 
-#include "soft.h"
+#include "soft/soft.h"
 
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 #define ALWAYS ((struct soft_strike){.first = 1, .every = 1})

@@ -1,8 +1,8 @@
 /* Frames and the handshake's messages as bytes: what is packed is parsed, and what holds not together is refused. */
 #include "support.h"
 
-#include "soft_frame.h"
-#include "soft_hello.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/handshake_wire.h"
 
 static struct soft_frame a_write(void)
 {

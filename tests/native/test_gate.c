@@ -1,6 +1,6 @@
 /* The gate of a Python handle as it is where there is no GIL. */
 #define Py_GIL_DISABLED 1
-#include "handle_gate.h"
+#include "handles/handle_gate.h"
 
 #include "support.h"
 

@@ -7,8 +7,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft.h"
-#include "soft_descriptors.h"
+#include "soft/soft.h"
+#include "soft/base/fork_fds.h"
 
 /* What is drawn, one byte for all of a call; then bytes that are. */
 static const uint8_t *script;

@@ -9,7 +9,7 @@
 #include <errno.h>
 #include <unistd.h>
 
-#include "soft_stream.h"
+#include "soft/fabric/stream.h"
 
 enum { OPEN = 1, BUSY = 2 }; /* states of a word of the page */
 enum { ENDS = 3 };

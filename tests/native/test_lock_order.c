@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 #ifdef NDEBUG
 #error "without assertions nothing is checked"

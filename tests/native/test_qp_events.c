@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 static void open_pair(struct pair *pair, enum ibv_qp_type type)
 {

@@ -3,7 +3,7 @@
 
 #include <sched.h>
 
-#include "soft.h"
+#include "soft/soft.h"
 
 /* Sends until there is no room; how many went in. The requests are signalled where `signalled` is true. */
 static int fill_send_queue(struct pair *pair, bool signalled)

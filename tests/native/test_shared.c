@@ -10,9 +10,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "alloc.h"
-#include "soft.h"
-#include "soft_shared.h"
+#include "alloc/alloc.h"
+#include "soft/soft.h"
+#include "soft/objects/shared.h"
 
 #define KEY 0x1122334455667788ull
 #define SIZE (64u << 10)

@@ -12,10 +12,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "alloc.h"
-#include "soft.h"
-#include "soft_sealed.h"
-#include "soft_shared.h"
+#include "alloc/alloc.h"
+#include "soft/soft.h"
+#include "soft/base/memfd.h"
+#include "soft/objects/shared.h"
 
 #define KEY 0x1122334455667788ull
 

@@ -1,5 +1,5 @@
 /* The table by which completions find what they belong to. */
-#include "slots.h"
+#include "data_path/wr_id_table.h"
 
 #include "support_check.h"
 

@@ -1,5 +1,5 @@
 /* The table of queue pair numbers and memory keys: what is promised of a number that was given back. */
-#include "soft_table.h"
+#include "soft/base/id_table.h"
 
 #include <errno.h>
 #include <stdbool.h>
@@ -31,7 +31,7 @@ static void a_key_comes_again_late(unsigned int live)
         soft_table_release(&table, number);
     }
     REQUIRE_EQ(soft_table_reserve(&table, &number, &use), 0);
-    CHECK(seen[number][use]); /* 32 bits come again in the end: soft_table.h says when */
+    CHECK(seen[number][use]); /* 32 bits come again in the end: soft/base/id_table.h says when */
     soft_table_release(&table, number);
     soft_table_destroy(&table);
     free(seen);

@@ -1,5 +1,5 @@
 /* For how long one is waited for, all in all. The times are given, so that none passes. */
-#include "soft_waited.h"
+#include "soft/base/wait_budget.h"
 
 #include "support_check.h"
 

@@ -54,7 +54,7 @@ def test_every_public_name_is_on_a_page(sources: Path) -> None:
 def test_methods_of_bases_that_are_not_public_are_shown(sources: Path) -> None:
     assert "connect" in surface.members(aioverbs.QueuePair)
     assert "read" not in surface.members(aioverbs.QueuePair), "which its public base has"
-    assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.work.Sending.read"
+    assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.data_path.data_path.Sending.read"
     assert surface.member(aioverbs.WcStatus, "SUCCESS") == "aioverbs.WcStatus.SUCCESS"
 
 
@@ -103,7 +103,7 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
         ("aioverbs.QueuePair.messages", "a `Device`.", "a :py:obj:`Device <aioverbs.Device>`."),
         ("aioverbs.QueuePair.messages", "`receive_depth` of them", "``receive_depth`` of them"),
         ("aioverbs.Requester.write_nowait", "`fence`", "``fence``"),
-        ("", "`QueuePair.read`", ":py:obj:`QueuePair.read <aioverbs._core.work.Sending.read>`"),
+        ("", "`QueuePair.read`", ":py:obj:`QueuePair.read <aioverbs._core.data_path.data_path.Sending.read>`"),
         ("", "`aioverbs.Backoff()`", ":py:obj:`aioverbs.Backoff() <aioverbs.Backoff>`"),
         ("", "`ConnectionSettings.spin_ns`", ":py:obj:`ConnectionSettings.spin_ns <aioverbs.ConnectionSettings>`"),
         ("", "`anyio.WouldBlock`, `ValueError`", "``anyio.WouldBlock``, ``ValueError``"),
@@ -158,8 +158,8 @@ def test_signatures_come_from_stubs(tmp_path: Path) -> None:
 
 
 def test_what_is_private_is_not_taken_for_what_is_public() -> None:
-    known = surface.signature("aioverbs._core.engine.FaultPlan.break_completion_queue")
-    assert known == stubs.Signature("(cq: aioverbs._core.engine.CompletionQueue)", "None")
+    known = surface.signature("aioverbs._core.handles.handles.FaultPlan.break_completion_queue")
+    assert known == stubs.Signature("(cq: aioverbs._core.handles.handles.CompletionQueue)", "None")
 
 
 def test_what_is_made_by_others_is_not_shown_as_if_it_were_called() -> None:

@@ -101,11 +101,12 @@ print(json.dumps({each.name: [each.sources, each.depends] for each in distributi
 """
     done = run(["-c", code], tmp_path, {})
     extensions = json.loads(done.stdout)
-    core = "aioverbs/_core"
-    names = ("engine", "allocators", "domains", "work", "rdma_cm", "pyverbs_bridge")
-    assert set(extensions) == {f"aioverbs._core.{name}" for name in names}
+    core = ROOT / "aioverbs" / "_core"
+    translated = {path.with_suffix("").relative_to(ROOT) for path in core.rglob("*.pyx")}
+    assert set(extensions) == {".".join(path.parts) for path in translated}
     built = {source for sources, _ in extensions.values() for source in sources}
-    assert {f"{core}/{path.name}" for path in (ROOT / core).glob("*.c") if path.stem not in names} <= built
-    watched = {f"{core}/{path.name}" for suffix in ("h", "pxd", "pxi") for path in (ROOT / core).glob(f"*.{suffix}")}
+    sources = {path.relative_to(ROOT) for path in core.rglob("*.c")}
+    assert {str(path) for path in sources if path.with_suffix("") not in translated} <= built
+    watched = {str(path.relative_to(ROOT)) for suffix in ("h", "pxd", "pxi") for path in core.rglob(f"*.{suffix}")}
     for sources, depends in extensions.values():
         assert watched | set(sources) <= set(depends)

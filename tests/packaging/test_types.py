@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 CORE = ROOT / "aioverbs" / "_core"
 
-# The enumeration in verbs_abi.h and the prefix of its names; None for the unnamed one.
+# The enumeration in libibverbs.h and the prefix of its names; None for the unnamed one.
 IN_C: dict[type[IntEnum] | type[IntFlag], tuple[str | None, str]] = {
     types.AccessFlags: ("ibv_access_flags", "IBV_ACCESS_"),
     types.AtomicCap: ("ibv_atomic_cap", "IBV_ATOMIC_"),
@@ -43,7 +43,7 @@ def test_every_enumeration_is_compared() -> None:
 
 def compile_failures(lines: list[str], tmp_path: Path) -> str:
     source = tmp_path / "values.c"
-    source.write_text("\n".join(['#include "verbs_abi.h"', *lines, ""]))
+    source.write_text("\n".join(['#include "abi/libibverbs.h"', *lines, ""]))
     command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c11", f"-I{CORE}", "-fsyntax-only", str(source)]
     return subprocess.run(command, capture_output=True, text=True).stderr
 
@@ -65,7 +65,7 @@ def test_a_wrong_value_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.toolchain
 def test_names() -> None:
-    declared = read((CORE / "verbs_abi.h").read_text(), tuple(shlex.split(os.environ.get("CC", "cc"))))
+    declared = read((CORE / "abi/libibverbs.h").read_text(), tuple(shlex.split(os.environ.get("CC", "cc"))))
     for enumeration, (tag, prefix) in IN_C.items():
         names = {
             name.removeprefix(prefix)

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from aioverbs import Device
-from aioverbs.pool import WorkerPool
+from aioverbs._pool.pool import WorkerPool
 from tests.devices import device, device_name
 
 __all__ = ["device", "device_name", "loop_name", "pool"]

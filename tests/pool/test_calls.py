@@ -21,8 +21,8 @@ from aioverbs import (
     MemoryRegion,
     ThreadModel,
 )
-from aioverbs.placement import LeastLoaded, rendezvous
-from aioverbs.pool import StartedCall, WorkerPool, current_worker
+from aioverbs._pool.placement import LeastLoaded, rendezvous
+from aioverbs._pool.pool import StartedCall, WorkerPool, current_worker
 from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until

@@ -25,10 +25,10 @@ from aioverbs import (
     WorkerDiedError,
     open_device,
 )
-from aioverbs.crew import Stage
-from aioverbs.pool import StartedCall, WorkerPool, current_worker
-from aioverbs.thread_worker import _ThreadJob
-from aioverbs.worker import Worker
+from aioverbs._pool.pool import StartedCall, WorkerPool, current_worker
+from aioverbs._pool.supervisor import Stage
+from aioverbs._pool.thread_worker import _ThreadJob
+from aioverbs._pool.worker import Worker
 from tests.capabilities import Capability, needs
 from tests.pace import patience
 from tests.pool.test_calls import number, number_later, stay

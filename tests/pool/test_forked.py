@@ -47,7 +47,7 @@ asyncio.run(main())
 THREADS = """
 import asyncio, os, sys, threading
 from aioverbs import WorkerPool, current_worker, open_device
-from aioverbs.affinity import to_the_end
+from aioverbs._lifecycle.affinity import to_the_end
 
 async def hear(device):
     await anext(device.events())

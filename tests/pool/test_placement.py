@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aioverbs import Device, WorkerPool
-from aioverbs.placement import Key, LeastLoaded, PlacementPolicy, RoundRobin, rendezvous
+from aioverbs._pool.placement import Key, LeastLoaded, PlacementPolicy, RoundRobin, rendezvous
 
 workers = st.sets(st.integers(0, 200), min_size=1, max_size=20).map(sorted)
 keys = st.one_of(st.text(), st.binary(), st.integers())
@@ -87,7 +86,7 @@ def test_the_keys_of_one_that_goes_are_spread() -> None:
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    code = f"from aioverbs.placement import rendezvous\nprint([rendezvous(k, range(16)) for k in {KEYS[:50]}])"
+    code = f"from aioverbs._pool.placement import rendezvous\nprint([rendezvous(k, range(16)) for k in {KEYS[:50]}])"
     command = [sys.executable, "-c", code]
     there = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
     assert there.stdout.strip() == str([rendezvous(key, range(16)) for key in KEYS[:50]])

@@ -29,7 +29,7 @@ from aioverbs import (
     WorkerPool,
     open_device,
 )
-from aioverbs.placement import rendezvous
+from aioverbs._pool.placement import rendezvous
 from tests.conftest import ROOT
 from tests.core.children import in_child
 from tests.pace import patience

@@ -26,9 +26,9 @@ from aioverbs import (
     open_device,
     serve,
 )
-from aioverbs.handshake import Reason
-from aioverbs.placement import LeastLoaded
-from aioverbs.server import Server
+from aioverbs._connection.handshake import Reason
+from aioverbs._pool.placement import LeastLoaded
+from aioverbs._server.server import Server
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST
 from tests.connections.serving import asked, served

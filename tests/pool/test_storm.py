@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from aioverbs import ClosedResourceError, Device, WorkerDiedError, WorkerPool
-from aioverbs.placement import LeastLoaded
+from aioverbs._pool.placement import LeastLoaded
 from tests.conftest import LOOP_FACTORIES
 from tests.pace import fewer, patience
 from tests.pool import work

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from aioverbs import AccessFlags, Device, QpState, QueuePair, ResourceDomain, ThreadModel, devices, open_device
-from aioverbs.completion import CompletionQueue
+from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs.rdma_cm import Channel, Identifier, Listener
 from tests.rdma.seam import rdma_devices
 

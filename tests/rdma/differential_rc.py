@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from aioverbs import AccessFlags, Mtu, QpState, SendFlags, SendOpcode, VerbsError, WcFlags, WcStatus
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.attributes import AddressVector, QpCapabilities
 
 GID_INDEX = 1
@@ -173,15 +173,15 @@ class Result:
 class End:
     """A queue pair with queues, memory and regions."""
 
-    def __init__(self, pd: engine.ProtectionDomain) -> None:
+    def __init__(self, pd: handles.ProtectionDomain) -> None:
         self.memory = bytearray(SIZE)
-        self.regions = {name: engine.MemoryRegion(pd, self.memory, access) for name, access in REGIONS.items()}
-        self.send_cq = engine.CompletionQueue(pd.context, 128)
-        self.recv_cq = engine.CompletionQueue(pd.context, 128)
+        self.regions = {name: handles.MemoryRegion(pd, self.memory, access) for name, access in REGIONS.items()}
+        self.send_cq = handles.CompletionQueue(pd.context, 128)
+        self.recv_cq = handles.CompletionQueue(pd.context, 128)
         capabilities = QpCapabilities(
             max_send_wr=32, max_recv_wr=64, max_send_sge=4, max_recv_sge=4, max_inline_data=64
         )
-        self.qp = engine.QueuePair(pd, self.send_cq, self.recv_cq, capabilities)
+        self.qp = handles.QueuePair(pd, self.send_cq, self.recv_cq, capabilities)
         self.posted: dict[int, Receive] = {}  # by wr_id; if it goes to ERR, all of them complete
 
     def address(self, offset: int) -> int:
@@ -192,7 +192,7 @@ class End:
             handle.destroy()
 
 
-def _connect(qp: engine.QueuePair, peer: engine.QueuePair, access: AccessFlags) -> None:
+def _connect(qp: handles.QueuePair, peer: handles.QueuePair, access: AccessFlags) -> None:
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=access)
     qp.modify(
         QpState.RTR,
@@ -210,7 +210,7 @@ def _connect(qp: engine.QueuePair, peer: engine.QueuePair, access: AccessFlags) 
 class World:
     """Two connected ends on one device, in which a sequence is executed."""
 
-    def __init__(self, pd: engine.ProtectionDomain, sequence: Sequence) -> None:
+    def __init__(self, pd: handles.ProtectionDomain, sequence: Sequence) -> None:
         self.sequence = sequence
         self.ends = [End(pd), End(pd)]
         rng = random.Random(sequence.seed)
@@ -353,14 +353,14 @@ def _wipe(end: End, offset: int, length: int) -> None:
     end.memory[offset:until] = bytes(until - offset)
 
 
-def _wait_for_error(qp: engine.QueuePair) -> None:
+def _wait_for_error(qp: handles.QueuePair) -> None:
     """It refused a request; its sender may hear of that a little earlier than it gets there."""
     deadline = time.monotonic() + PATIENCE_S
     while qp.query().qp_state is not QpState.ERR and time.monotonic() < deadline:
         time.sleep(1e-4)
 
 
-def execute(pd: engine.ProtectionDomain, sequence: Sequence) -> list[Result]:
+def execute(pd: handles.ProtectionDomain, sequence: Sequence) -> list[Result]:
     """What each burst of a sequence comes to on the device of a protection domain."""
     world = World(pd, sequence)
     try:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from aioverbs import AccessFlags, QpState, SendFlags, SendOpcode, WcFlags, WcStatus
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from aioverbs.attributes import AddressVector, QpCapabilities
 
 GID_INDEX = 1
@@ -74,15 +74,15 @@ class Result:
 class Member:
     """A queue pair with queues and memory."""
 
-    def __init__(self, pd: engine.ProtectionDomain, qkey: int) -> None:
+    def __init__(self, pd: handles.ProtectionDomain, qkey: int) -> None:
         self.memory = bytearray(MTU + SLOT * SLOTS)  # what is sent, then slots of receives
-        self.region = engine.MemoryRegion(pd, self.memory, AccessFlags.LOCAL_WRITE)
-        self.send_cq = engine.CompletionQueue(pd.context, 64)
-        self.recv_cq = engine.CompletionQueue(pd.context, 64)
+        self.region = handles.MemoryRegion(pd, self.memory, AccessFlags.LOCAL_WRITE)
+        self.send_cq = handles.CompletionQueue(pd.context, 64)
+        self.recv_cq = handles.CompletionQueue(pd.context, 64)
         capabilities = QpCapabilities(
             max_send_wr=16, max_recv_wr=16, max_send_sge=2, max_recv_sge=2, max_inline_data=64
         )
-        self.qp = engine.QueuePair(pd, self.send_cq, self.recv_cq, capabilities, qp_type=4)
+        self.qp = handles.QueuePair(pd, self.send_cq, self.recv_cq, capabilities, qp_type=4)
         self.qp.modify(QpState.INIT, pkey_index=0, port_num=1, qkey=qkey)
         self.qp.modify(QpState.RTR)
         self.qp.modify(QpState.RTS, sq_psn=0)
@@ -96,9 +96,9 @@ class Member:
 class World:
     """The queue pairs of a sequence on one device."""
 
-    def __init__(self, pd: engine.ProtectionDomain, seed: int) -> None:
+    def __init__(self, pd: handles.ProtectionDomain, seed: int) -> None:
         rng = random.Random(seed)
-        self.ah = engine.AddressHandle(
+        self.ah = handles.AddressHandle(
             pd, AddressVector(dgid=pd.context.query_gid(1, GID_INDEX), sgid_index=GID_INDEX, hop_limit=1)
         )
         self.members = [Member(pd, qkey) for qkey in QKEYS]
@@ -164,7 +164,7 @@ class World:
         return self.result
 
 
-def execute(pd: engine.ProtectionDomain, seed: int, sequence: list[Datagram]) -> Result:
+def execute(pd: handles.ProtectionDomain, seed: int, sequence: list[Datagram]) -> Result:
     """What a sequence comes to on the device of a protection domain."""
     world = World(pd, seed)
     try:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 
 VERBS = ("import_device", "import_pd", "unimport_pd")
 
@@ -21,7 +21,7 @@ class Imports:
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(os.environ["AIOVERBS_TEST_SHIM"])
-        self._slots = [ctypes.c_void_p.from_address(engine.table_slot(verb)) for verb in VERBS]
+        self._slots = [ctypes.c_void_p.from_address(handles.table_slot(verb)) for verb in VERBS]
         self._before = [slot.value for slot in self._slots]
         for slot, verb in zip(self._slots, VERBS, strict=True):
             slot.value = ctypes.cast(getattr(self.library, f"shim_{verb}"), ctypes.c_void_p).value

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aioverbs import AccessFlags, Mtu, QpState, WcStatus
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
+from aioverbs._providers import hardware, software
 from aioverbs.attributes import AddressVector, QpCapabilities
-from aioverbs.providers import hardware, software
 
 GID_INDEX = 1  # an IPv4 GID, RoCE v2, on kernel soft-RoCE and on the software device alike
 ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -21,19 +21,19 @@ def rdma_devices() -> list[str]:
     return named.split(",") if named else hardware.names()
 
 
-def open_context(name: str) -> engine.Context:
+def open_context(name: str) -> handles.Context:
     """Open a device by its name, whichever provider has it."""
     return software.open_context(name) if software.is_software(name) else hardware.open_context(name)
 
 
 @contextmanager
-def opened(name: str) -> Iterator[engine.Context]:
+def opened(name: str) -> Iterator[handles.Context]:
     """An open device; everything made of it is destroyed at the end, newest first."""
     context = open_context(name)
     try:
         yield context
     finally:
-        for handle in reversed(engine.open_handles()):
+        for handle in reversed(handles.open_handles()):
             if handle.context is context:
                 handle.destroy()
 
@@ -43,27 +43,27 @@ class Pair:
 
     def __init__(
         self,
-        near: engine.ProtectionDomain,
-        far: engine.ProtectionDomain,
+        near: handles.ProtectionDomain,
+        far: handles.ProtectionDomain,
         *,
         size: int = 65536,
         extended: bool = False,
         parent_domain_queues: bool = False,
     ) -> None:
         self.memory = [bytearray(size), bytearray(size)]
-        self.regions: list[engine.MemoryRegion] = []
-        self.channels: list[engine.CompletionChannel] = []
-        self.queues: list[engine.CompletionQueue] = []
-        self.qps: list[engine.QueuePair] = []
+        self.regions: list[handles.MemoryRegion] = []
+        self.channels: list[handles.CompletionChannel] = []
+        self.queues: list[handles.CompletionQueue] = []
+        self.qps: list[handles.QueuePair] = []
         for pd, memory in zip((near, far), self.memory, strict=True):
-            channel = engine.CompletionChannel(pd.context)
-            cq = engine.CompletionQueue(
+            channel = handles.CompletionChannel(pd.context)
+            cq = handles.CompletionQueue(
                 pd.context, 64, channel, extended=extended, parent_domain=pd if parent_domain_queues else None
             )
-            self.regions.append(engine.MemoryRegion(pd, memory, ALL_ACCESS))
+            self.regions.append(handles.MemoryRegion(pd, memory, ALL_ACCESS))
             self.channels.append(channel)
             self.queues.append(cq)
-            self.qps.append(engine.QueuePair(pd, cq, cq, QpCapabilities(max_send_sge=2, max_recv_sge=2)))
+            self.qps.append(handles.QueuePair(pd, cq, cq, QpCapabilities(max_send_sge=2, max_recv_sge=2)))
         connect(self.qps[0], self.qps[1])
         connect(self.qps[1], self.qps[0])
 
@@ -72,7 +72,7 @@ class Pair:
         region = self.regions[side]
         return region.address + offset, length, region.lkey
 
-    def wait(self, side: int) -> engine.WorkCompletion:
+    def wait(self, side: int) -> handles.WorkCompletion:
         """The next completion of one side, by polling."""
         deadline = time.monotonic() + 20
         while not (found := self.queues[side].poll(1)):
@@ -80,7 +80,7 @@ class Pair:
                 raise TimeoutError("no completion came")
         return found[0]
 
-    def succeed(self, side: int) -> engine.WorkCompletion:
+    def succeed(self, side: int) -> handles.WorkCompletion:
         """The next completion of one side, which must be a success."""
         completion = self.wait(side)
         assert completion.status is WcStatus.SUCCESS
@@ -100,7 +100,7 @@ class Pair:
             handle.destroy()
 
 
-def connect(qp: engine.QueuePair, peer: engine.QueuePair, max_rd_atomic: int = 1) -> None:
+def connect(qp: handles.QueuePair, peer: handles.QueuePair, max_rd_atomic: int = 1) -> None:
     """Take a queue pair to RTS, towards a peer."""
     mtu = qp.context.query_port(1).active_mtu
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=ALL_ACCESS)
@@ -116,7 +116,7 @@ def connect(qp: engine.QueuePair, peer: engine.QueuePair, max_rd_atomic: int = 1
     qp.modify(QpState.RTS, timeout=14, retry_cnt=6, rnr_retry=6, sq_psn=0, max_rd_atomic=max_rd_atomic)
 
 
-def to_itself(qp: engine.QueuePair) -> None:
+def to_itself(qp: handles.QueuePair) -> None:
     """Take one of type UC to RTS, towards itself."""
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=ALL_ACCESS)
     qp.modify(

@@ -11,7 +11,7 @@
 #ifndef AIOVERBS_TESTS_SHIM_H
 #define AIOVERBS_TESTS_SHIM_H
 
-#include "verbs_abi.h"
+#include "abi/libibverbs.h"
 
 #include <stdbool.h>
 

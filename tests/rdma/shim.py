@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 
 __all__ = ["CONTROL_PAGE", "Shim"]
 
@@ -22,7 +22,7 @@ class Counts(ctypes.Structure):
 class Shim:
     """The shim, installed in a context."""
 
-    def __init__(self, context: engine.Context) -> None:
+    def __init__(self, context: handles.Context) -> None:
         path = os.environ.get("AIOVERBS_TEST_SHIM")
         if not path:
             pytest.fail("AIOVERBS_TEST_SHIM must name the shim's library: use `nox -s rdma`")
@@ -36,7 +36,7 @@ class Shim:
         self.library.shim_counts(ctypes.byref(counts))
         return {name: getattr(counts, name) for name in COUNTS}
 
-    def associate(self, xrcd: domains.XrcDomain, difference: int) -> None:
+    def associate(self, xrcd: parent_domain.XrcDomain, difference: int) -> None:
         """Have a queue associated with an XRC domain, or no more."""
         assert self.library.shim_associate(ctypes.c_void_p(xrcd.address), difference) == 0
 

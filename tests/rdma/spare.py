@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from aioverbs.ports import gid_table
-from aioverbs.providers import hardware
+from aioverbs._providers import hardware
+from aioverbs._verbs.ports import gid_table
 from tests.pace import patience
 
 __all__ = ["SpareDevice", "spare_device"]

@@ -21,7 +21,7 @@ from aioverbs import (
     listen,
     serve,
 )
-from aioverbs.cm_line import CmLine
+from aioverbs._connection.cm_control import CmLine
 from tests.rdma.cm import Side, free_port, nothing_left, sides
 
 pytestmark = pytest.mark.rdma

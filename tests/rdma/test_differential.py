@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from aioverbs import Mtu
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.core.contexts import opened as opened_software
 from tests.rdma import differential_rc, differential_ud
 from tests.rdma.seam import opened, rdma_devices
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def software() -> Iterator[dict[str, engine.ProtectionDomain]]:
+def software() -> Iterator[dict[str, handles.ProtectionDomain]]:
     """A protection domain of the software device in each mode of execution."""
     with ExitStack() as stack:
         contexts = {mode: stack.enter_context(opened_software(mode)) for mode in ("inline", "engine")}
-        yield {mode: engine.ProtectionDomain(context) for mode, context in contexts.items()}
+        yield {mode: handles.ProtectionDomain(context) for mode, context in contexts.items()}
 
 
 @pytest.fixture
-def soft_roce() -> Iterator[engine.ProtectionDomain]:
+def soft_roce() -> Iterator[handles.ProtectionDomain]:
     name = rdma_devices()[0]
     if not name.startswith("rxe"):
         pytest.skip(f"what is known to differ is known of soft-RoCE, and not of {name}")
     with opened(name) as context:
-        yield engine.ProtectionDomain(context)
+        yield handles.ProtectionDomain(context)
 
 
 def check_rc(
@@ -71,7 +71,7 @@ def _differences(ours: list[bytes], theirs: list[bytes]) -> str:
     return "; ".join(found)
 
 
-def test_rc_in_both_modes(software: dict[str, engine.ProtectionDomain]) -> None:
+def test_rc_in_both_modes(software: dict[str, handles.ProtectionDomain]) -> None:
     for seed in SEEDS:
         sequence = differential_rc.draw(seed)
         inline, threaded = (differential_rc.execute(software[mode], sequence) for mode in ("inline", "engine"))
@@ -79,7 +79,7 @@ def test_rc_in_both_modes(software: dict[str, engine.ProtectionDomain]) -> None:
 
 
 @pytest.mark.rdma
-def test_rc_on_soft_roce(software: dict[str, engine.ProtectionDomain], soft_roce: engine.ProtectionDomain) -> None:
+def test_rc_on_soft_roce(software: dict[str, handles.ProtectionDomain], soft_roce: handles.ProtectionDomain) -> None:
     for seed in SEEDS:
         sequence = differential_rc.draw(seed)
         ours = differential_rc.execute(software["inline"], sequence)
@@ -87,7 +87,7 @@ def test_rc_on_soft_roce(software: dict[str, engine.ProtectionDomain], soft_roce
         check_rc(sequence, ours, theirs, ("soft0", "soft-RoCE"))
 
 
-def test_datagrams_in_both_modes(software: dict[str, engine.ProtectionDomain]) -> None:
+def test_datagrams_in_both_modes(software: dict[str, handles.ProtectionDomain]) -> None:
     for seed in SEEDS:
         sequence = differential_ud.draw(seed)
         inline, threaded = (differential_ud.execute(software[mode], seed, sequence) for mode in ("inline", "engine"))
@@ -96,7 +96,7 @@ def test_datagrams_in_both_modes(software: dict[str, engine.ProtectionDomain]) -
 
 @pytest.mark.rdma
 def test_datagrams_on_soft_roce(
-    software: dict[str, engine.ProtectionDomain], soft_roce: engine.ProtectionDomain
+    software: dict[str, handles.ProtectionDomain], soft_roce: handles.ProtectionDomain
 ) -> None:
     mtu = Mtu(soft_roce.context.query_port(1).active_mtu).size
     for seed in SEEDS:

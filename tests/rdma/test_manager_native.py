@@ -31,11 +31,11 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs.life import State
-from aioverbs.memory import MemoryRegion
-from aioverbs.queue_pair import QueuePair
-from aioverbs.resource import Resource
-from aioverbs.resource_domain import ResourceDomain
+from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.resource import Resource
+from aioverbs._memory.region import MemoryRegion
+from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs._verbs.resource_domain import ResourceDomain
 from tests.core.allocators import Recording
 from tests.rdma.seam import rdma_devices
 from tests.rdma.shim import CONTROL_PAGE, Shim

@@ -30,9 +30,9 @@ from aioverbs import (
     WorkCompletionError,
     open_device,
 )
-from aioverbs._core import rdma_cm as core
-from aioverbs.cm_events import CmEventType
+from aioverbs._core.handles import rdma_cm as core
 from aioverbs.rdma_cm import Channel, Identifier, Listener
+from aioverbs.rdma_cm.events import CmEventType
 from tests.rdma.cm import ACCESS, Side, connected, counts, free_port, nothing_left, sides
 from tests.waiting import wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aioverbs._core import pyverbs_bridge
+from aioverbs._core.handles import pyverbs_bridge
 from tests.rdma.seam import opened, rdma_devices
 
 pytestmark = pytest.mark.rdma

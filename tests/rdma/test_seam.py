@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aioverbs import SendFlags, SendOpcode, VerbsError, WcStatus
-from aioverbs._core import domains, engine
-from aioverbs.providers import hardware
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._providers import hardware
 from tests.rdma.seam import Pair, opened, rdma_devices
 
 
@@ -22,18 +22,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def context(device: str) -> Iterator[engine.Context]:
+def context(device: str) -> Iterator[handles.Context]:
     with opened(device) as context:
         yield context
 
 
 @pytest.fixture(params=["basic", "extended"])
-def pair(request: pytest.FixtureRequest, context: engine.Context) -> Pair:
-    pd = engine.ProtectionDomain(context)
+def pair(request: pytest.FixtureRequest, context: handles.Context) -> Pair:
+    pd = handles.ProtectionDomain(context)
     return Pair(pd, pd, extended=request.param == "extended")
 
 
-def test_queries(context: engine.Context, device: str) -> None:
+def test_queries(context: handles.Context, device: str) -> None:
     assert context.name == device
     assert context.query_device().max_qp > 1
     assert context.query_port(1).state.name == "ACTIVE"
@@ -109,27 +109,27 @@ class TestAbsent:
     """Kernel soft-RoCE has no domains of its own: the answer is an error number, not a crash."""
 
     @pytest.fixture
-    def context(self) -> Iterator[engine.Context]:
+    def context(self) -> Iterator[handles.Context]:
         with opened(rdma_devices()[0]) as context:
             if context.name.startswith("rxe"):
                 yield context
             else:
                 pytest.skip(f"{context.name} may have them")
 
-    def test_thread_domain(self, context: engine.Context) -> None:
+    def test_thread_domain(self, context: handles.Context) -> None:
         with pytest.raises(VerbsError, match="ibv_alloc_td") as caught:
-            domains.ThreadDomain(context)
+            parent_domain.ThreadDomain(context)
         assert caught.value.errno == errno.EOPNOTSUPP
 
-    def test_parent_domain(self, context: engine.Context) -> None:
-        pd = engine.ProtectionDomain(context)
+    def test_parent_domain(self, context: handles.Context) -> None:
+        pd = handles.ProtectionDomain(context)
         with pytest.raises(VerbsError, match="ibv_alloc_parent_domain") as caught:
-            domains.ParentDomain(pd)
+            parent_domain.ParentDomain(pd)
         assert caught.value.errno == errno.EOPNOTSUPP
 
-    def test_xrc_domain(self, context: engine.Context) -> None:
+    def test_xrc_domain(self, context: handles.Context) -> None:
         with pytest.raises(VerbsError, match="ibv_open_xrcd") as caught:
-            domains.XrcDomain(context)
+            parent_domain.XrcDomain(context)
         assert caught.value.errno == errno.EOPNOTSUPP
 
 
@@ -139,7 +139,7 @@ def test_two_devices() -> None:
     if len(names) < 2:
         pytest.skip("one RDMA device only")
     with opened(names[0]) as near, opened(names[1]) as far:
-        pair = Pair(engine.ProtectionDomain(near), engine.ProtectionDomain(far))
+        pair = Pair(handles.ProtectionDomain(near), handles.ProtectionDomain(far))
         pair.memory[0][:] = b"\x5a" * len(pair.memory[0])
         pair.qps[0].post_send(
             SendOpcode.RDMA_WRITE,
@@ -160,11 +160,11 @@ class TestBridge:
     def test_context(self) -> None:
         import pyverbs.device
 
-        from aioverbs._core import pyverbs_bridge
+        from aioverbs._core.handles import pyverbs_bridge
 
         name = rdma_devices()[0]
         with pyverbs.device.Context(name=name) as theirs:
-            ours = engine.Context.adopt(pyverbs_bridge.context_capsule(theirs), theirs)
+            ours = handles.Context.adopt(pyverbs_bridge.context_capsule(theirs), theirs)
             assert ours.name == name
             assert ours.num_comp_vectors == theirs.num_comp_vectors
             assert ours.query_device().max_qp == theirs.query_device().max_qp
@@ -173,7 +173,7 @@ class TestBridge:
                 pyverbs_bridge.context_capsule(theirs)
 
     def test_other_types_are_refused(self) -> None:
-        from aioverbs._core import pyverbs_bridge
+        from aioverbs._core.handles import pyverbs_bridge
 
         something_else: Any = object()
         with pytest.raises(TypeError, match=r"pyverbs\.device\.Context"):

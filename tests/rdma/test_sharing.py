@@ -34,7 +34,7 @@ from aioverbs import (
     import_device,
     open_device,
 )
-from aioverbs.share_message import Reply, Request
+from aioverbs._sharing.messages import Reply, Request
 from tests.conftest import ROOT
 from tests.descriptors import descriptors
 from tests.rdma.imports import Imports, imports

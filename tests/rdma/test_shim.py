@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
 from tests.rdma.seam import Pair, opened, rdma_devices
 from tests.rdma.shim import CONTROL_PAGE, Shim
 
@@ -24,16 +24,16 @@ pytestmark = pytest.mark.rdma
 
 
 @pytest.fixture
-def context() -> Iterator[engine.Context]:
+def context() -> Iterator[handles.Context]:
     with opened(rdma_devices()[0]) as context:
         yield context
 
 
 @pytest.fixture
-def shim(context: engine.Context) -> Iterator[Shim]:
+def shim(context: handles.Context) -> Iterator[Shim]:
     shim = Shim(context)
     yield shim
-    for handle in reversed(engine.open_handles()):
+    for handle in reversed(handles.open_handles()):
         if handle is not context:
             handle.destroy()
     shim.uninstall()
@@ -75,39 +75,39 @@ def transfer(pair: Pair) -> None:
     assert pair.memory[1][:8] == b"proof..."
 
 
-def test_thread_domain(context: engine.Context, shim: Shim) -> None:
-    first, second = domains.ThreadDomain(context), domains.ThreadDomain(context)
+def test_thread_domain(context: handles.Context, shim: Shim) -> None:
+    first, second = parent_domain.ThreadDomain(context), parent_domain.ThreadDomain(context)
     assert shim.counts()["tds"] == 2
     first.destroy()
     assert shim.counts()["tds"] == 1
     second.destroy()
 
 
-def test_a_parent_domain_takes_its_base_s_place(context: engine.Context, shim: Shim) -> None:
-    pd, td = engine.ProtectionDomain(context), domains.ThreadDomain(context)
-    parent = domains.ParentDomain(pd, td)
+def test_a_parent_domain_takes_its_base_s_place(context: handles.Context, shim: Shim) -> None:
+    pd, td = handles.ProtectionDomain(context), parent_domain.ThreadDomain(context)
+    parent = parent_domain.ParentDomain(pd, td)
     pair = Pair(parent, pd)  # one side on the parent domain, the other on the base: one protection domain
     transfer(pair)
     pair.destroy()
 
 
-def test_completion_queues_on_a_parent_domain(context: engine.Context, shim: Shim) -> None:
-    parent = domains.ParentDomain(engine.ProtectionDomain(context), domains.ThreadDomain(context))
+def test_completion_queues_on_a_parent_domain(context: handles.Context, shim: Shim) -> None:
+    parent = parent_domain.ParentDomain(handles.ProtectionDomain(context), parent_domain.ThreadDomain(context))
     transfer(Pair(parent, parent, extended=True, parent_domain_queues=True))
 
 
-def test_destroying_a_parent_domain_leaves_the_base_s_kernel_object(context: engine.Context, shim: Shim) -> None:
-    pd = engine.ProtectionDomain(context)
-    parent = domains.ParentDomain(pd)
+def test_destroying_a_parent_domain_leaves_the_base_s_kernel_object(context: handles.Context, shim: Shim) -> None:
+    pd = handles.ProtectionDomain(context)
+    parent = parent_domain.ParentDomain(pd)
     parent.destroy()
     assert shim.counts()["parents"] == 0
     transfer(Pair(pd, pd))
 
 
-def test_parents_with_children_are_refused(context: engine.Context, shim: Shim) -> None:
-    pd, td = engine.ProtectionDomain(context), domains.ThreadDomain(context)
-    parent = domains.ParentDomain(pd, td)
-    region = engine.MemoryRegion(parent, bytearray(64))
+def test_parents_with_children_are_refused(context: handles.Context, shim: Shim) -> None:
+    pd, td = handles.ProtectionDomain(context), parent_domain.ThreadDomain(context)
+    parent = parent_domain.ParentDomain(pd, td)
+    region = handles.MemoryRegion(parent, bytearray(64))
     for held in (td, pd, parent, context):
         with pytest.raises(BusyResourceError):
             held.destroy()
@@ -121,33 +121,33 @@ ORDERS = list(itertools.permutations(("parent", "td", "pd")))
 
 @pytest.mark.rdma_all
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_every_order_of_destruction(context: engine.Context, shim: Shim, order: tuple[str, ...]) -> None:
-    handles: dict[str, engine.Handle] = {}
-    pd, td = engine.ProtectionDomain(context), domains.ThreadDomain(context)
-    handles.update(pd=pd, td=td, parent=domains.ParentDomain(pd, td))
+def test_every_order_of_destruction(context: handles.Context, shim: Shim, order: tuple[str, ...]) -> None:
+    made: dict[str, handles.Handle] = {}
+    pd, td = handles.ProtectionDomain(context), parent_domain.ThreadDomain(context)
+    made.update(pd=pd, td=td, parent=parent_domain.ParentDomain(pd, td))
     remaining = list(order)
     for _ in range(len(order)):
         for name in list(remaining):
             if "parent" in remaining and name != "parent":
                 with pytest.raises(BusyResourceError):
-                    handles[name].destroy()
+                    made[name].destroy()
             else:
-                handles[name].destroy()
+                made[name].destroy()
                 remaining.remove(name)
     assert remaining == []
 
 
-def test_a_parent_of_a_parent_is_made_over_the_base(context: engine.Context, shim: Shim) -> None:
-    pd = engine.ProtectionDomain(context)
-    parent = domains.ParentDomain(pd)
-    assert domains.ParentDomain(parent).base is pd
+def test_a_parent_of_a_parent_is_made_over_the_base(context: handles.Context, shim: Shim) -> None:
+    pd = handles.ProtectionDomain(context)
+    parent = parent_domain.ParentDomain(pd)
+    assert parent_domain.ParentDomain(parent).base is pd
     parent.destroy()
 
 
-def test_an_allocator_is_called_as_documented(context: engine.Context, shim: Shim) -> None:
+def test_an_allocator_is_called_as_documented(context: handles.Context, shim: Shim) -> None:
     pages = Pages()
-    pd = engine.ProtectionDomain(context)
-    parent = domains.ParentDomain(pd, None, pages)
+    pd = handles.ProtectionDomain(context)
+    parent = parent_domain.ParentDomain(pd, None, pages)
     assert pages.asked == [(4096, 4096, CONTROL_PAGE)]
     assert parent.held == len(pages.pages) == 1
     parent.destroy()
@@ -156,30 +156,30 @@ def test_an_allocator_is_called_as_documented(context: engine.Context, shim: Shi
     assert (shim.counts()["alloc_calls"], shim.counts()["free_calls"]) == (1, 1)
 
 
-def test_an_allocator_may_leave_it_to_the_provider(context: engine.Context, shim: Shim) -> None:
+def test_an_allocator_may_leave_it_to_the_provider(context: handles.Context, shim: Shim) -> None:
     class Default:
         freed = 0
 
         def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> object:
-            return domains.USE_DEFAULT
+            return parent_domain.USE_DEFAULT
 
         def free(self, address: int, resource_type: int, *of: object) -> None:
             self.freed += 1
 
     pages = Default()
-    parent = domains.ParentDomain(engine.ProtectionDomain(context), None, pages)
+    parent = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, pages)
     parent.destroy()
     assert pages.freed == 0
 
 
-def test_an_allocator_that_raises(context: engine.Context, shim: Shim) -> None:
+def test_an_allocator_that_raises(context: handles.Context, shim: Shim) -> None:
     class Failing(Pages):
         def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> int:
             raise MemoryError("no pages left")
 
-    pd = engine.ProtectionDomain(context)
+    pd = handles.ProtectionDomain(context)
     with pytest.raises(VerbsError, match="ibv_alloc_parent_domain") as caught:
-        domains.ParentDomain(pd, None, Failing())
+        parent_domain.ParentDomain(pd, None, Failing())
     assert caught.value.errno == errno.ENOMEM
     assert isinstance(caught.value.__cause__, MemoryError)
     pd.destroy()
@@ -194,22 +194,22 @@ class TestXrcDomain:
         yield fd
         os.close(fd)
 
-    def test_without_an_inode(self, context: engine.Context, shim: Shim) -> None:
-        first, second = (domains.XrcDomain(context, -1, os.O_CREAT) for _ in range(2))
+    def test_without_an_inode(self, context: handles.Context, shim: Shim) -> None:
+        first, second = (parent_domain.XrcDomain(context, -1, os.O_CREAT) for _ in range(2))
         assert shim.counts()["xrc_domains"] == 2
         first.destroy()
         second.destroy()
 
-    def test_one_domain_for_an_inode(self, context: engine.Context, shim: Shim, fd: int) -> None:
+    def test_one_domain_for_an_inode(self, context: handles.Context, shim: Shim, fd: int) -> None:
         with pytest.raises(VerbsError, match="ibv_open_xrcd"):
-            domains.XrcDomain(context, fd, 0)  # there is none yet, and O_CREAT was not asked for
-        first = domains.XrcDomain(context, fd, os.O_CREAT)
-        again = domains.XrcDomain(context, fd, 0)
-        same = domains.XrcDomain(context, fd, os.O_CREAT)  # no effect: it exists
+            parent_domain.XrcDomain(context, fd, 0)  # there is none yet, and O_CREAT was not asked for
+        first = parent_domain.XrcDomain(context, fd, os.O_CREAT)
+        again = parent_domain.XrcDomain(context, fd, 0)
+        same = parent_domain.XrcDomain(context, fd, os.O_CREAT)  # no effect: it exists
         counts = shim.counts()
         assert (counts["xrcds"], counts["xrc_domains"]) == (3, 1)
         with pytest.raises(VerbsError) as caught:
-            domains.XrcDomain(context, fd, os.O_CREAT | os.O_EXCL)
+            parent_domain.XrcDomain(context, fd, os.O_CREAT | os.O_EXCL)
         assert caught.value.errno == errno.EINVAL  # as the kernel answers it
         first.destroy()
         again.destroy()
@@ -217,8 +217,8 @@ class TestXrcDomain:
         same.destroy()  # the last reference destroys it
         assert shim.counts()["xrc_domains"] == 0
 
-    def test_closing_fails_while_associated(self, context: engine.Context, shim: Shim) -> None:
-        xrcd = domains.XrcDomain(context, -1, os.O_CREAT)
+    def test_closing_fails_while_associated(self, context: handles.Context, shim: Shim) -> None:
+        xrcd = parent_domain.XrcDomain(context, -1, os.O_CREAT)
         shim.associate(xrcd, 1)
         with pytest.raises(BusyResourceError, match="is associated with it"):
             xrcd.destroy()

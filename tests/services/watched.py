@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -16,4 +16,4 @@ from asgi import app as served
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await served(scope, receive, send)
     if scope["type"] == "lifespan":
-        print(f"{os.getpid()} left {engine.open_handles()}", flush=True)
+        print(f"{os.getpid()} left {handles.open_handles()}", flush=True)

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import uvloop
 
 from aioverbs import Device, MessageModel, ThreadModel, open_device
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 from tests.data_path_endings.pair import PATIENCE_S, open_pair, pair_on
 from tests.data_path_endings.storm import storm_on
 
@@ -132,7 +132,7 @@ def main() -> None:
     warnings.simplefilter("error")
     end = time.monotonic() + arguments.seconds
     done: Counter[str] = Counter()
-    before = set(engine.open_handles())
+    before = set(handles.open_handles())
     settled = 0
     seed = arguments.seed
     while time.monotonic() < end or sum(done.values()) == 0:
@@ -143,7 +143,7 @@ def main() -> None:
             with asyncio.Runner(loop_factory=LOOPS[name]) as runner:
                 done[kind.__name__] += runner.run(one(kind, draw))
             gc.collect()
-            left = [handle for handle in engine.open_handles() if handle not in before]
+            left = [handle for handle in handles.open_handles() if handle not in before]
             assert not left, f"left open: {left}"
         except BaseException:
             print(f"failed: {kind.__name__} on {name}, --seed {seed}", file=sys.stderr, flush=True)

@@ -21,9 +21,9 @@ from aioverbs import (
     WorkerPool,
     current_worker,
 )
-from aioverbs._core import domains, engine
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._verbs.device import Device
 from aioverbs.attributes import AddressVector
-from aioverbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
 
@@ -51,14 +51,14 @@ async def test_is_completely_interchangeable_with_its_protection_domain(device: 
     """ "A parent domain is completely interchangeable with the struct ibv_pd used to create it, and can be used as an
     input argument to any function accepting a struct ibv_pd." """
     async with device.protection_domain() as pd, pd.parent_domain() as domain:
-        made: list[engine.Handle] = []
+        made: list[handles.Handle] = []
         for one, other in ((pd, domain), (domain, pd)):
-            queue = engine.CompletionQueue(device.handle, 4)
+            queue = handles.CompletionQueue(device.handle, 4)
             way = AddressVector(device.handle.query_gid(1, 1), sgid_index=1)
             async with one.register(64) as region:
-                near = engine.QueuePair(other.handle, queue, queue, qp_type=QpType.UD)
-                made += [queue, near, engine.SharedReceiveQueue(one.handle, 4), engine.AddressHandle(one.handle, way)]
-                made.append(engine.MemoryWindow(one.handle, 1))
+                near = handles.QueuePair(other.handle, queue, queue, qp_type=QpType.UD)
+                made += [queue, near, handles.SharedReceiveQueue(one.handle, 4), handles.AddressHandle(one.handle, way)]
+                made.append(handles.MemoryWindow(one.handle, 1))
                 assert region.handle.pd is pd.handle
         for handle in reversed(made):
             handle.destroy()
@@ -128,7 +128,7 @@ async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> N
         given: ThreadDomain | None = td if with_td else None
         async with pd.parent_domain(given) as domain:
             assert domain.td is given
-            assert isinstance(domain.handle, domains.ParentDomain)
+            assert isinstance(domain.handle, parent_domain.ParentDomain)
             assert domain.handle.td is (td.handle if with_td else None)
 
 
@@ -167,7 +167,7 @@ async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device
     """ "ibv_dealloc_pd() will deallocate the parent domain … All resources created with the parent domain should be
     destroyed prior to deallocating the parent domain." """
     async with device.protection_domain() as pd, pd.parent_domain() as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         device.handle.faults.count_calls()
         with pytest.raises(Exception, match="cannot be destroyed"):
             await domain.aclose()
@@ -201,8 +201,8 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator, context="mine") as domain:
         assert domain.native_allocators
         assert domain.context == "mine"
-        queue = engine.CompletionQueue(device.handle, 16, parent_domain=domain.handle)
-        qp = engine.QueuePair(domain.handle, queue, queue)
+        queue = handles.CompletionQueue(device.handle, 16, parent_domain=domain.handle)
+        qp = handles.QueuePair(domain.handle, queue, queue)
         assert set(allocator.told["allocate"]) == {(domain.handle, "mine")}
         provider, codes = {piece.resource_type >> 32 for piece in allocator.live}, set(allocator.asked)
         assert provider == {1}
@@ -229,7 +229,7 @@ async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> No
     ):
         assert (one.context, another.context, domain.context, domain.parent.context) == ("one", "another", thing, thing)
         queues = [
-            engine.CompletionQueue(device.handle, 4, parent_domain=each.handle) for each in (one, another, domain)
+            handles.CompletionQueue(device.handle, 4, parent_domain=each.handle) for each in (one, another, domain)
         ]
         for queue in queues:
             queue.destroy()
@@ -244,7 +244,7 @@ async def test_null_designates_an_error(device: Device) -> None:
     """ "The function returns the pointer to the allocated buffer, or NULL to designate an error." """
     async with device.resource_domain(allocator=Recording(lambda *_: None)) as domain:
         with pytest.raises(VerbsError) as caught:
-            engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+            handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         assert caught.value.errno == errno.ENOMEM
 
 
@@ -252,9 +252,9 @@ async def test_null_designates_an_error(device: Device) -> None:
 async def test_the_default_allocator_may_be_asked_for(device: Device) -> None:
     """ "It may also return IBV_ALLOCATOR_USE_DEFAULT asking the callee to allocate the buffer using the default
     allocator." What the default allocator gave is not given to the other one's `free`."""
-    allocator = Recording(lambda *_: domains.USE_DEFAULT)
+    allocator = Recording(lambda *_: parent_domain.USE_DEFAULT)
     async with device.resource_domain(allocator=allocator) as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         queue.destroy()
     assert allocator.pieces == []
 
@@ -272,7 +272,7 @@ async def test_the_buffer_is_zeroed(device: Device) -> None:
     allocator = Recording(dirty)
     async with device.resource_domain(allocator=allocator) as domain:
         with pytest.raises(VerbsError) as caught:
-            engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+            handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         assert "zero" in str(caught.value.__cause__)
     assert not allocator.live
 
@@ -283,7 +283,7 @@ async def test_buffers_of_a_successful_alloc_are_freed(device: Device) -> None:
     """ "Callback to free memory buffers that were allocated using a successful alloc()": each once, with its type."""
     allocator = Recording()
     async with device.resource_domain(allocator=allocator) as domain:
-        engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle).destroy()
+        handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle).destroy()
         assert allocator.pieces
     assert [piece.freed for piece in allocator.pieces] == [1] * len(allocator.pieces)
 
@@ -292,7 +292,7 @@ async def test_the_allocator_is_asked_in_the_calling_thread(device: Device) -> N
     """The verbs say nothing of it; a NIC's provider asks within the verb, and so does the software device."""
     allocator = Recording()
     async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator) as domain:
-        queue = await asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
+        queue = await asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
         assert threading.get_ident() not in {piece.thread for piece in allocator.pieces}
         queue.destroy()
 

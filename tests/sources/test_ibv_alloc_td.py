@@ -6,8 +6,8 @@ import errno
 import pytest
 
 from aioverbs import AffinityError, VerbsError
-from aioverbs._core import domains, engine
-from aioverbs.device import Device
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 
 
@@ -25,9 +25,9 @@ async def test_allocates_a_thread_domain_object_for_the_context(device: Device) 
 async def test_an_application_assigns_resources_to_it_when_it_creates_them(device: Device) -> None:
     """ "An application assigns verbs resources to a thread domain when it creates a verbs object." """
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
-        qp = engine.QueuePair(domain.handle, queue, queue)
-        srq = engine.SharedReceiveQueue(domain.handle, 4)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        qp = handles.QueuePair(domain.handle, queue, queue)
+        srq = handles.SharedReceiveQueue(domain.handle, 4)
         assert queue.affinity is qp.affinity is srq.affinity is td.owner
         for handle in (qp, srq, queue):
             handle.destroy()
@@ -38,7 +38,7 @@ async def test_objects_under_it_disable_internal_locking(device: Device) -> None
     """ "any objects created under this thread domain will disable internal locking designed to protect against
     concurrent access to that object from multiple user threads": so no other thread gets as far as the object."""
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         with pytest.raises(AffinityError, match="ibv_poll_cq"):
             await asyncio.to_thread(queue.poll)
         assert queue.poll() == []
@@ -50,8 +50,8 @@ async def test_by_default_objects_are_safe_for_many_threads(device: Device) -> N
     """ "By default all verbs objects are safe for multi-threaded access, whether or not a thread domain is specified":
     those without one are any thread's."""
     async with device.protection_domain() as pd:
-        queue = engine.CompletionQueue(device.handle, 4)
-        qp = engine.QueuePair(pd.handle, queue, queue)
+        queue = handles.CompletionQueue(device.handle, 4)
+        qp = handles.QueuePair(pd.handle, queue, queue)
         await asyncio.gather(*(asyncio.to_thread(queue.poll) for _ in range(16)), asyncio.to_thread(qp.query))
         qp.destroy()
         queue.destroy()
@@ -63,7 +63,7 @@ async def test_it_can_be_added_to_a_parent_domain(device: Device) -> None:
     """ "A struct ibv_td can be added to a parent domain via ibv_alloc_parent_domain() and then the parent domain can be
     used to create verbs objects." """
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
-        assert isinstance(domain.handle, domains.ParentDomain)
+        assert isinstance(domain.handle, parent_domain.ParentDomain)
         assert domain.handle.td is td.handle
 
 

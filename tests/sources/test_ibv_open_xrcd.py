@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aioverbs import AccessFlags, BusyResourceError, QpType, VerbsError, WorkCompletionError
-from aioverbs.device import Device, open_device
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.pace import patience
 

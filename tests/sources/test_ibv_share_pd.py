@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from aioverbs import AccessFlags, SendFlags, SendOpcode, VerbsError, import_device
-from aioverbs._core import engine
-from aioverbs.device import Device, open_device
+from aioverbs._core.handles import handles
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.core.pairs import succeed
 from tests.rdma.seam import connect
@@ -54,8 +54,8 @@ async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device
         access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
         async with other.shared_protection_domain(shared.id, KEY) as instance, instance.register(64, access) as region:
             region.buffer[:4] = b"ours"
-            queue = engine.CompletionQueue(device.handle, 4)
-            near, far = engine.QueuePair(pd.handle, queue, queue), engine.QueuePair(pd.handle, queue, queue)
+            queue = handles.CompletionQueue(device.handle, 4)
+            near, far = handles.QueuePair(pd.handle, queue, queue), handles.QueuePair(pd.handle, queue, queue)
             connect(near, far)
             connect(far, near)
             near.post_send(

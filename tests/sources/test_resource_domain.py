@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from aioverbs import AffinityError, MessageModel, ThreadModel, VerbsError
-from aioverbs._core import engine
-from aioverbs.device import Device
+from aioverbs._core.handles import handles
+from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 
 MODELS = list(itertools.product(ThreadModel, MessageModel))
@@ -21,8 +21,8 @@ async def test_queues_and_queue_pairs_are_associated_with_it_when_they_are_made(
     """ "Resource domain is a verb object that may be associated with QP and CQ objects upon creation to enhance data-
     path performance." """
     async with device.resource_domain(thread_model=threads, message_model=messages) as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
-        qp = engine.QueuePair(domain.handle, queue, queue)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        qp = handles.QueuePair(domain.handle, queue, queue)
         assert (domain.thread_model, domain.message_model) == (threads, messages)
         assert queue.affinity is qp.affinity is domain.owner
         qp.destroy()
@@ -33,7 +33,7 @@ async def test_safe(device: Device) -> None:
     """ "Access to the associated objects are thread safe. Such objects may be accessed by any thread without concern
     for thread safety issues." """
     async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         await asyncio.gather(*(asyncio.to_thread(queue.poll) for _ in range(32)))
         queue.destroy()
     assert device.statistics().overlaps == 0
@@ -44,7 +44,7 @@ async def test_unsafe(device: Device) -> None:
     calling threads": one after the other, from wherever. (That overlapping calls are refused is shown with
     real ones elsewhere.)"""
     async with device.resource_domain(thread_model=ThreadModel.UNSAFE) as domain:
-        queue = engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
+        queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         for _ in range(8):
             assert await asyncio.to_thread(queue.poll) == []
             assert queue.poll() == []
@@ -56,13 +56,13 @@ async def test_single(device: Device) -> None:
     """ "Access to the associated objects are from only one thread over the lifetime of the object. In addition,
     different objects associated with the same resource domain must be called by the same thread." """
     async with device.resource_domain(thread_model=ThreadModel.SINGLE) as domain:
-        first, second = (engine.CompletionQueue(device.handle, 4, parent_domain=domain.handle) for _ in range(2))
+        first, second = (handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle) for _ in range(2))
         for queue in (first, second):
             with pytest.raises(AffinityError):
                 await asyncio.to_thread(queue.poll)
             assert queue.poll() == []
         with pytest.raises(AffinityError, match="ibv_create_cq_ex"):
-            await asyncio.to_thread(engine.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
+            await asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
         with pytest.raises(AffinityError, match="ibv_destroy_cq"):
             await asyncio.to_thread(first.destroy)
         first.destroy()
@@ -127,8 +127,8 @@ async def test_the_example(device: Device) -> None:
     async with device.resource_domain(
         thread_model=ThreadModel.SINGLE, message_model=MessageModel.HIGH_BANDWIDTH
     ) as domain:
-        cq = engine.CompletionQueue(device.handle, 128, parent_domain=domain.handle)
-        qp = engine.QueuePair(domain.handle, cq, cq)
+        cq = handles.CompletionQueue(device.handle, 128, parent_domain=domain.handle)
+        qp = handles.QueuePair(domain.handle, cq, cq)
         assert qp.query().qp_state == 0
         qp.destroy()
         cq.destroy()

@@ -4,8 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from storage_server import messages
 from storage_server.errors import Code, StorageError, error_of
 from storage_server.messages import (

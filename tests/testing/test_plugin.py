@@ -12,7 +12,7 @@ CONFTEST = """
 pytest_plugins = ["aioverbs.testing"]
 """
 USERS_TESTS = """
-from aioverbs._core import engine
+from aioverbs._core.handles import handles
 
 async def test_forgets(aioverbs_device):
     device = aioverbs_device
@@ -22,7 +22,7 @@ async def test_forgets(aioverbs_device):
     await pd.aclose()
 
 async def test_begins_with_nothing(aioverbs_device):
-    assert not engine.open_handles()
+    assert not handles.open_handles()
     async with aioverbs_device as device:
         assert device.software
 

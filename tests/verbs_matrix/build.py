@@ -12,6 +12,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+
+from tests.native.build import object_name
+
 HERE = Path(__file__).resolve().parent
 CORE = HERE.parent.parent / "aioverbs" / "_core"
 FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-pthread", f"-I{CORE}"]
@@ -27,11 +31,11 @@ def build(out_dir: Path) -> Path:
     out_dir.mkdir(parents=True, exist_ok=True)
 
     def compiled(source: Path) -> str:
-        target = out_dir / f"{source.stem}.o"
+        target = out_dir / f"{object_name(source)}.o"
         subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
         return str(target)
 
-    sources = [*sorted(HERE.glob("*.c")), CORE / "verbs_table.c", *sorted(CORE.glob("soft_*.c"))]
+    sources = [*sorted(HERE.glob("*.c")), CORE / "abi/verbs_ops.c", *sorted(CORE.glob("soft/*/*.c"))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
     program = out_dir / "probe"

@@ -17,7 +17,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft_device.h"
+#include "soft/api/device.h"
 
 enum { LIMIT_MS = 20000 };
 

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "verbs_abi.h"
-#include "verbs_table.h"
+#include "abi/libibverbs.h"
+#include "abi/verbs_ops.h"
 
 /* ---- Rows ------------------------------------------------------------------------------------------------- */
 

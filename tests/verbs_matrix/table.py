@@ -54,7 +54,9 @@ class Reason:
 
 def verbs() -> dict[str, list[str]]:
     """The verbs that need rows, by the heading of their part: all that the seam's headers name."""
-    seam, abi, device = ((CORE / name).read_text() for name in ("verbs_table.h", "verbs_abi.h", "soft_device.h"))
+    seam, abi, device = (
+        (CORE / name).read_text() for name in ("abi/verbs_ops.h", "abi/libibverbs.h", "soft/api/device.h")
+    )
     listed = seam.partition("define VERBS_EXPORTED(X)")[2].partition("struct verbs_table {")[0].replace("\\\n", " ")
     exported = re.findall(r"\bX\([^(]*?[ *](\w+),\s*\(", listed)
     return {

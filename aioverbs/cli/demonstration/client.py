@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aioverbs._monitoring.jsonable import plain
+from aioverbs._verbs.device import open_device
+from aioverbs._verbs.resource_domain import ResourceDomain
 from aioverbs.cli.common import runner
 from aioverbs.cli.demonstration.data_set import data_files, end_of
 from aioverbs.cli.demonstration.loading import Loading
 from aioverbs.cli.demonstration.misuse import misuse
 from aioverbs.cli.demonstration.storage import storage_server
 from aioverbs.cli.demonstration.tethered import tether
-from aioverbs.device import open_device
-from aioverbs.plain import plain
-from aioverbs.resource_domain import ResourceDomain
 
 if TYPE_CHECKING:
     from storage_server.client import Storage

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from aioverbs._verbs.device import open_device
 from aioverbs.cli.demonstration.children import ChildEndedError, unless_ended
 from aioverbs.cli.demonstration.client import Assignment
 from aioverbs.cli.demonstration.data_set import data_files
@@ -22,7 +23,6 @@ from aioverbs.cli.histogram import Histogram
 from aioverbs.cli.inventory import DeviceReport, look_at
 from aioverbs.cli.rates import report
 from aioverbs.cli.watching import open_watch
-from aioverbs.device import open_device
 
 __all__ = ["Show", "demonstrate"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from aioverbs._memory.region import MemoryRegion, RegionSlice
 from aioverbs.cli.demonstration.data_set import BLOCK, DataFile, batches, contents, fault_of
-from aioverbs.memory import MemoryRegion, RegionSlice
 
 __all__ = ["Loading", "Moved", "Sampled", "Volume"]
 

@@ -3,10 +3,10 @@
 import asyncio
 from dataclasses import dataclass
 
-from aioverbs.domain import Domain
+from aioverbs._memory.region import MemoryRegion
+from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.errors import AffinityError
-from aioverbs.memory import MemoryRegion
-from aioverbs.queue_pair import QueuePair
 from aioverbs.types import AccessFlags
 
 __all__ = ["Misuse", "misuse"]

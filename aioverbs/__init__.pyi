@@ -1,0 +1,207 @@
+"""The names that `aioverbs` exports, and where they come from. `__init__.py` reads this list at run time."""
+
+from aioverbs._connection.backoff import (
+    Backoff as Backoff,
+)
+from aioverbs._connection.connect import (
+    connect as connect,
+)
+from aioverbs._connection.connection import (
+    Connection as Connection,
+)
+from aioverbs._connection.grants import (
+    Grant as Grant,
+    Granted as Granted,
+)
+from aioverbs._connection.message_channel import (
+    TrafficStatistics as TrafficStatistics,
+)
+from aioverbs._connection.reconnect import (
+    reconnecting as reconnecting,
+)
+from aioverbs._connection.settings import (
+    ConnectionSettings as ConnectionSettings,
+)
+from aioverbs._lifecycle.affinity import (
+    Affinity as Affinity,
+    ThreadModel as ThreadModel,
+)
+from aioverbs._lifecycle.lifecycle import (
+    ResourceInfo as ResourceInfo,
+    State as State,
+)
+from aioverbs._lifecycle.resource import (
+    Resource as Resource,
+    ResourceStatistics as ResourceStatistics,
+)
+from aioverbs._memory.buffer_pool import (
+    BufferPool as BufferPool,
+    BufferPoolStatistics as BufferPoolStatistics,
+    LeasedBuffer as LeasedBuffer,
+    Leasing as Leasing,
+)
+from aioverbs._memory.region import (
+    MemoryRegion as MemoryRegion,
+    MemoryWindow as MemoryWindow,
+    Pins as Pins,
+    RegionSlice as RegionSlice,
+    RemoteRegion as RemoteRegion,
+)
+from aioverbs._memory.registration_cache import (
+    RegistrationCache as RegistrationCache,
+    RegistrationCacheStatistics as RegistrationCacheStatistics,
+)
+from aioverbs._monitoring.monitor import (
+    Monitor as Monitor,
+    monitor as monitor,
+)
+from aioverbs._pool.placement import (
+    LeastLoaded as LeastLoaded,
+    PlacementPolicy as PlacementPolicy,
+    RoundRobin as RoundRobin,
+)
+from aioverbs._pool.pool import (
+    PoolStatistics as PoolStatistics,
+    StartedCall as StartedCall,
+    Worker as Worker,
+    WorkerPool as WorkerPool,
+    WorkerStatistics as WorkerStatistics,
+    current_worker as current_worker,
+)
+from aioverbs._server.acceptor import (
+    AcceptorStatistics as AcceptorStatistics,
+)
+from aioverbs._server.server import (
+    ConnectionListener as ConnectionListener,
+    Server as Server,
+    listen as listen,
+    serve as serve,
+)
+from aioverbs._verbs.address_handle import (
+    AddressHandle as AddressHandle,
+    Way as Way,
+)
+from aioverbs._verbs.async_events import (
+    DeviceEvent as DeviceEvent,
+)
+from aioverbs._verbs.completion_queue import (
+    CompletionQueue as CompletionQueue,
+    CompletionQueueStatistics as CompletionQueueStatistics,
+    MessageModel as MessageModel,
+)
+from aioverbs._verbs.device import (
+    Device as Device,
+    DeviceInfo as DeviceInfo,
+    DeviceStatistics as DeviceStatistics,
+    PortInfo as PortInfo,
+    devices as devices,
+    open_device as open_device,
+)
+from aioverbs._verbs.endpoint import (
+    Endpoint as Endpoint,
+)
+from aioverbs._verbs.imported_device import (
+    import_device as import_device,
+)
+from aioverbs._verbs.protection_domain import (
+    ParentDomain as ParentDomain,
+    ProtectionDomain as ProtectionDomain,
+    SharedProtectionDomain as SharedProtectionDomain,
+)
+from aioverbs._verbs.queue_pair import (
+    Batch as Batch,
+    Message as Message,
+    Operation as Operation,
+    QueuePair as QueuePair,
+    QueuePairStatistics as QueuePairStatistics,
+    Received as Received,
+    Requester as Requester,
+    WorkQueueStatistics as WorkQueueStatistics,
+)
+from aioverbs._verbs.resource_domain import (
+    ResourceDomain as ResourceDomain,
+)
+from aioverbs._verbs.shared_receive_queue import (
+    ReceiveRequester as ReceiveRequester,
+    SharedReceiveQueue as SharedReceiveQueue,
+    SharedReceiveQueueStatistics as SharedReceiveQueueStatistics,
+)
+from aioverbs._verbs.thread_domain import (
+    ThreadDomain as ThreadDomain,
+)
+from aioverbs._verbs.xrc_domain import (
+    XrcDomain as XrcDomain,
+)
+from aioverbs.allocators import (
+    USE_DEFAULT as USE_DEFAULT,
+    Allocator as Allocator,
+    AllocatorStatistics as AllocatorStatistics,
+    AllocatorUsage as AllocatorUsage,
+    ArenaAllocator as ArenaAllocator,
+    DefaultAllocator as DefaultAllocator,
+    HugePageAllocator as HugePageAllocator,
+    NativeAllocator as NativeAllocator,
+    NumaAllocator as NumaAllocator,
+    RecordingAllocator as RecordingAllocator,
+    ResourceKind as ResourceKind,
+    SharedMemoryAllocator as SharedMemoryAllocator,
+    SharedPageAllocator as SharedPageAllocator,
+    UseDefault as UseDefault,
+)
+from aioverbs.attributes import (
+    AddressVector as AddressVector,
+    DeviceAttributes as DeviceAttributes,
+    PortAttributes as PortAttributes,
+    QpAttributes as QpAttributes,
+    QpCapabilities as QpCapabilities,
+    SrqAttributes as SrqAttributes,
+)
+from aioverbs.errors import (
+    AffinityError as AffinityError,
+    BatchError as BatchError,
+    BrokenResourceError as BrokenResourceError,
+    BusyResourceError as BusyResourceError,
+    ClosedResourceError as ClosedResourceError,
+    ConcurrentAccessError as ConcurrentAccessError,
+    ConnectionRejectedError as ConnectionRejectedError,
+    DeviceNotFoundError as DeviceNotFoundError,
+    DeviceRemovedError as DeviceRemovedError,
+    ForkedProcessError as ForkedProcessError,
+    GrantRevokedError as GrantRevokedError,
+    HandshakeError as HandshakeError,
+    LenderClosedError as LenderClosedError,
+    LibraryNotFoundError as LibraryNotFoundError,
+    StateError as StateError,
+    TransitionError as TransitionError,
+    UnreachableError as UnreachableError,
+    VerbsError as VerbsError,
+    WorkCompletionError as WorkCompletionError,
+    WorkerDiedError as WorkerDiedError,
+)
+from aioverbs.software_peers import (
+    Peer as Peer,
+    Refusal as Refusal,
+)
+from aioverbs.types import (
+    AccessFlags as AccessFlags,
+    AtomicCap as AtomicCap,
+    EventType as EventType,
+    GidType as GidType,
+    LinkLayer as LinkLayer,
+    Mtu as Mtu,
+    MwType as MwType,
+    NodeType as NodeType,
+    PortState as PortState,
+    QpAttrMask as QpAttrMask,
+    QpState as QpState,
+    QpType as QpType,
+    SendFlags as SendFlags,
+    SendOpcode as SendOpcode,
+    TransportType as TransportType,
+    WcFlags as WcFlags,
+    WcOpcode as WcOpcode,
+    WcStatus as WcStatus,
+)
+
+__all__: list[str]
+__version__: str

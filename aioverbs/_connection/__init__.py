@@ -1,0 +1,1 @@
+"""Connections between processes: handshake, messages, flow control, grants and byte streams."""

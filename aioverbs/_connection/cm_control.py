@@ -1,0 +1,165 @@
+"""Queue pairs that rdma_cm connects: the handshake goes over them, and it tells of the peer's end."""
+
+import errno
+import ipaddress
+from collections.abc import Callable
+from typing import Unpack
+
+from aioverbs._connection.message_channel import Traffic
+from aioverbs._core.handles import handles
+from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs.errors import (
+    ConnectionRejectedError,
+    LibraryNotFoundError,
+    StateError,
+    UnreachableError,
+    VerbsError,
+)
+from aioverbs.rdma_cm import Channel
+from aioverbs.rdma_cm.cm_id import Address, Identifier, look_up
+
+__all__ = ["NO_WAY", "CmLine", "SharedChannel", "resolve"]
+
+NO_WAY = (LibraryNotFoundError, UnreachableError, ConnectionRejectedError)
+"""What says that a peer is not to be had by rdma_cm; it may be by TCP."""
+
+
+class SharedChannel:
+    """A channel that is closed with the last who uses it. Who makes it is one of those, once it is open."""
+
+    def __init__(self) -> None:
+        self.channel = Channel()
+        self._users = 1
+
+    async def open(self) -> None:
+        """Open the channel.
+
+        :raises LibraryNotFoundError: librdmacm is not installed.
+        :raises VerbsError: the kernel's module is not loaded.
+        """
+        self.channel._life.quiet = True
+        await self.channel.open()
+
+    def use(self) -> None:
+        """One more uses it."""
+        self._users += 1
+
+    async def leave(self) -> None:
+        """One of them does not any more."""
+        self._users -= 1
+        if not self._users:
+            await self.channel.aclose()
+
+
+class CmLine:
+    """A queue pair and its identifier, as a line of a connection.
+
+    :param identifier: open; this closes it.
+    :param channel: that it is of; this has used it already.
+    """
+
+    def __init__(self, identifier: Identifier, channel: SharedChannel) -> None:
+        self.identifier = identifier
+        identifier._life.quiet = True
+        self._channel: SharedChannel | None = channel
+        self._traffic: Traffic | None = None
+
+    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+        """Connect the queue pair: of who asks.
+
+        :raises ConnectionRejectedError: nobody listens there, or who does refused.
+        :raises UnreachableError: the peer does not answer.
+        """
+        self._traffic = traffic
+        await self.identifier.connect(traffic.qp, timeout_s=None, **attributes)
+
+    async def accept(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+        """Connect the queue pair: of who is asked."""
+        self._traffic = traffic
+        await self.identifier.accept(traffic.qp, timeout_s=None, **attributes)
+
+    async def send(self, data: bytes) -> None:
+        """Say something.
+
+        :raises StateError: the queue pair is not connected yet.
+        """
+        if self._traffic is None:
+            raise StateError("the queue pair is not connected yet: connect() or accept() first")
+        await self._traffic.send_early(data)
+
+    async def receive(self) -> bytes:
+        """The peer's next message."""
+        assert self._traffic is not None
+        return await self._traffic.receive_early()
+
+    def watch(self, when_lost: Callable[[Exception], object]) -> None:
+        """Call this when the peer has disconnected, or the device was removed; it ends the queue pair."""
+        self._watch(when_lost)
+
+    def unwatch(self) -> None:
+        """Call nobody any more."""
+        self._watch(None)
+
+    def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
+        if self.identifier._conversation is not None:
+            self.identifier._conversation.watch(when_lost)
+
+    def address(self, which: str) -> Address | None:
+        """Its own address, `sockname`, or the peer's, `peername`."""
+        if self.identifier.closed:
+            return None
+        return self.identifier.local_address if which == "sockname" else self.identifier.peer_address
+
+    def abort(self) -> None:
+        """Tell the peer that it is over."""
+        conversation = self.identifier._conversation
+        if conversation is not None and not self.identifier.closed:
+            conversation.hang_up()
+
+    async def aclose(self) -> None:
+        """Disconnect, and close the identifier."""
+        await self.identifier.aclose()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.leave()
+
+
+def _source(gid: bytes, peer: Address) -> str | None:
+    """The address of a port that a peer is to be reached from: over Ethernet its GID has it."""
+    address = ipaddress.IPv6Address(gid)
+    if address.ipv4_mapped is not None and ":" not in peer[0]:
+        return str(address.ipv4_mapped)
+    return str(address) if address.is_global and ":" in peer[0] else None
+
+
+async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmLine:
+    """Find the way to a peer, from a port.
+
+    :param context: of its device.
+    :param gid: its GID.
+    :raises LibraryNotFoundError: librdmacm is not installed.
+    :raises UnreachableError: there is no way, or another device leads there.
+    """
+    device = context.name
+    channel = SharedChannel()
+    try:
+        await channel.open()
+    except VerbsError as error:  # the kernel's module is not loaded
+        raise UnreachableError(error.verb, error.errno, error.advice) from error
+    identifier = channel.channel.identifier()
+    identifier._life.quiet = True
+    try:
+        await identifier.open()
+        address = await look_up(host, port)
+        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:  # from another address nobody answers there
+            raise UnreachableError("rdma_resolve_addr", errno.ENODEV)
+        source = _source(gid, address)
+        await identifier.resolve(host, port, source=source, timeout_s=None)
+        if identifier.device_name != device:
+            advice = f"{identifier.device_name} leads there, and the domain is of {device}"
+            raise UnreachableError("rdma_resolve_addr", errno.ENODEV, advice)
+    except BaseException:
+        await identifier.aclose()
+        await channel.leave()
+        raise
+    return CmLine(identifier, channel)

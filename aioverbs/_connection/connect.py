@@ -1,0 +1,277 @@
+"""How two ends become a connection: the handshake, over TCP or rdma_cm, and `connect`."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import ssl as tls
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+from aioverbs._connection.cm_control import NO_WAY, CmLine, resolve
+from aioverbs._connection.connection import Connection, Line
+from aioverbs._connection.handshake import Handshake, refusal_of
+from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._connection.tcp_control import dial
+from aioverbs._lifecycle.affinity import running_loop
+from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.ports import check_port, gid_index
+from aioverbs.errors import (
+    BrokenResourceError,
+    HandshakeError,
+    StateError,
+    UnreachableError,
+    WorkCompletionError,
+)
+
+__all__ = ["Connecting", "Transport", "answer", "by_manager", "check_secret", "check_transport", "connect"]
+
+_TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
+
+Transport = Literal["tcp", "rdmacm", "auto"]
+
+
+_left: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
+
+
+@dataclass
+class _Progress:
+    """How far an attempt to connect has come.
+
+    :param awaits: what is missing, for the text of a timeout.
+    """
+
+    awaits: str = ""
+
+
+async def _shake_hands(
+    line: Line,
+    secret: bytes | None,
+    connection: Connection,
+    progress: _Progress | None = None,
+    *,
+    initiator: bool,
+) -> Connection:
+    """Both parts of `Handshake`: what it needs of the line, and the making of the connection, which is aborted where
+    it fails: by a task, where that has to wait for a verb, which nobody else waits for."""
+    handshake = Handshake(initiator, os.urandom(16), secret)
+    try:
+        if isinstance(line, CmLine):
+            await _by_manager(line, connection, initiator)
+        if initiator:
+            await line.send(handshake.hello())
+            handshake.hear_hello(await line.receive())
+            await line.send(handshake.offer(await connection._prepare()))
+            await connection._agree(handshake.hear_offer(await line.receive()), line, 0)
+            await line.send(handshake.ready())
+        else:
+            handshake.hear_hello(await line.receive())
+            await line.send(handshake.hello())
+            peer = handshake.hear_offer(await line.receive())
+            ours = await connection._prepare()
+            await connection._agree(peer, line, 1)
+            await line.send(handshake.offer(ours))
+            handshake.hear_ready(await line.receive())
+        connection._begin(line)
+    except BaseException as error:
+        if isinstance(error, HandshakeError) and not error.by_peer:
+            with contextlib.suppress(OSError, BrokenResourceError, StateError, WorkCompletionError):
+                await line.send(refusal_of(error))
+        try:
+            if connection._is_held_up:
+                if progress is not None:
+                    progress.awaits = "the device still looks for the peer's neighbour"
+                _leave(connection)
+            else:
+                await connection.abort()
+        finally:
+            if isinstance(error, Exception) or isinstance(line, CmLine):
+                await line.aclose()
+            else:
+                line.abort()
+        raise
+    return connection
+
+
+def _leave(connection: Connection) -> None:
+    """Have a connection aborted by a task."""
+    connection._life.quiet = True  # nobody left it open
+    task = running_loop().create_task(connection.abort())
+    _left.add(task)
+    task.add_done_callback(_left.discard)
+
+
+async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> None:
+    # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
+    await connection._prepare()
+    connection._watch(line)
+    assert connection._traffic is not None
+    attributes = connection.settings.repetitions(software=False)
+    if initiator:
+        await line.connect(connection._traffic, **attributes)
+    else:
+        await line.accept(connection._traffic, **attributes)
+
+
+async def answer(line: Line, domain: Domain, secret: bytes | None, settings: ConnectionSettings) -> Connection:
+    """Be the end that was asked for a connection; the line is its own.
+
+    :raises HandshakeError: one end refuses the other.
+    :raises BrokenResourceError: the peer is gone.
+    """
+    return await _shake_hands(line, secret, Connection(domain, settings), initiator=False)
+
+
+class Connecting:
+    """What `connect` returns: awaited it gives a `Connection`, ``async with`` closes that at the end.
+
+    Each await gives another connection; one block at a time has it.
+    """
+
+    __slots__ = ("_connection", "_is_taken", "_make")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._connection: Connection | None = None
+        self._is_taken = False
+
+    def __await__(self) -> Generator[Any, Any, Connection]:
+        made: Generator[Any, Any, Connection] = self._make().__await__()
+        return made
+
+    async def __aenter__(self) -> Connection:
+        if self._is_taken:
+            raise RuntimeError("this is in a block already, which closes one connection: call connect() for each block")
+        self._is_taken = True
+        try:
+            self._connection = await self
+        except BaseException:
+            self._is_taken = False
+            raise
+        return self._connection
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        connection = self._connection
+        if connection is None:
+            raise RuntimeError("this is in no block: there is nothing to leave")
+        if not connection.closed:
+            connection._life.check_owner("aclose")  # first: the owner's end of the block comes after a refusal
+        self._connection, self._is_taken = None, False
+        await connection.__aexit__(kind, error, traceback)
+
+
+def connect(
+    host: str,
+    port: int,
+    *,
+    domain: Domain,
+    transport: Transport = "auto",
+    ssl: tls.SSLContext | None = None,
+    server_hostname: str | None = None,
+    secret: bytes | None = None,
+    settings: ConnectionSettings | None = None,
+    timeout_s: float = 10.0,
+) -> Connecting:
+    """Connect to a peer that listens: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
+
+    :param host: where the peer listens: an address, or a name.
+    :param domain: what the queue pair is made on; the connection belongs to the running loop.
+    :param transport: by what the two ends find each other: ``"tcp"``; ``"rdmacm"``, on RDMA devices; ``"auto"``: by
+        rdma_cm where the device has it and the peer is found so within half of `timeout_s`, without TLS; else by TCP.
+    :param ssl: for TLS on the TCP connection, which carries the handshake and no data of the user's; the data goes from
+        device to device as it is.
+    :param server_hostname: the name in the peer's certificate; None: `host`.
+    :param secret: what both ends know, and prove to each other without telling it.
+    :param settings: sizes and times; None: those of `ConnectionSettings()`.
+    :param timeout_s: the longest that all of it may take, in seconds.
+    :raises AffinityError: another event loop owns the domain; nothing was done.
+    :raises HandshakeError: one end refuses the other.
+    :raises OSError: nobody listens there; of these, `ssl.SSLError`: TLS does not come about.
+    :raises TimeoutError: it took too long; the text says what was waited for.
+    :raises BrokenResourceError: the peer went meanwhile.
+    """
+    chosen = settings if settings is not None else ConnectionSettings()
+    check_secret(secret)
+    check_transport(transport, ssl)
+    sure = transport == "rdmacm"
+
+    async def make() -> Connection:
+        domain._check_caller("connect")  # before the peer hears of it
+        limit = asyncio.timeout(timeout_s)
+        progress = _Progress()
+        before = ""
+        try:
+            async with limit:
+                if by_manager(transport, domain, ssl):
+                    try:
+                        half_s = None if sure else timeout_s / 2
+                        return await _by_rdma_cm(host, port, domain, secret, chosen, half_s, progress)
+                    except (*NO_WAY, TimeoutError) as error:
+                        if sure:
+                            raise
+                        before = f", and before that: {str(error) or progress.awaits}"
+                progress.awaits = "the peer's host did not answer by TCP"
+                line = await dial(host, port, ssl, server_hostname)
+                progress.awaits = "the peer did not go on with the handshake over TCP"
+                return await _shake_hands(line, secret, Connection(domain, chosen), progress, initiator=True)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"no connection with {host}, port {port}, within {timeout_s:g} s: {progress.awaits}{before}"
+            raise TimeoutError(text) from None
+
+    return Connecting(make)
+
+
+async def _by_rdma_cm(
+    host: str,
+    port: int,
+    domain: Domain,
+    secret: bytes | None,
+    settings: ConnectionSettings,
+    timeout_s: float | None,
+    progress: _Progress,
+) -> Connection:
+    """Connect by rdma_cm.
+
+    :param timeout_s: the longest that it may take where TCP is tried afterwards; None: where it is not.
+    :raises TimeoutError: it took longer.
+    """
+    context = domain.handle.context
+    check_port(context, settings.port, settings.gid_index)
+    try:
+        index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
+    except ValueError as error:  # a port without a GID, which goes and comes with its address
+        raise UnreachableError("rdma_resolve_addr", errno.EADDRNOTAVAIL, str(error)) from error
+    async with asyncio.timeout(timeout_s):
+        progress.awaits = "rdma_cm did not resolve the peer's address"
+        async with asyncio.timeout(None if timeout_s is None else _TRY_S):  # it is asked again and again
+            line = await resolve(host, port, context, context.query_gid(settings.port, index))
+        progress.awaits = "the peer did not answer by rdma_cm, or go on with the handshake"
+        return await _shake_hands(line, secret, Connection(domain, settings), progress, initiator=True)
+
+
+def check_secret(secret: bytes | None) -> None:
+    """See that it is one, or that none is wanted."""
+    if secret is not None and not secret:
+        raise ValueError("a secret has one byte at least; None is for no secret")
+
+
+def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
+    """See that there is such a transport, and that it has TLS where that is wanted."""
+    if transport not in ("tcp", "rdmacm", "auto"):
+        raise ValueError(f'transport is "tcp", "rdmacm" or "auto", not {transport!r}')
+    if transport == "rdmacm" and ssl is not None:
+        raise ValueError('TLS is for TCP: leave out ssl, or say transport="tcp"')
+
+
+def by_manager(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
+    """Whether rdma_cm is to be asked."""
+    context = domain.handle.context
+    if transport == "rdmacm" and context.software:
+        raise ValueError(f'{context.name} is a software device, which rdma_cm does not know: say transport="tcp"')
+    return transport == "rdmacm" or (transport == "auto" and ssl is None and not context.software)

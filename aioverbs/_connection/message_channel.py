@@ -1,0 +1,607 @@
+"""Messages of any size on a queue pair: fragments, credits, receives that are kept posted."""
+
+import asyncio
+import functools
+import operator
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+
+from aioverbs._connection.credits import KEPT, Credits
+from aioverbs._connection.reassembly import Assembly
+from aioverbs._connection.send_buffers import SendBuffer, SendBuffers
+from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._connection.wire import (
+    CREDITS_AT,
+    FIRST,
+    HAS_IMMEDIATE,
+    IMMEDIATE,
+    LAST,
+    TOTAL,
+    WHOLE,
+    FrameKind,
+    header,
+    split,
+)
+from aioverbs._core.data_path.data_path import Inbox, Operation, Received, RegionSlice, RemoteRegion
+from aioverbs._lifecycle.affinity import Affinity, running_loop, wake
+from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    DeviceRemovedError,
+    StateError,
+    VerbsError,
+    WorkCompletionError,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Traffic", "TrafficStatistics", "check_immediate"]
+
+_CREDITS = 0x3FF << CREDITS_AT
+_NOWHERE = RemoteRegion(0, 0, 0)
+
+
+class _Receive(RegionSlice):
+    """A receive, and its bytes."""
+
+    __slots__ = ("view",)
+    view: memoryview
+
+
+@dataclass(frozen=True)
+class TrafficStatistics:
+    """What went over a connection.
+
+    :param messages_sent: messages of the user's.
+    :param messages_received: those that were asked for.
+    :param credits: messages that may be sent now, for all that this end knows.
+    :param owed: credits of the peer's that it was not given back yet.
+    :param waits: how often a message waited for a credit or a buffer.
+    :param updates: messages that gave back credits and had nothing else in them.
+    """
+
+    messages_sent: int
+    messages_received: int
+    credits: int
+    owed: int
+    waits: int
+    updates: int
+
+
+class Traffic:
+    """What goes over the queue pair of a connection. Its life keeps this, and not the user's object.
+
+    Each message takes a receive of the peer's, of which it has as many as the peer has posted: none is ever told to
+    wait (RNR). A receive is posted again as soon as its bytes are copied; its credit goes back when the user took the
+    message, so that who does not read is sent no more. A peer that sends without a credit breaks the connection: what
+    lies here unread is no more than its receives hold, and a message that is being put together.
+
+    Until `begin` whole messages go as they are, for the handshake of queue pairs that were connected by other means.
+
+    What its user asks of it is asked by its owner's loop, and refused elsewhere before anything has changed: neither
+    credits nor locks of asyncio's are for several threads.
+
+    :param qp: of type RC, in RESET.
+    :param owner: of the connection, whoever may use the queue pair.
+    :param block: memory for the buffers.
+    :param control: called with kind, number and bytes of what is no message of the user's; it may raise ValueError.
+
+    `when_over` is called when it is broken or closed.
+    """
+
+    def __init__(
+        self,
+        qp: QueuePair,
+        owner: Affinity,
+        block: LeasedBuffer,
+        settings: ConnectionSettings,
+        control: Callable[[FrameKind, int, bytes], None],
+    ) -> None:
+        self.qp = qp
+        self._owner = owner
+        self.peer = "its peer"
+        self.broken: BrokenResourceError | None = None
+        self.closed = False
+        self.ended = False  # the peer sends no more
+        self.end_sent = False
+        self.received = self.sent = self.waits = self.updates = 0
+        self._settings = settings
+        self._control = control
+        self.when_over: Callable[[], object] = lambda: None
+        self._loop = running_loop()
+        self._credits: Credits | None = None
+        self.fragment = 0  # bytes of a message that fit the buffers of both
+        self._lock = asyncio.Lock()  # of messages that take more than one step
+        self._waiter: asyncio.Future[None] | None = None  # who waits for a credit
+        self._controls: dict[int, bool] = {}  # headers that wait for a credit, each once, and whether they are fenced
+        self._kept: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
+        self._assembly = Assembly(settings.max_message)
+        self._deferred = 0  # credits of fragments that came while the user had messages to read
+        self._asking = False
+        self._early = _ALL
+        work = qp._work
+        assert work is not None
+        assert work.receive_queue is not None
+        self.receive_queue = work.receive_queue
+        self.inbox = Inbox(work.receive_queue, self._arrived, self._unused)
+        self._lay_out(block)
+
+    def _lay_out(self, block: LeasedBuffer) -> None:
+        size, memory = self._settings.buffer_size, block.buffer
+        self._receives: list[_Receive] = []
+        at = 0
+        for _ in range(self._settings.receive_depth + 1):  # one more than there are credits: for the handshake
+            receive = _Receive(block.region, block.offset + at, size, block.pins)
+            receive.view = memory[at : at + size]
+            self._receives.append(receive)
+            at += size
+        starts = range(at, at + self._settings.send_buffers * size, size)
+        self._buffers = SendBuffers([SendBuffer(memory[at : at + size], block[at : at + size]) for at in starts])
+        self._nothing = block[:0]
+
+    def __repr__(self) -> str:
+        return f"<Connection with {self.peer}>"
+
+    def check_caller(self, what: str) -> None:
+        """See that a method of the user's is called by its owner.
+
+        :raises AffinityError: another loop, or none, is running here.
+        """
+        self._owner.check(self, what)
+
+    def post_receives(self) -> None:
+        """In INIT: all of them."""
+        for receive in self._receives:
+            _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+
+    def begin(self, depth: int, buffer_size: int, max_message: int, early: int) -> None:
+        """What the peer offers is known: what arrives from now on are messages.
+
+        :param depth: receives that the peer keeps posted.
+        :param buffer_size: bytes of each.
+        :param max_message: the longest message that it takes.
+        :param early: messages of the handshake that are still to come this way.
+        """
+        self._early = early
+        self._credits = Credits(depth, self._settings.receive_depth)
+        self.fragment = min(buffer_size, self._settings.buffer_size)
+        self._max_message = max_message
+
+    def statistics(self) -> TrafficStatistics:
+        """As it is now."""
+        of = self._credits
+        free, owed = (of.free, of.owed) if of is not None else (0, 0)
+        return TrafficStatistics(self.sent, self.received, free, owed, self.waits, self.updates)
+
+    # ---- Its end
+
+    def fail(self, why: str, cause: BaseException | None = None) -> None:
+        """It is of no more use; who waits is told. The first reason stays."""
+        if self.broken is not None:
+            return
+        kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
+        self.broken = kind(f"the connection with {self.peer} is broken: {why}")
+        self.broken.__cause__ = cause
+        self.inbox._close(self.broken)
+        self._wake_all()
+        self._end_queue_pair()
+
+    def _end_queue_pair(self) -> None:
+        # After all have been told, so that it may be tried again and again.
+        try:
+            if self.qp._work is not None and self.qp._work.broken is None:
+                self.qp.to_error()
+        except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
+            self._loop.call_soon(self._end_queue_pair)
+        except BusyResourceError:  # another thread changes its state: when that is over
+            self.receive_queue.when_resumed(self._loop, self._end_queue_pair)
+        except (ClosedResourceError, VerbsError, AffinityError):
+            return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
+
+    def close(self) -> None:
+        """It is being closed here."""
+        self.closed = True
+        self.inbox._close(ClosedResourceError("the connection was closed"))
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._assembly.drop()
+        self._wake()
+        self.when_over()
+
+    def _wake(self) -> None:
+        wake(self._waiter)
+
+    def _unused(self, receive: RegionSlice) -> None:
+        # A receive was flushed: the queue pair is in ERR, or destroyed.
+        if self.broken is None and not self.closed:
+            work = self.qp._work
+            cause = work.broken if work is not None else None
+            self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
+
+    def error(self) -> Exception:
+        """What is raised for who asks something of it that it does not do any more."""
+        return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
+
+    def look(self) -> bool:
+        """Take what has arrived, and say whether it could: not while another thread is inside of its domain."""
+        completer = self.receive_queue.completer
+        if completer is not None and completer.watched:
+            try:
+                completer.drain()
+            except ConcurrentAccessError:
+                return False
+            except VerbsError:
+                return True  # nothing more comes
+        return True
+
+    # ---- What arrives
+
+    def _arrived(self, received: Received) -> object:
+        # What is returned goes to who receives.
+        receive = cast(_Receive, received.local)
+        immediate = received.immediate
+        funds = self._credits
+        if received.written:  # its memory has what came before, which may be another peer's
+            self.fail("the peer does what it must not: it sends a message by a write with immediate data")
+            return None
+        if funds is None or self._early:
+            return self._arrived_early(receive, received.byte_len)
+        try:
+            funds.arrived()
+            if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS and not self.ended:
+                item: object = bytes(receive.view[: received.byte_len])
+                self._assembly.drop()
+                self._post(receive)
+                if immediate & _CREDITS:
+                    self._credited(immediate >> CREDITS_AT & 0x3FF)
+                return item
+            item = self._sort(receive.view[: received.byte_len], immediate)
+            self._post(receive)
+            if immediate is not None:
+                self._credited(immediate >> CREDITS_AT & 0x3FF)
+        except ValueError as error:
+            self.fail(f"the peer does what it must not: {error}")
+            return None
+        if item is None and funds.consumed():
+            self._update()
+        return None if item is _DEFERRED else item
+
+    def _arrived_early(self, receive: _Receive, length: int) -> bytes | None:
+        if len(self.inbox) >= _HANDSHAKE:
+            self.fail(f"the peer does what it must not: it sends more than the {_HANDSHAKE} messages of a handshake")
+            return None
+        self._early -= 1
+        data = bytes(receive.view[:length])
+        self._post(receive)
+        return data
+
+    def _post(self, receive: _Receive) -> None:
+        try:
+            _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+        except ConcurrentAccessError:  # as above: it is in a moment
+            self._loop.call_soon(self._post, receive)
+        except BusyResourceError:  # the peer was faster, and another thread still changes the state: when that is over
+            self.receive_queue.when_resumed(self._loop, functools.partial(self._post, receive))
+        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError):
+            return  # that it is over, others tell
+
+    def _sort(self, view: memoryview, immediate: int | None) -> object:
+        # A message of the user's; None: nothing for him; _DEFERRED: nor is its credit given back now.
+        if immediate is None:
+            raise ValueError("a message has no immediate data")
+        kind, flags, _, number = split(immediate)
+        if kind == FrameKind.DATA:
+            return self._assemble(view, flags, number)
+        if flags:
+            raise ValueError(f"a message of kind {kind} has the flags {flags:#x}")
+        if kind == FrameKind.END:
+            self.ended = True
+            self._assembly.drop()
+            self.inbox._close()
+            self._control(FrameKind.END, number, b"")
+        elif kind != FrameKind.CREDITS:
+            try:
+                known = FrameKind(kind)
+            except ValueError:
+                raise ValueError(f"there are no messages of kind {kind}") from None
+            self._control(known, number, bytes(view))
+        return None
+
+    def _assemble(self, view: memoryview, flags: int, number: int) -> object:
+        if self.ended:
+            raise ValueError("it sends a message after its last one")
+        if number:
+            raise ValueError(f"a message has the number {number}")
+        whole = self._assembly.add(view, flags)
+        if whole is not None:
+            return whole
+        if len(self.inbox):  # who has something to read is not sent endlessly many fragments
+            self._deferred += 1
+            return _DEFERRED
+        return None
+
+    async def receive(self, marked: bool = False) -> Any:
+        """The next message of the user's: its bytes.
+
+        :param marked: with its immediate data, or None, in a tuple.
+        """
+        self._owner.check(self, "receive")
+        if self._asking:
+            raise BusyResourceError("another task waits for a message of this connection already")
+        self._asking = True
+        try:
+            item = await self.inbox.__anext__()
+        except StopAsyncIteration:
+            if self.ended:
+                raise anyio.EndOfStream from None
+            raise self.error() from None
+        except BrokenResourceError as error:
+            raise self.broken or error from error.__cause__
+        except WorkCompletionError as error:
+            raise self.error() from error
+        finally:
+            self._asking = False
+        self.received += 1
+        funds = self._credits
+        assert funds is not None
+        due = funds.consumed()
+        if self._deferred and not len(self.inbox):
+            while self._deferred:
+                self._deferred -= 1
+                due = funds.consumed()
+        if due:
+            self._update()
+        if type(item) is bytes:
+            return (item, None) if marked else item
+        return (item.data, item.immediate) if marked else item.data
+
+    async def receive_early(self) -> bytes:
+        """A message of the handshake."""
+        try:
+            return cast(bytes, await self.inbox.__anext__())
+        except (StopAsyncIteration, WorkCompletionError) as error:
+            raise self.broken or BrokenResourceError("the peer went during the handshake") from error
+
+    # ---- Credits
+
+    def _credited(self, count: int) -> None:
+        assert self._credits is not None
+        self._credits.came(count)
+        self._send_controls()
+        if self._credits.free:
+            self._wake()
+
+    def _send_controls(self) -> None:
+        assert self._credits is not None
+        while self._controls and self._credits.sendable:
+            immediate, fence = next(iter(self._controls.items()))
+            if not self._send_control(immediate, fence, self._send_controls):
+                return
+            del self._controls[immediate]
+
+    def _update(self) -> None:
+        assert self._credits is not None
+        if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._update):
+            self.updates += 1
+
+    def control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
+        """Tell the peer something without bytes, as soon as there is a credit for it.
+
+        :param fence: reads and atomics that were asked of the peer before are done before it goes.
+        """
+        self._controls[header(kind, 0, 0, number)] = fence
+        self._send_controls()
+
+    def is_to_be_told(self, kind: FrameKind, number: int) -> bool:
+        """Whether the peer is to be told that, and there was no credit for it yet."""
+        return header(kind, 0, 0, number) in self._controls
+
+    def _send_control(self, immediate: int, fence: bool, again: Callable[[], None]) -> bool:
+        # Whether it is sent, or never will be; else `again` is called, as soon as it may be sent.
+        assert self._credits is not None
+        returned = self._credits.take()
+        try:
+            sent = self.qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
+        except BaseException as error:
+            self._credits.untake(returned)
+            if isinstance(error, ConcurrentAccessError):  # as above
+                self._loop.call_soon(again)
+                return False
+            if isinstance(error, BusyResourceError):
+                self.receive_queue.when_resumed(self._loop, again)
+                return False
+            if isinstance(error, ClosedResourceError | BrokenResourceError | StateError | AffinityError | VerbsError):
+                return True  # that it is over, others tell
+            raise
+        self._keep(sent)
+        return True
+
+    def _keep(self, operation: Operation[None]) -> None:
+        # Dropped it would be withdrawn where it waits for a place. This must not look for completions: those that are
+        # found here would overtake others that were found before.
+        kept = self._kept
+        while kept and kept[0].ended:
+            del kept[0]
+        kept.append(operation)
+
+    async def _wait_for_credit(self, kept: int) -> None:
+        # Whoever calls has the lock.
+        assert self._credits is not None
+        self.check()
+        while self._credits.free <= kept:
+            self.waits += 1
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self.check()
+
+    def check(self) -> None:
+        """See that it can still be used."""
+        if self.broken is not None or self.closed:
+            raise self.error()
+
+    def check_sending(self) -> None:
+        """See that messages can still be sent.
+
+        :raises ClosedResourceError: the end of them was.
+        """
+        if self.end_sent:
+            raise ClosedResourceError("send_eof() was called: nothing is sent after it")
+        self.check()
+
+    # ---- What is sent
+
+    async def send_early(self, data: bytes) -> None:
+        """A message of the handshake."""
+        buffer = self._buffers.take()
+        assert buffer is not None  # there are none of the user's yet
+        buffer.view[: len(data)] = data
+        sent = self.qp.send(buffer.memory[: len(data)])
+        self._buffers.sent(buffer, sent)
+        try:
+            await sent
+        except WorkCompletionError as error:
+            raise self._lost(error) from error
+
+    async def send(self, data: "Buffer", immediate: int | None = None) -> None:
+        """A message of the user's; when this returns it is on its way, and `data` may be changed."""
+        self._owner.check(self, "send")
+        if type(data) is not bytes:
+            data = memoryview(data).cast("B")
+        length = len(data)
+        funds = self._credits
+        assert funds is not None
+        if (
+            length <= self.fragment
+            and immediate is None
+            and self.broken is None
+            and funds.free > 1
+            and not self._lock.locked()
+            and not self.end_sent
+        ):
+            buffer = self._buffers.take()
+            if buffer is not None:
+                buffer.view[:length] = data
+                self._post_buffer(buffer, length, WHOLE)
+                self.sent += 1
+                return
+        await self._send_slowly(memoryview(data), immediate)
+
+    async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
+        if immediate is not None:
+            check_immediate(immediate)
+        if len(data) > self._max_message:
+            raise ValueError(f"the peer takes messages of {self._max_message:,} bytes at most, not {len(data):,}")
+        async with self._lock:
+            self.check_sending()
+            flags, prefix = FIRST, b""
+            if immediate is not None:
+                flags |= HAS_IMMEDIATE
+                prefix = IMMEDIATE.pack(immediate)
+            if len(prefix) + len(data) > self.fragment:
+                prefix = TOTAL.pack(len(data)) + prefix
+            at = 0
+            while True:
+                step = min(len(data) - at, self.fragment - len(prefix))
+                last = at + step == len(data)
+                await self._send_frame(
+                    header(FrameKind.DATA, flags | (LAST if last else 0)), prefix, data[at : at + step]
+                )
+                at += step
+                if last:
+                    break
+                flags, prefix = 0, b""
+            self.sent += 1
+
+    async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
+        """Tell the peer something, in the order of the messages. Where this is cancelled the peer is not told.
+
+        :param last: no credits are to be given back any more: the one for that is taken, which the peer gives back
+            without anybody's reading.
+        """
+        async with self._lock:
+            if kind is FrameKind.END and self.end_sent:
+                return
+            await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else KEPT)
+            if kind is FrameKind.END:
+                self.end_sent = True  # not before: who is cancelled has sent none. The lock keeps others off until then
+
+    async def _send_frame(self, immediate: int, prefix: bytes, data: memoryview, kept: int = KEPT) -> None:
+        # Whoever calls has the lock.
+        await self._wait_for_credit(kept)
+        buffer = self._buffers.take()
+        if buffer is None:
+            self.waits += 1
+            try:
+                await self._buffers.wait(self.probe)
+            except WorkCompletionError as error:
+                raise self._lost(error) from error
+            await self._wait_for_credit(kept)
+            buffer = self._buffers.take()
+            assert buffer is not None
+        end = len(prefix) + len(data)
+        buffer.view[: len(prefix)] = prefix
+        buffer.view[len(prefix) : end] = data
+        self._post_buffer(buffer, end, immediate)
+
+    def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
+        funds = self._credits
+        assert funds is not None
+        returned = funds.take()
+        try:
+            sent = self.qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
+        except BaseException:  # as where another loop owns it: nothing was done
+            funds.untake(returned)
+            self._buffers.give_back(buffer)
+            raise
+        self._buffers.sent(buffer, sent)
+
+    def _lost(self, error: WorkCompletionError) -> Exception:
+        self.fail(str(error), error)
+        return self.error()
+
+    def probe(self) -> Operation[None]:
+        """Ask the peer's device for a sign of life: a write of no bytes, which is done when all before it is."""
+        return self.qp.write(self._nothing, _NOWHERE)
+
+    def knock(self) -> None:
+        """Ask for a sign of life; where there is none the device breaks the queue pair."""
+        try:
+            asked = self.probe()
+        except ConcurrentAccessError:
+            return  # as above; it is asked again, the next time
+        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+            return  # that it is over, others tell
+        self._keep(asked)
+
+    async def delivered(self) -> None:
+        """Until all that was sent is in the peer's memory."""
+        try:
+            await self.probe()
+        except WorkCompletionError as error:
+            raise self._lost(error) from error
+
+
+def check_immediate(immediate: int) -> None:
+    """See that it can be immediate data of a message.
+
+    :raises TypeError: it is no integer.
+    :raises ValueError: it has more than 32 bits.
+    """
+    if not 0 <= operator.index(immediate) < 1 << 32:
+        raise ValueError(f"immediate data is 32 bits, and {immediate} is none of those numbers")
+
+
+_DEFERRED = object()
+_ALL = 1 << 30
+_HANDSHAKE = 4  # messages of one end, at most

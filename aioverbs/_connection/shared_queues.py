@@ -1,0 +1,103 @@
+"""What connections have in common: completion queues and buffers, so that making one registers and allocates little."""
+
+import contextlib
+
+from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._lifecycle.affinity import running_loop
+from aioverbs._lifecycle.lifecycle import State
+from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
+from aioverbs._memory.region import is_large
+from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.completion_queue import CompletionQueue
+from aioverbs.errors import AffinityError, ConcurrentAccessError
+
+__all__ = ["completion_queue_for", "lease_block"]
+
+_SLAB = 8 << 20  # bytes: below what is registered beside the loop
+_BLOCKS = 16  # of a slab, at most
+_SHARERS = 16  # connections of a completion queue
+_ANY_NUMBER = 1 << 30
+
+
+async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
+    """Memory for the buffers of a connection, of a pool of the protection domain.
+
+    :raises MemoryError: there is none.
+    :raises VerbsError: the device cannot register it.
+    """
+    size = settings.block_size
+    key = "buffers of connections", size
+    pool = domain.base._common.get(key)
+    if pool is None:
+        count = max(1, min(_BLOCKS, _SLAB // size))
+        made = domain.buffer_pool(size, count, limit=_ANY_NUMBER)
+        made._life.quiet = True
+        if is_large(size * count):
+            await made.open()  # meanwhile others come, and make one each
+        else:
+            made._open_now()
+        pool = domain.base._common.setdefault(key, made)
+        if pool is not made:
+            await made.aclose()
+    assert isinstance(pool, BufferPool)
+    return await pool.lease()
+
+
+class _Queues:
+    """The completion queues of a domain and a loop."""
+
+    def __init__(self) -> None:
+        self._all: list[CompletionQueue] = []
+        self._at = 0  # where there was room the last time: all are looked at only when one more is made
+        self._broken: list[CompletionQueue] = []  # until the last queue pair of each is gone
+
+    def find(self, completions: int) -> CompletionQueue | None:
+        """One with so much room."""
+        self._close_broken()
+        for step in range(len(self._all)):
+            at = (self._at + step) % len(self._all)
+            cq = self._all[at]
+            seen = cq.statistics()
+            if seen.depth - seen.reserved >= completions and _works(cq):
+                self._at = at
+                return cq
+        self._broken += [cq for cq in self._all if cq.state is State.OPEN and not _works(cq)]
+        self._all, self._at = [cq for cq in self._all if _works(cq)], 0
+        self._close_broken()
+        return None
+
+    def _close_broken(self) -> None:
+        for cq in tuple(self._broken):
+            if not cq.statistics().children:
+                with contextlib.suppress(AffinityError, ConcurrentAccessError):  # the next time, or with the domain
+                    cq._life.close_later()
+                    self._broken.remove(cq)
+
+    def add(self, cq: CompletionQueue) -> None:
+        """One more."""
+        self._at = len(self._all)
+        self._all.append(cq)
+
+
+def _works(cq: CompletionQueue) -> bool:
+    return cq.state is State.OPEN and cq._cq_dispatcher.watched
+
+
+async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
+    """A completion queue of the running loop's, with room for one more connection.
+
+    :raises ValueError: its awaits do not poll, or not so long.
+    :raises VerbsError: the device has no more.
+    """
+    needed = settings.completions
+    queues = domain._common.setdefault(("completions of connections", settings.spin_ns, running_loop()), _Queues())
+    assert isinstance(queues, _Queues)
+    found = queues.find(needed)
+    if found is not None:
+        return found
+    most = max(needed, domain.handle.context.attributes.max_cqe)
+    made = domain.completion_queue(min(needed * _SHARERS, most), spin_ns=settings.spin_ns)
+    made._life.quiet = True
+    made._open_now()  # without an await, in which others would make one each
+    queues.add(made)
+    return made

@@ -1,0 +1,1 @@
+"""Declarations of libibverbs and librdmacm, and the tables of their verbs."""

@@ -1,0 +1,44 @@
+/* The functions of librdmacm, found when a channel is first opened: nothing is linked to it. */
+#ifndef AIOVERBS_RDMA_CM_TABLE_H
+#define AIOVERBS_RDMA_CM_TABLE_H
+
+#include <stdbool.h>
+
+#include "abi/librdmacm.h"
+
+/* X(result, name, parameters): the exported function rdma_<name>. Those that return int have -1 and errno. */
+#define RDMA_CM_EXPORTED(X)                                                                                     \
+    X(struct rdma_event_channel *, create_event_channel, (void))                                                \
+    X(void, destroy_event_channel, (struct rdma_event_channel *))                                               \
+    X(int, get_cm_event, (struct rdma_event_channel *, struct rdma_cm_event **))                                \
+    X(int, ack_cm_event, (struct rdma_cm_event *))                                                              \
+    X(int, create_id, (struct rdma_event_channel *, struct rdma_cm_id **, void *context, enum rdma_port_space)) \
+    X(int, destroy_id, (struct rdma_cm_id *))                                                                   \
+    X(int, bind_addr, (struct rdma_cm_id *, struct sockaddr *))                                                 \
+    X(int, listen, (struct rdma_cm_id *, int backlog))                                                          \
+    X(int, resolve_addr, (struct rdma_cm_id *, struct sockaddr * from, struct sockaddr * to, int timeout_ms))   \
+    X(int, resolve_route, (struct rdma_cm_id *, int timeout_ms))                                                \
+    X(int, init_qp_attr, (struct rdma_cm_id *, struct ibv_qp_attr *, int *mask))                                \
+    X(int, connect, (struct rdma_cm_id *, struct rdma_conn_param *))                                            \
+    X(int, establish, (struct rdma_cm_id *))                                                                    \
+    X(int, accept, (struct rdma_cm_id *, struct rdma_conn_param *))                                             \
+    X(int, reject, (struct rdma_cm_id *, const void *private_data, uint8_t length))                             \
+    X(int, disconnect, (struct rdma_cm_id *))
+
+struct rdma_cm_table {
+#define X(result, name, parameters) result(*name) parameters;
+    RDMA_CM_EXPORTED(X)
+#undef X
+};
+
+/* Fills `table` from a shared library, "librdmacm.so.1" but for tests. NULL, or why it cannot be: text of the
+ * dynamic linker, valid until the thread's next call to it. A library without one of the functions is refused. */
+const char *rdma_cm_table_load(struct rdma_cm_table *table, const char *library);
+
+/* Whether queue pairs on the device of a bound identifier are moved by their user: over iWARP the kernel does that. */
+static inline bool rdma_cm_moves_queue_pairs(const struct rdma_cm_id *id)
+{
+    return id->verbs->device->transport_type == IBV_TRANSPORT_IB;
+}
+
+#endif

@@ -1,0 +1,1 @@
+"""Allocators of memory for queues and buffers."""

@@ -1,0 +1,239 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+"""Allocators of memory for queues, doorbell records and buffers, which work in C without the GIL (alloc.h)."""
+
+import glob
+import os
+import warnings
+from types import MappingProxyType
+
+from aioverbs.attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
+
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.errno cimport EEXIST, EINVAL, ENODEV, ENOSYS, ENXIO, EOPNOTSUPP, EPERM
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free as c_free
+from libc.stdlib cimport malloc as c_malloc
+
+cimport cython
+
+from aioverbs._core.abi.libibverbs cimport IBV_ALLOCATOR_USE_DEFAULT
+
+cdef extern from "alloc/alloc.h" nogil:
+    struct alloc_source:
+        pass
+
+    struct alloc_area:
+        pass
+
+    struct alloc_counts:
+        size_t pieces, mappings, mapped_bytes, huge_bytes, bound_bytes, bookkeeping_bytes
+
+    enum alloc_step:
+        ALLOC_NOTHING
+        ALLOC_ARGUMENTS
+        ALLOC_MAP
+        ALLOC_MAP_HUGE
+        ALLOC_DONT_FORK
+        ALLOC_BIND
+        ALLOC_AREA
+        ALLOC_BOOKKEEPING
+
+    struct alloc_failure:
+        alloc_step step
+        int error
+        size_t size, page_bytes
+        int node
+
+    struct alloc_usage:
+        uint64_t resource_type
+        size_t pieces, bytes, peak_pieces, peak_bytes
+        uint64_t allocations, defaults, failures
+
+    enum:
+        ALLOC_BASE_PAGES
+        ALLOC_ANY_NODE
+        ALLOC_MAX_NODES
+
+    int alloc_watch_forks()
+    const alloc_failure *alloc_last_failure()
+    void alloc_clear_failure()
+    void *alloc_piece(void *source, size_t size, size_t alignment, uint64_t resource_type) noexcept
+    int alloc_return(alloc_source *source, void *address, uint64_t resource_type)
+    void alloc_free(void *source, void *address, uint64_t resource_type) noexcept
+    void alloc_count(alloc_source *source, alloc_counts *counts)
+    size_t alloc_release(alloc_source *source)
+    alloc_source *alloc_default_create()
+    alloc_source *alloc_pages_create(size_t page_bytes, int node, bint strict)
+    alloc_source *alloc_arena_create(alloc_source *under, size_t chunk_bytes, size_t unit_bytes)
+    alloc_source *alloc_area_create(const alloc_area *area)
+    void alloc_area_close(alloc_source *source)
+    alloc_source *alloc_tiers_create(alloc_source **tiers, size_t count)
+    alloc_source *alloc_recording_create(alloc_source *inner)
+    int alloc_recording_note(alloc_source *recording, const void *address, size_t size, uint64_t resource_type)
+    void alloc_recording_without(alloc_source *recording, uint64_t resource_type, bint use_default)
+    size_t alloc_recording_usage(alloc_source *recording, alloc_usage *usages, size_t room)
+
+cdef enum:
+    UNIT_BYTES = 64                     # a cache line: see alloc/arena.c
+    CHUNK_BYTES = 1 << 18               # 10,000 doorbell records take three, with their trees less than a MiB
+    HUGE_UNIT_BYTES = 1 << 16
+    TWO_MIB = 1 << 21
+
+
+class UseDefault:
+    """The type of `USE_DEFAULT`."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return "USE_DEFAULT"
+
+
+USE_DEFAULT = UseDefault()
+
+if alloc_watch_forks():
+    raise MemoryError("pthread_atfork")
+
+
+include "failures.pxi"
+
+
+cdef alloc_source *_source_of(NativeAllocator allocator) except NULL:
+    if not allocator.source:
+        raise TypeError(f"{allocator!r} was not made by one of aioverbs' own classes")
+    return <alloc_source *>allocator.source
+
+
+cdef void _warn(size_t pieces) noexcept:
+    # Where warnings are errors, this one ends in sys.unraisablehook. As the interpreter ends, globals become None.
+    if warnings is not None:
+        count = f"{pieces} pieces" if pieces > 1 else "a piece"
+        warnings.warn(f"an allocator was forgotten with {count} out: their memory stays", ResourceWarning)
+
+
+cdef class NativeAllocator:
+    """An allocator whose pieces come from C: providers call it without the GIL.
+
+    A piece that is out keeps what it came from, whatever becomes of the allocator's object. A child of a fork finds
+    the allocator empty, as if it were new, and has none of the parent's pieces.
+    """
+
+    def __init__(self):
+        raise TypeError("NativeAllocator is what SharedPageAllocator, ArenaAllocator and others have in common")
+
+    def __dealloc__(self):
+        cdef size_t kept
+        if self.source:
+            kept = alloc_release(<alloc_source *>self.source)
+            if kept:
+                _warn(kept)
+
+    cdef int _begin(self, void *source) except -1:
+        # Each constructor ends here; one that ran twice would lose what it has given out.
+        if not source:
+            _no_source()
+        if self.source:
+            alloc_release(<alloc_source *>source)
+            raise RuntimeError(f"{self!r} was made before")
+        self.source = source
+        self.alloc = alloc_piece
+        self.give = alloc_free
+        return 0
+
+    cdef object _failure(self):
+        return _take_failure()
+
+    @property
+    def native(self):
+        """Whether providers call it in C, without the GIL."""
+        return self.alloc != NULL
+
+    @property
+    def c_functions(self):
+        """The addresses of its ``alloc`` and ``free`` and of their first argument, for native code of others.
+
+        ``void *alloc(void *self, size_t size, size_t alignment, uint64_t resource_type)`` answers as the callback of
+        ``ibv_alloc_parent_domain`` does, ``void free(void *self, void *address, uint64_t resource_type)`` likewise.
+        They may be called in any thread, as long as this object lives.
+        """
+        if not self.alloc:
+            raise TypeError(f"{self!r} is an allocator in Python")
+        return <uintptr_t>self.alloc, <uintptr_t>self.give, <uintptr_t>self.source
+
+    def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
+        """Get a piece of zeroed memory that a fork does not copy.
+
+        :param size: bytes, 1 at least.
+        :param alignment: bytes, a power of two; the address is a multiple of it.
+        :param resource_type: what it is for, as ``ibv_alloc_parent_domain`` has it; 0 for a buffer.
+        :param pd: the parent domain that it is for, which makes no difference here.
+        :param context: that of the parent domain, which makes no difference here.
+        :returns: its address, or `USE_DEFAULT`.
+        :raises ValueError: size or alignment are none.
+        :raises OSError: there is no such memory; it says what to do.
+        """
+        _check_request(size, alignment)
+        return self._allocate(size, alignment, resource_type)
+
+    def _allocate(self, size_t size, size_t alignment, uint64_t resource_type):
+        cdef alloc_source *source = _source_of(self)
+        cdef void *address
+        with nogil:
+            address = alloc_piece(source, size, alignment, resource_type)
+        if address == IBV_ALLOCATOR_USE_DEFAULT:
+            return USE_DEFAULT
+        if not address:
+            _no_source()
+        return <uintptr_t>address
+
+    def free(self, address, resource_type=0, pd=None, context=None):
+        """Give a piece back, once.
+
+        :param address: what `allocate` returned.
+        :param resource_type: what it was asked for with.
+        :param pd: likewise.
+        :param context: likewise.
+        :raises ValueError: no piece of this allocator is there.
+        """
+        self._free(address, resource_type)
+
+    def _free(self, address, uint64_t resource_type):
+        cdef alloc_source *source = _source_of(self)
+        cdef uintptr_t number = address
+        cdef int error
+        with nogil:
+            error = alloc_return(source, <void *>number, resource_type)
+        if error:
+            raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was given back")
+
+    def statistics(self):
+        """What it has out, and what that takes: an `AllocatorStatistics`."""
+        cdef alloc_source *source = _source_of(self)
+        cdef alloc_counts counts
+        with nogil:
+            alloc_count(source, &counts)
+        return AllocatorStatistics(
+            pieces=counts.pieces,
+            mappings=counts.mappings,
+            mapped_bytes=counts.mapped_bytes,
+            huge_bytes=counts.huge_bytes,
+            bound_bytes=counts.bound_bytes,
+            bookkeeping_bytes=counts.bookkeeping_bytes,
+        )
+
+
+def _check_request(size, alignment):
+    if size < 1:
+        raise ValueError(f"a piece has 1 byte at least, not {size}")
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"an alignment is a power of two, not {alignment}")
+
+
+cdef alloc_source *_under(NativeAllocator inner) except NULL:
+    if not inner.alloc:
+        raise TypeError(f"{inner!r} is an allocator in Python: pages come from one that works in C")
+    return <alloc_source *>inner.source
+
+
+include "kinds.pxi"
+include "recording.pxi"

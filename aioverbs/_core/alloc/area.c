@@ -1,0 +1,185 @@
+/* Pieces of memory that processes have together: whole chunks, for which no process waits for another one. */
+#define _GNU_SOURCE
+#include "alloc/area.h"
+
+#include "alloc/base.h"
+
+#include <errno.h>
+
+struct area {
+    struct alloc_source source;
+    struct alloc_area at;
+    struct alloc_table table; /* size: of the piece in chunks */
+    size_t next;              /* where to look first */
+    size_t chunks;            /* in pieces */
+    int closed;               /* 0, or why nothing is given out any more: ENXIO, or in the child of a fork ENODEV */
+    bool held;                /* the area stays for this */
+};
+
+static size_t total(const struct area *area)
+{
+    return area->at.bytes / area->at.chunk_bytes;
+}
+
+/* Who comes after this process, should it die, looks no further. */
+static void raise(atomic_uint *highest, size_t to)
+{
+    unsigned int found = atomic_load(highest);
+
+    while (found < to && !atomic_compare_exchange_weak(highest, &found, (unsigned int)to))
+        ;
+}
+
+/* Takes chunks from `first` on: how many, which is `count` or less where the one behind is somebody's. */
+static size_t claim(struct area *area, size_t first, size_t count)
+{
+    size_t taken;
+
+    raise(area->at.highest, first + count);
+    for (taken = 0; taken < count; taken++) {
+        uint16_t nobody = 0;
+
+        if (!atomic_compare_exchange_strong(&area->at.owners[first + taken], &nobody, area->at.owner))
+            break;
+    }
+    if (taken < count) {
+        size_t i;
+
+        for (i = 0; i < taken; i++)
+            atomic_store(&area->at.owners[first + i], 0);
+    }
+    return taken;
+}
+
+/* The first of `count` chunks that were taken between two, at a multiple of `step`; `end`: there are none. */
+static size_t find(struct area *area, size_t begin, size_t end, size_t count, size_t step)
+{
+    size_t first = begin;
+
+    for (;;) {
+        size_t past = ((uintptr_t)area->at.memory / area->at.chunk_bytes + first) & (step - 1), taken;
+
+        if (past)
+            first += step - past;
+        if (first >= end || count > end - first)
+            return end;
+        taken = claim(area, first, count);
+        if (taken == count)
+            return first;
+        first += taken + 1;
+    }
+}
+
+static size_t find_anywhere(struct area *area, size_t count, size_t step)
+{
+    size_t end = total(area), first = find(area, area->next, end, count, step);
+
+    return first == end && area->next ? find(area, 0, end, count, step) : first;
+}
+
+static void *area_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty)
+{
+    struct area *area = (struct area *)source;
+    size_t chunk = area->at.chunk_bytes, count = (size + chunk - 1) / chunk;
+    size_t step = alignment > chunk ? alignment / chunk : 1, first;
+    void *address;
+
+    (void)resource_type;
+    (void)dirty; /* what was given back is zero */
+    if (area->closed)
+        return alloc_fail(ALLOC_AREA, area->closed, size, 0, ALLOC_ANY_NODE);
+    if (alloc_table_reserve(&area->table))
+        return alloc_fail(ALLOC_BOOKKEEPING, ENOMEM, size, 0, ALLOC_ANY_NODE);
+    first = find_anywhere(area, count, step);
+    if (first == total(area)) {
+        area->at.reap(area->at.handle);
+        first = find_anywhere(area, count, step);
+    }
+    if (first == total(area))
+        return alloc_fail(ALLOC_AREA, ENOMEM, size, 0, ALLOC_ANY_NODE);
+    address = area->at.memory + first * chunk;
+    alloc_table_insert(&area->table, address, count, 0);
+    area->next = first + count;
+    area->chunks += count;
+    return address;
+}
+
+/* Nothing of the area is needed any more. */
+static void let_go(struct area *area)
+{
+    if (area->held)
+        area->at.drop(area->at.handle);
+    area->held = false;
+}
+
+static int area_give(struct alloc_source *source, void *address, uint64_t resource_type)
+{
+    struct area *area = (struct area *)source;
+    struct alloc_entry *entry = alloc_table_find(&area->table, (uintptr_t)address);
+    size_t first = (size_t)((char *)address - area->at.memory) / area->at.chunk_bytes;
+
+    (void)resource_type;
+    if (!entry)
+        return EINVAL;
+    alloc_area_put(&area->at, first, entry->size);
+    if (first < area->next)
+        area->next = first;
+    area->chunks -= entry->size;
+    alloc_table_remove(&area->table, entry);
+    if (area->closed && !area->table.used)
+        let_go(area);
+    return 0;
+}
+
+static void area_count(struct alloc_source *source, struct alloc_counts *counts)
+{
+    struct area *area = (struct area *)source;
+
+    counts->mappings += area->held;
+    counts->mapped_bytes += area->chunks * area->at.chunk_bytes;
+    counts->bookkeeping_bytes += sizeof(*area) + area->table.room * sizeof(struct alloc_entry);
+}
+
+static void area_forget(struct alloc_source *source)
+{
+    struct area *area = (struct area *)source;
+
+    alloc_table_clear(&area->table);
+    area->chunks = 0;
+    area->closed = ENODEV;
+    area->held = false; /* so is the hold */
+}
+
+static void area_destroy(struct alloc_source *source)
+{
+    struct area *area = (struct area *)source;
+
+    alloc_table_clear(&area->table);
+    let_go(area);
+}
+
+static const struct alloc_ops area_ops = {area_take, area_give, area_count, area_forget, area_destroy};
+
+struct alloc_source *alloc_area_create(const struct alloc_area *at)
+{
+    struct area *area = alloc_source_create(sizeof(*area), &area_ops);
+
+    if (!area)
+        return NULL;
+    area->at = *at;
+    at->hold(at->handle);
+    area->held = true;
+    return &area->source;
+}
+
+void alloc_area_close(struct alloc_source *source)
+{
+    struct area *area = (struct area *)source;
+
+    alloc_source_lock(source);
+    if (!area->closed)
+        area->closed = ENXIO;
+    if (!area->table.used)
+        let_go(area);
+    alloc_source_unlock(source);
+}

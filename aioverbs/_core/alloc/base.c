@@ -1,0 +1,232 @@
+/* The common life of allocators, and what a fork does to them. */
+#include "alloc/base.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "abi/libibverbs.h"
+
+#define MOST_BYTES (SIZE_MAX / 8)
+
+/* ---- Failures -------------------------------------------------------------------------------------------- */
+
+static _Thread_local struct alloc_failure last_failure;
+
+const struct alloc_failure *alloc_last_failure(void)
+{
+    return &last_failure;
+}
+
+void alloc_clear_failure(void)
+{
+    last_failure.step = ALLOC_NOTHING;
+}
+
+void *alloc_fail(enum alloc_step step, int error, size_t size, size_t page_bytes, int node)
+{
+    last_failure = (struct alloc_failure){step, error, size, page_bytes, node};
+    errno = error;
+    return NULL;
+}
+
+/* ---- Forks ----------------------------------------------------------------------------------------------- */
+
+/* All sources, the newest first, in which order their locks are taken. A fork takes them all: no child is made between
+ * the mapping of pages and the advice not to give them to it, and the child finds every table whole. */
+static struct {
+    pthread_mutex_t lock;
+    struct alloc_source *newest;
+} all = {PTHREAD_MUTEX_INITIALIZER, NULL};
+
+/* This thread forks, and has all locks: what others do in it meanwhile needs none. Handlers of other libraries may come
+ * between ours, and one of them may run Python, whose garbage collector may give a source back. */
+static _Thread_local bool forking;
+
+static void lock(pthread_mutex_t *mutex)
+{
+    if (!forking)
+        pthread_mutex_lock(mutex);
+}
+
+static void unlock(pthread_mutex_t *mutex)
+{
+    if (!forking)
+        pthread_mutex_unlock(mutex);
+}
+
+void alloc_source_lock(struct alloc_source *source)
+{
+    lock(&source->lock);
+}
+
+void alloc_source_unlock(struct alloc_source *source)
+{
+    unlock(&source->lock);
+}
+
+static void before_fork(void)
+{
+    struct alloc_source *source;
+
+    pthread_mutex_lock(&all.lock);
+    for (source = all.newest; source; source = source->older)
+        pthread_mutex_lock(&source->lock);
+    forking = true;
+}
+
+static void after_fork(void)
+{
+    struct alloc_source *source;
+
+    forking = false;
+    for (source = all.newest; source; source = source->older)
+        pthread_mutex_unlock(&source->lock);
+    pthread_mutex_unlock(&all.lock);
+}
+
+static void after_fork_in_child(void)
+{
+    struct alloc_source *source;
+
+    for (source = all.newest; source; source = source->older) {
+        source->ops->forget(source);
+        source->pieces = 0;
+    }
+    after_fork();
+}
+
+static pthread_once_t watch_once = PTHREAD_ONCE_INIT;
+static int watch_error;
+
+static void watch_forks(void)
+{
+    watch_error = pthread_atfork(before_fork, after_fork, after_fork_in_child);
+}
+
+int alloc_watch_forks(void)
+{
+    pthread_once(&watch_once, watch_forks);
+    return watch_error;
+}
+
+/* ---- Life ------------------------------------------------------------------------------------------------ */
+
+void *alloc_source_create(size_t size, const struct alloc_ops *ops)
+{
+    struct alloc_source *source = NULL;
+    int error = alloc_watch_forks();
+
+    if (!error && !(source = calloc(1, size)))
+        error = ENOMEM;
+    if (!error)
+        error = pthread_mutex_init(&source->lock, NULL);
+    if (error) {
+        free(source);
+        return alloc_fail(ALLOC_BOOKKEEPING, error, size, 0, ALLOC_ANY_NODE);
+    }
+    source->ops = ops;
+    source->references = 1;
+    lock(&all.lock);
+    source->older = all.newest;
+    if (source->older)
+        source->older->newer = source;
+    all.newest = source;
+    if (forking) /* it has this one, too */
+        pthread_mutex_lock(&source->lock);
+    unlock(&all.lock);
+    return source;
+}
+
+void alloc_source_hold(struct alloc_source *source)
+{
+    lock(&source->lock);
+    source->references++;
+    unlock(&source->lock);
+}
+
+static void destroy(struct alloc_source *source)
+{
+    lock(&all.lock);
+    if (source->newer)
+        source->newer->older = source->older;
+    else
+        all.newest = source->older;
+    if (source->older)
+        source->older->newer = source->newer;
+    unlock(&all.lock);
+    source->ops->destroy(source);
+    if (forking)
+        pthread_mutex_unlock(&source->lock);
+    pthread_mutex_destroy(&source->lock);
+    free(source);
+}
+
+size_t alloc_release(struct alloc_source *source)
+{
+    size_t kept;
+    bool last;
+
+    lock(&source->lock);
+    last = --source->references == 0;
+    kept = last ? source->pieces : 0;
+    unlock(&source->lock);
+    if (last && !kept)
+        destroy(source);
+    return kept;
+}
+
+/* ---- Pieces ---------------------------------------------------------------------------------------------- */
+
+void *alloc_piece(void *self, size_t size, size_t alignment, uint64_t resource_type)
+{
+    struct alloc_source *source = self;
+    bool dirty = false;
+    void *address;
+
+    if (!alignment)
+        alignment = 1;
+    if (!size)
+        size = 1; /* an address of its own, as from malloc */
+    if (alignment & (alignment - 1))
+        return alloc_fail(ALLOC_ARGUMENTS, EINVAL, alignment, 0, ALLOC_ANY_NODE);
+    if (size > MOST_BYTES || alignment > MOST_BYTES)
+        return alloc_fail(ALLOC_ARGUMENTS, ENOMEM, size, 0, ALLOC_ANY_NODE);
+    lock(&source->lock);
+    address = source->ops->take(source, size, alignment, resource_type, &dirty);
+    if (address && address != IBV_ALLOCATOR_USE_DEFAULT)
+        source->pieces++;
+    unlock(&source->lock);
+    if (dirty) /* the piece is the caller's already, nobody needs to wait for this */
+        memset(address, 0, size);
+    return address;
+}
+
+int alloc_return(struct alloc_source *source, void *address, uint64_t resource_type)
+{
+    bool last = false;
+    int error;
+
+    lock(&source->lock);
+    error = source->ops->give(source, address, resource_type);
+    if (!error)
+        last = --source->pieces == 0 && source->references == 0;
+    unlock(&source->lock);
+    if (last)
+        destroy(source);
+    return error;
+}
+
+void alloc_free(void *source, void *address, uint64_t resource_type)
+{
+    alloc_return(source, address, resource_type);
+}
+
+void alloc_count(struct alloc_source *source, struct alloc_counts *counts)
+{
+    memset(counts, 0, sizeof(*counts));
+    lock(&source->lock);
+    source->ops->count(source, counts);
+    counts->pieces = source->pieces;
+    unlock(&source->lock);
+}

@@ -1,0 +1,1 @@
+"""Work requests, their completions, and what awaits them."""

@@ -1,0 +1,214 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+# cython: auto_pickle=False, autotestdict=False
+"""Work requests: how they are posted, waited for, and end.
+
+What stands here is the data path: `Operation` is what is awaited, a `WorkQueue` posts and keeps the order, a
+`Completer` takes completions and gives them to those who wait. Handles come from the engine; what is opened, closed and
+owned is told by the resources above.
+
+Who may touch what: objects of one owner are touched by its thread alone, which every entry checks. Those that any
+thread may use are touched with the GIL, which is given up only inside of verbs and between two polls; each is whole
+then, and whenever Python code may run. Where there is no GIL, each entry enters the section of all such objects
+(`section.h`), which is given up likewise: see `_section`. Apart from that stand
+
+- `Pins`, which any thread changes, whosever the queues are: each has a section of its own;
+- the order of those that wait for a place, since an operation is dropped in whatever thread forgets it last, a
+  collector's among them: `_Extra`;
+- what has ended, which any thread may look at: what it ended by is written before `state` says so, and stays;
+- `_requests` of who posts, and `Requests.broken`, which change while others look: sections of their own.
+"""
+
+import asyncio
+import collections
+import logging
+import struct
+import sys
+import types
+import weakref
+from collections.abc import Coroutine
+
+from anyio import WouldBlock
+
+from aioverbs.errors import (
+    AffinityError,
+    BatchError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    DeviceRemovedError,
+    LenderClosedError,
+    StateError,
+    VerbsError,
+    WorkCompletionError,
+)
+from aioverbs.types import QpState, SendOpcode, WcOpcode, WcStatus
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.pyport cimport PY_SSIZE_T_MAX
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.errno cimport EBUSY, EINVAL, EIO, ENODEV
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+cimport cython
+cimport aioverbs._core.abi.libibverbs as v
+from aioverbs._core.handles.handles cimport (
+    AddressHandle,
+    Affinity,
+    CompletionQueue,
+    Handle,
+    MemoryRegion,
+    MemoryWindow,
+    ProtectionDomain,
+    QueuePair,
+    SharedReceiveQueue,
+)
+
+cdef extern from "data_path/wr_id_table.h" nogil:
+    enum:
+        SLOTS_ELEMENTS
+    uint64_t SLOTS_RECEIVE
+    uint64_t SLOTS_SHARED
+
+    struct slot:
+        void *work
+
+    struct slots:
+        slot *at
+        uint32_t size
+
+    void slots_begin(slots *)
+    void slots_end(slots *)
+    uint64_t slots_take(slots *, void *work, uint64_t kind)
+    void *slots_find(const slots *, uint64_t number)
+    void slots_give(slots *, uint64_t number)
+    uint32_t slots_element(uint64_t number)
+    uint64_t slots_with_element(uint64_t number, uint32_t element)
+
+cdef extern from "data_path/loop_budget.h" nogil:
+    struct turn:
+        uint64_t number
+        uint64_t spun
+    turn turn_now
+    uint64_t turn_clock()
+    void turn_went_round(uint64_t number)
+    struct turn_share:
+        pass
+    void turn_take_part(turn_share *)
+    uint64_t turn_spend(uint32_t units)
+    void turn_sleep()
+    bint turn_is_over(turn_share *, uint64_t bytes)
+
+cdef extern from "data_path/cq_poll.h" nogil:
+    int poll_take(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *)
+    int poll_spin(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *, uint64_t until)
+
+cdef extern from "handles/critical_section.h":
+    const bint FREE_THREADED
+    struct section:
+        pass
+    void section_enter(section *, PyObject *of) noexcept
+    void section_leave(section *) noexcept
+    struct finalizer_lock:
+        pass
+    void finalizer_lock_begin(finalizer_lock *) noexcept
+    void finalizer_lock_take(finalizer_lock *) noexcept
+    void finalizer_lock_give(finalizer_lock *) noexcept
+    object weak_reference(object)
+    PyObject *still_there(PyObject *weak, PyObject *) noexcept
+    uint8_t byte_read(const uint8_t *) noexcept
+    void byte_write(uint8_t *, uint8_t) noexcept
+
+cdef extern from "data_path/work_request.h" nogil:
+    enum:
+        REQUEST_SGES
+
+    struct request:
+        v.ibv_send_wr send
+        v.ibv_recv_wr receive           # which is how the other one begins
+        v.ibv_sge sge[2]
+
+    void request_begin(request *)
+    void request_move(request *to, const request *from_)
+    request *request_grow(request *, size_t count, size_t size)
+
+cdef extern from "data_path/am_send.h":
+    ctypedef int (*send_function)(PyObject *, PyObject *, PyObject **) except -1
+    int awaiting_by(PyTypeObject *, send_function)
+    enum:
+        PYGEN_RETURN
+        PYGEN_NEXT
+
+# The software device executes a request in the call that posts it. From this size on that takes longer than giving the
+# GIL away and back, and other threads may want to run meanwhile.
+cdef uint64_t RELEASE_GIL_BYTES = 1 << 20
+
+_log = logging.getLogger("aioverbs")
+
+cdef enum:
+    TAKE = 16                       # completions are taken in rounds of so many
+    TURN = 256                      # and not more of them in one go
+
+cdef enum state:
+    NEW                             # of an Operation
+    WAITING                         # for a place in its queue
+    CHAINED                         # has a place, to be posted at the end of the turn
+    POSTED
+    DONE
+
+cdef enum phase:
+    FRESH                           # of its await
+    YIELDING                        # it is done, others run first
+    BEGINNING                       # it is about to be suspended
+    SUSPENDED
+    OVER
+    PART                            # of a batch, which is awaited instead
+
+cdef enum:                          # instead of a place in scratch memory
+    UNUSED = -1
+    WANTED = -2
+    BY_ELEMENTS = -3                # of a batch: some of them want one
+
+cdef enum:
+    SUCCESS = 0                     # enum ibv_wc_status
+    FLUSHED = 5
+    SIGNALED = 2                    # enum ibv_send_flags
+    SOLICITED = 4
+    FENCE = 1
+    INLINE = 8
+    GRH = 40                        # bytes before a datagram
+    MOST_BYTES = 0x7FFFFFFF         # of a message
+
+cdef class Operation
+cdef class Inbox
+cdef class WorkQueue
+cdef class Completer
+cdef class Requests
+cdef class Sending
+
+cdef list _of_all = []                  # whose section it is that those enter who use what any thread may
+cdef PyObject *_section_of_all = <PyObject *>_of_all
+Py_INCREF(_of_all)                      # it outlives this module's variables, which go before the last finalizers run
+
+cdef object _broken(str text, object cause):
+    # The error that says so; whoever catches it is to know a device that is gone from what may be made again on it.
+    kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
+    broken = kind(text)
+    broken.__cause__ = cause
+    return broken
+
+
+# One extension, since these use each other's insides; a file per idea.
+
+include "region_slice.pxi"
+include "operation.pxi"
+include "queue.pxi"
+include "cq_dispatcher.pxi"
+include "posting.pxi"
+include "batch.pxi"
+include "inbox.pxi"
+include "loop_budget.pxi"

@@ -1,0 +1,1 @@
+"""Handles of verbs objects, for the software device and RDMA devices alike."""

@@ -1,0 +1,218 @@
+# What other extensions of the core build on: handles and their pointers.
+
+from cpython.object cimport PyObject
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+
+from aioverbs._core.abi.libibverbs cimport (
+    ibv_ah,
+    ibv_ah_attr,
+    ibv_async_event,
+    ibv_comp_channel,
+    ibv_context,
+    ibv_cq,
+    ibv_cq_ex,
+    ibv_mr,
+    ibv_mw,
+    ibv_mw_bind,
+    ibv_pd,
+    ibv_qp,
+    ibv_qp_init_attr,
+    ibv_srq,
+    ibv_xrcd,
+    verbs_table,
+)
+
+
+cdef class Affinity:
+    cdef void *_thread                  # of its owner, remembered; NULL: of no thread
+    cdef readonly object loop           # of its owner, or None
+    cdef readonly str thread_name
+    cdef object _run                    # the run of the loop that was seen last, see handles/running_loop.h
+    cdef uint64_t _version              # of the thread's dictionary then; 0: not known
+    cdef PyObject *_verb                # a str under way, where `_inside`: the caller's
+    cdef int _inside                    # affinity_claim
+    cdef uint32_t _forks                # soft_fork_count() when it was made
+
+    @staticmethod
+    cdef uint32_t _fork_count() noexcept    # soft_fork_count(), for other modules
+    cdef int _bind(self) except -1
+    cdef int _enter(self, object what, str verb) except -1
+    cdef void _leave(self) noexcept
+    cdef bint _is_owner(self) except -1
+    cdef bint _is_of_same(self, Affinity other) noexcept
+    cdef str _refusal(self, object what, str verb)
+    cdef str _overlap(self, object what, str verb)
+    cdef str _owner(self)
+
+
+cdef class Handle:
+    cdef int _gate                      # handles/handle_gate.h
+    cdef int _unmade                    # a gate, too: the constructor closes it
+    cdef int _async_events              # taken and not acknowledged, counted by the functions of handles/handle_gate.h
+    cdef uint32_t _forks                # soft_fork_count() when it was made
+    cdef str _label                     # for repr, which must not look at the object itself
+    cdef readonly Context context
+    cdef readonly Affinity affinity     # who may call its verbs; None: anyone
+    cdef void **_slot                   # where its lender has the pointer, until it closes it; NULL: it is ours
+    cdef void *_lent                    # that pointer
+    cdef object _owner                  # the lender: the slot is inside of it
+    cdef object __weakref__
+
+    cdef str _name(self)
+    cdef bint _is_inherited(self) noexcept
+    cdef int _begin(self) except -1
+    cdef int _enter(self) except -1
+    cdef int _enter_memory(self) except -1
+    cdef object _refusal(self)
+    cdef void _leave(self) noexcept
+    cdef int _use(self, str verb) except -1
+    cdef int _use_memory(self, str verb) except -1
+    cdef void _unuse(self) noexcept
+    cdef int _belong(self, Affinity affinity, str verb) except -1
+    cdef void _belongs(self) noexcept
+    cdef int _opened(self, str label) except -1
+    cdef int _destroy(self) except -1
+    cdef int _destroy_verb(self) except? -1
+    cdef int _borrow(self, capsule, const char *name, owner) except -1
+    cdef int _forgo(self) except -1
+    cdef str _destroy_name(self)
+    cdef str _users(self)
+    cdef str _dependants(self)
+    cdef bint _has_driver_half(self) noexcept
+    cdef void _leave_parents(self) noexcept
+    cdef int _check(self, str verb, int error) except -1
+    cdef object _failed_by(self, str verb, int error, object cause)
+
+
+cdef class Context(Handle):
+    cdef ibv_context *pointer
+    cdef verbs_table table
+    cdef readonly str name
+    cdef readonly int async_fd
+    cdef readonly int num_comp_vectors
+    cdef readonly bint software
+    cdef bint _never_blocks             # async_fd was set so
+    cdef object _attributes             # None: not asked for yet
+    cdef dict _ports                    # likewise, by number
+
+    cdef int _halt(self) except -1
+
+
+cdef class AsyncEvent:
+    cdef ibv_async_event event
+    cdef readonly object event_type
+    cdef readonly Handle element
+    cdef readonly object port_num
+    cdef Handle _held                   # the element, else the context: it does not go before the acknowledgement
+    cdef int _unacknowledged            # 1 or 0, changed by the functions of handles/handle_gate.h
+
+
+cdef class ProtectionDomain(Handle):
+    cdef ibv_pd *pointer
+    cdef bint _shared                   # memory of other instances serves here, too
+    cdef public object lease            # None, or what import_pd says; to be set before anyone else has the domain
+
+    cdef object _take_cause(self)
+
+
+cdef class MemoryRegion(Handle):
+    cdef ibv_mr *pointer
+    cdef readonly ProtectionDomain pd
+    cdef void *_here                    # of one that another process registered: where that is in this one
+    cdef readonly object access         # likewise: what it was registered for; else None
+    cdef Py_buffer _buffer
+    cdef bint _has_buffer
+
+    cdef void _release(self) noexcept
+
+
+cdef class MemoryWindow(Handle):
+    cdef ibv_mw *pointer
+    cdef readonly ProtectionDomain pd
+    cdef readonly object mw_type
+
+
+cdef class XrcDomain(Handle):
+    cdef ibv_xrcd *pointer
+
+
+cdef class AddressHandle(Handle):
+    cdef ibv_ah *pointer
+    cdef readonly ProtectionDomain pd
+
+    @staticmethod
+    cdef object read(ibv_ah_attr *av)
+
+
+cdef class CompletionChannel(Handle):
+    cdef ibv_comp_channel *pointer
+
+    cdef int _create(self, Context context) except -1
+
+
+cdef class CompletionQueue(Handle):
+    cdef ibv_cq *pointer
+    cdef ibv_cq_ex *extended_pointer
+    cdef readonly CompletionChannel channel
+    cdef readonly ProtectionDomain parent_domain
+    cdef int _unacknowledged            # events taken, counted by the functions of handles/handle_gate.h
+    cdef int _resizing                  # calls under way, counted likewise
+    cdef bint _timestamps
+
+    cdef list _poll(self, int count)
+
+
+cdef class WorkCompletion:
+    cdef readonly object wr_id
+    cdef readonly object status
+    cdef readonly int opcode
+    cdef readonly uint32_t vendor_err
+    cdef readonly uint32_t byte_len
+    cdef readonly uint32_t imm_data
+    cdef readonly uint32_t qp_num
+    cdef readonly uint32_t src_qp
+    cdef readonly unsigned int wc_flags
+    cdef readonly uint32_t invalidated_rkey
+    cdef readonly uint16_t slid
+    cdef readonly uint8_t sl
+    cdef readonly object completion_timestamp
+
+
+cdef class SharedReceiveQueue(Handle):
+    cdef ibv_srq *pointer
+    cdef readonly ProtectionDomain pd
+    cdef readonly XrcDomain xrc_domain
+    cdef readonly CompletionQueue cq
+
+
+cdef class QueuePair(Handle):
+    cdef ibv_qp *pointer
+    cdef int _type
+    cdef int _state                     # that it was last moved to, or is known to be in
+    cdef int _max_rd_atomic             # that it was last given; it has one in RTS
+    cdef readonly object qp_type
+    cdef readonly ProtectionDomain pd
+    cdef readonly CompletionQueue send_cq
+    cdef readonly CompletionQueue recv_cq
+    cdef readonly SharedReceiveQueue srq
+    cdef readonly XrcDomain xrc_domain
+    cdef readonly object capabilities
+    cdef object _change                 # a weak reference to the one that suspends the gate; None: there is none
+    cdef list _waiting                  # (loop, callback) of those that met it
+
+    cdef int _when_resumed(self, loop, callback) except -1
+    cdef int _tell_waiting(self) except -1
+    cdef bint _end_modification(self) except -1
+    cdef int _make(self, ibv_qp_init_attr *attr, tuple parts, str verb) except -1
+    cdef int _create(self, ibv_qp_init_attr *attr) except? -1
+    cdef int _create_in_xrc_domain(self, ibv_qp_init_attr *attr) except? -1
+    cdef int _check_way(self, AddressHandle ah) except -1
+    cdef int _bind(self, MemoryWindow window, MemoryRegion region, ibv_mw_bind *bind, rkey) except? -1
+    cdef int _post_bind(self, MemoryWindow window, ibv_mw_bind *bind, uint32_t key) except? -1
+
+
+cdef class FaultPlan:
+    cdef readonly Context context
+
+    cdef list _enter_with(self, Handle handle)
+    cdef uint32_t _number(self, QueuePair qp) except? 0

@@ -1,0 +1,294 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+"""Handles of thread domains, parent domains with their allocators, and XRC domains."""
+
+import threading
+
+from aioverbs._core.alloc.allocators import USE_DEFAULT
+from aioverbs._core.handles.handles import XrcDomain  # no-cython-lint
+from aioverbs.errors import VerbsError
+
+from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
+from libc.errno cimport EINVAL, ENOMEM, errno
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memcmp, memset
+
+from aioverbs._core.alloc.allocators cimport NativeAllocator, alloc_free_function, alloc_function
+from aioverbs._core.handles.handles cimport Affinity, Context, Handle, ProtectionDomain
+cimport aioverbs._core.abi.libibverbs as v
+
+cdef extern from "handles/pd_allocator.h" nogil:
+    struct domain_memory:
+        alloc_function alloc
+        alloc_free_function free
+        void *self
+
+    void *domain_memory_alloc(v.ibv_pd *, void *, size_t, size_t, uint64_t) noexcept
+    void domain_memory_free(v.ibv_pd *, void *, void *, uint64_t) noexcept
+    bint domain_memory_take_failure(const domain_memory *)
+    size_t domain_memory_held(const domain_memory *)
+
+
+cdef class ThreadDomain(Handle):
+    """A thread domain: ``ibv_alloc_td``. Objects made under it take no locks: one thread at a time may use them all.
+
+    :raises VerbsError: with EOPNOTSUPP where the provider has none.
+    """
+
+    cdef v.ibv_td *pointer
+
+    def __init__(self, Context context not None, *, Affinity affinity=None):
+        self._begin()
+        self._belong(affinity, "ibv_alloc_td")
+        try:
+            self._create(context)
+        finally:
+            self._belongs()
+
+    cdef int _create(self, Context context) except -1:
+        cdef v.ibv_td_init_attr attr
+        cdef int error = 0
+        memset(&attr, 0, sizeof(attr))
+        context._enter()
+        self.context = context
+        try:
+            with nogil:
+                self.pointer = v.verbs_alloc_td(context.pointer, &attr)
+                error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_alloc_td", error)
+            self._opened("")
+        except BaseException:
+            if self.pointer:
+                self._destroy_verb()
+            context._leave()
+            raise
+        return 0
+
+    cdef str _destroy_name(self):
+        return "ibv_dealloc_td"
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = v.verbs_dealloc_td(self.pointer)
+        return error
+
+    cdef void _leave_parents(self) noexcept:
+        self.context._leave()
+
+
+cdef class ParentDomain(ProtectionDomain):
+    """A parent domain: ``ibv_alloc_parent_domain``. It takes the place of its protection domain everywhere.
+
+    :param pd: the protection domain, or a parent domain over it, of which nothing else is taken over.
+    :param td: the thread domain of everything that is made on the parent domain.
+    :param allocator: gives the provider memory for queues and doorbell records. Its
+        ``allocate(size, alignment, resource_type, pd, pd_context)``, the first two in bytes, returns an address of
+        zeroed, aligned memory that a fork does not copy, or `USE_DEFAULT`, or None where it has none;
+        ``free(address, resource_type, pd, pd_context)`` takes it back, once, with the same type. `pd` is this domain,
+        `resource_type` is the provider's number in the upper 32 bits and its own code for a
+        queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
+        of the verb's error; what is no `Exception`, as `KeyboardInterrupt`, is raised itself. They are called in the
+        thread that calls the verb, and may call verbs themselves. A `NativeAllocator` is asked in C, without the GIL.
+    :param pd_context: anything, for the allocator.
+    :raises ValueError: `td` is of another context, or belongs to another owner.
+    :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
+    """
+
+    cdef readonly ProtectionDomain base
+    cdef readonly ThreadDomain td
+    cdef readonly object allocator
+    cdef readonly object pd_context
+    cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
+    cdef dict _sizes                    # address -> size of what the provider holds
+    cdef domain_memory _native          # in place of these two, where the allocator works in C
+
+    def __init__(
+        self,
+        ProtectionDomain pd not None,
+        ThreadDomain td=None,
+        allocator=None,
+        pd_context=None,
+        *,
+        Affinity affinity=None,
+    ):
+        self._begin()
+        if isinstance(pd, ParentDomain):  # which "can be used as an input argument" here, too
+            pd = (<ParentDomain>pd).base
+        if td is not None and td.context is not pd.context:
+            raise ValueError(f"{td!r} is of another context than {pd!r}")
+        if td is not None and td.affinity is not affinity:
+            if affinity is not None:
+                raise ValueError(f"{td!r} belongs to {td.affinity!r}, not to {affinity!r}")
+            affinity = td.affinity
+        self._belong(affinity, "ibv_alloc_parent_domain")
+        try:
+            self._create(pd, td, allocator, pd_context)
+        finally:
+            self._belongs()
+
+    cdef int _create(self, ProtectionDomain pd, ThreadDomain td, allocator, pd_context) except -1:
+        cdef v.ibv_parent_domain_init_attr attr
+        cdef int error = 0
+        memset(&attr, 0, sizeof(attr))
+        self._causes = {}
+        self._sizes = {}
+        self.allocator = allocator
+        self.pd_context = pd_context
+        self.context = pd.context
+        self.base = pd
+        self.td = td
+        pd._enter()
+        try:
+            if td is not None:
+                td._enter()
+            try:
+                attr.pd = pd.pointer
+                attr.td = td.pointer if td is not None else NULL
+                if allocator is not None:
+                    attr.comp_mask = (
+                        v.IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | v.IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
+                    )
+                    self._set_callbacks(&attr)
+                with nogil:
+                    self.pointer = v.verbs_alloc_parent_domain(pd.context.pointer, &attr)
+                    error = errno
+                if not self.pointer:
+                    raise self._failed_by("ibv_alloc_parent_domain", error, self._take_cause())
+                self._slot, self._lent = pd._slot, pd._lent  # where its base is lent, it ends with that
+                self._opened(f"{self.pointer.handle}")
+            except BaseException:
+                if self.pointer:
+                    self._destroy_verb()
+                if td is not None:
+                    td._leave()
+                raise
+        except BaseException:
+            pd._leave()
+            raise
+        return 0
+
+    # The ledger keeps the domain, and the domain its allocator, until the provider has let go of both.
+    cdef int _set_callbacks(self, v.ibv_parent_domain_init_attr *attr) except -1:
+        cdef NativeAllocator native
+        if isinstance(self.allocator, NativeAllocator) and (<NativeAllocator>self.allocator).alloc:
+            native = self.allocator
+            self._native.alloc = native.alloc
+            self._native.free = native.give
+            self._native.self = native.source
+            attr.alloc = domain_memory_alloc
+            attr.free = domain_memory_free
+            attr.pd_context = &self._native
+        else:
+            attr.alloc = _allocate
+            attr.free = _free
+            attr.pd_context = <void *>self
+        return 0
+
+    cdef int _destroy_verb(self) except? -1:
+        cdef int error
+        with nogil:
+            error = self.context.table.dealloc_pd(self.pointer)
+        return error
+
+    cdef void _leave_parents(self) noexcept:
+        if self.td is not None:
+            self.td._leave()
+        self.base._leave()
+
+    def share(self, uint64_t share_key):
+        """Let other contexts open the protection domain, of which all regions are: see there."""
+        self._enter()
+        try:
+            return self.base.share(share_key)
+        finally:
+            self._leave()
+
+    cdef object _take_cause(self):
+        if domain_memory_take_failure(&self._native):
+            return (<NativeAllocator>self.allocator)._failure()
+        return self._causes.pop(threading.get_ident(), None)
+
+    @property
+    def held(self):
+        """How many pieces of the allocator's memory the provider holds."""
+        return len(self._sizes) + domain_memory_held(&self._native)
+
+    def _allocate(self, size, alignment, resource_type):
+        address = self.allocator.allocate(size, alignment, resource_type, self, self.pd_context)
+        if address is USE_DEFAULT or address is None:
+            return address
+        if not isinstance(address, int) or isinstance(address, bool) or not 0 < address < 1 << 64:
+            raise TypeError(f"allocate() must return an address, USE_DEFAULT or None, not {address!r}")
+        if address in self._sizes:
+            raise ValueError(f"allocate() returned {address:#x}, which is in use")
+        problem = _unfit(address, size, alignment)
+        if problem:
+            self.allocator.free(address, resource_type, self, self.pd_context)
+            raise ValueError(f"allocate() returned {address:#x}, which is not {problem}")
+        self._sizes[address] = size
+        return address
+
+    def _free(self, address, resource_type):
+        del self._sizes[address]
+        self.allocator.free(address, resource_type, self, self.pd_context)
+
+
+def _unfit(address, size_t size, uint64_t alignment):
+    cdef const char *memory = <const char *><uintptr_t>address
+    if alignment and address % alignment:
+        return f"aligned to {alignment} bytes"
+    if size and (memory[0] or memcmp(memory, memory + 1, size - 1)):
+        return "zeroed"
+    return None
+
+
+# The callbacks come in the thread that calls a verb. The verbs that call them are called without the GIL.
+
+cdef extern from *:
+    """
+    #include <errno.h>
+    static inline void aioverbs_set_errno(int error)
+    {
+        errno = error;
+    }
+    """
+    void aioverbs_set_errno(int error) nogil
+
+
+cdef void *_allocate(
+    v.ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type
+) noexcept nogil:
+    cdef int error = 0
+    cdef void *address = _allocate_with_gil(pd_context, size, alignment, resource_type, &error)
+    if error:
+        aioverbs_set_errno(error)       # last of all: giving the GIL back may change it
+    return address
+
+
+cdef void *_allocate_with_gil(
+    void *pd_context, size_t size, size_t alignment, uint64_t resource_type, int *error
+) noexcept with gil:
+    domain = <ParentDomain>pd_context
+    try:
+        address = domain._allocate(size, alignment, resource_type)
+    except BaseException as cause:
+        domain._causes[threading.get_ident()] = cause
+        error[0] = EINVAL if isinstance(cause, (TypeError, ValueError)) else ENOMEM
+        return NULL
+    if address is USE_DEFAULT:
+        return v.IBV_ALLOCATOR_USE_DEFAULT
+    if address is None:
+        error[0] = ENOMEM
+        return NULL
+    return <void *><uintptr_t>address
+
+
+cdef void _free(v.ibv_pd *pd, void *pd_context, void *address, uint64_t resource_type) noexcept with gil:
+    domain = <ParentDomain>pd_context
+    try:
+        domain._free(<uintptr_t>address, resource_type)
+    except BaseException as error:
+        # The verb around it cannot fail any more, and nobody awaits this: it goes to sys.unraisablehook.
+        PyErr_SetObject(type(error), error)
+        PyErr_WriteUnraisable(domain)

@@ -1,0 +1,116 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+"""C pointers out of pyverbs objects.
+
+pyverbs ships no declarations, and its own properties for these pointers corrupt them. The pointer stands behind the
+head that all of its objects share; this looks at it there, after checking that the object looks as expected, and that
+what it points to says the same as the object's own attributes. What is given out is the place where the pointer
+stands, as a capsule: it has NULL once the object is closed. pyverbs is not imported here: who has an object of it did.
+"""
+
+import sys
+
+from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_New
+
+from aioverbs._core.abi.libibverbs cimport ibv_context, ibv_mr, ibv_pd
+
+
+cdef extern from *:
+    """
+    #include <stddef.h>
+    /* How Cython lays out a pyverbs object: what its base class declares, the method table of the class that first
+     * has one, then that class's own fields. The same from pyverbs 44 to 65. */
+    #define AIOVERBS_PYVERBS_HEAD PyObject_HEAD PyObject *weak_references; PyObject *logger; void *method_table;
+    typedef struct {
+        AIOVERBS_PYVERBS_HEAD
+        void *pointer;
+    } aioverbs_pyverbs_object;
+    typedef struct {
+        AIOVERBS_PYVERBS_HEAD
+        PyObject *pd;
+        PyObject *cmid;
+        void *pointer;
+    } aioverbs_pyverbs_region;
+    #define PYVERBS_WEAK_REFERENCES ((Py_ssize_t)offsetof(aioverbs_pyverbs_object, weak_references))
+    """
+    ctypedef struct aioverbs_pyverbs_object:
+        void *pointer
+    ctypedef struct aioverbs_pyverbs_region:
+        PyObject *pd
+        PyObject *cmid
+        void *pointer
+    Py_ssize_t PYVERBS_WEAK_REFERENCES
+
+
+def context_capsule(context):
+    """Where an open `pyverbs.device.Context` has its ``struct ibv_context *``, as a capsule "ibv_context *".
+
+    :raises TypeError: it is something else.
+    :raises RuntimeError: this pyverbs lays its objects out in another way; nothing was changed.
+    :raises ValueError: the context is closed.
+    """
+    cdef ibv_context *pointer
+    cdef void **place
+    _check_layout(context, "pyverbs.device", "Context", sizeof(aioverbs_pyverbs_object))
+    place = &(<aioverbs_pyverbs_object *><void *>context).pointer
+    pointer = <ibv_context *>place[0]
+    if pointer == NULL:
+        raise ValueError("the pyverbs context is closed")
+    # A first look at what it points to: libibverbs' mark of an extended context, and the device's name.
+    if <size_t>pointer.abi_compat != <size_t>-1 or pointer.device.name.decode(errors="replace") != _text(context.name):
+        raise RuntimeError("what this pyverbs context points to is not the context of its device")
+    return PyCapsule_New(place, "ibv_context *", NULL)
+
+
+def pd_capsule(pd):
+    """Where an open `pyverbs.pd.PD` has its ``struct ibv_pd *``, as a capsule "ibv_pd *".
+
+    :raises TypeError: it is something else, or a parent domain.
+    :raises RuntimeError: this pyverbs lays its objects out in another way; nothing was changed.
+    :raises ValueError: the protection domain is closed.
+    """
+    cdef void **place
+    _check_layout(pd, "pyverbs.pd", "PD", sizeof(aioverbs_pyverbs_object))
+    if isinstance(pd, sys.modules["pyverbs.pd"].ParentDomain):
+        raise TypeError("a pyverbs.pd.ParentDomain is adopted by its PD: make parent domains over that")
+    place = &(<aioverbs_pyverbs_object *><void *>pd).pointer
+    if place[0] == NULL:  # its attributes must not be asked for then
+        raise ValueError("the pyverbs protection domain is closed")
+    if (<ibv_pd *>place[0]).handle != pd.handle:
+        raise RuntimeError("what this pyverbs protection domain points to is another one")
+    return PyCapsule_New(place, "ibv_pd *", NULL)
+
+
+def mr_capsule(mr):
+    """Where an open `pyverbs.mr.MR` of any kind has its ``struct ibv_mr *``, as a capsule "ibv_mr *".
+
+    :raises TypeError: it is something else.
+    :raises RuntimeError: this pyverbs lays its objects out in another way; nothing was changed.
+    :raises ValueError: the memory region is closed.
+    """
+    cdef aioverbs_pyverbs_region *region
+    cdef ibv_mr *pointer
+    _check_layout(mr, "pyverbs.mr", "MR", sizeof(aioverbs_pyverbs_region))
+    region = <aioverbs_pyverbs_region *><void *>mr
+    pointer = <ibv_mr *>region.pointer
+    if pointer == NULL:  # its attributes must not be asked for then
+        raise ValueError("the pyverbs memory region is closed")
+    if (pointer.lkey, pointer.rkey, pointer.length) != (mr.lkey, mr.rkey, mr.length):
+        raise RuntimeError("what this pyverbs memory region points to is another one")
+    return PyCapsule_New(&region.pointer, "ibv_mr *", NULL)
+
+
+cdef int _check_layout(thing, str module, str name, size_t size) except -1:
+    kind = getattr(sys.modules.get(module), name, None)
+    if kind is None or not isinstance(thing, kind):
+        raise TypeError(f"a {module}.{name} is needed, not {type(thing).__name__}")
+    if kind.__weakrefoffset__ != PYVERBS_WEAK_REFERENCES or kind.__basicsize__ < size:
+        raise RuntimeError(
+            f"this pyverbs ({sys.modules[module].__file__}) lays its objects out in an unknown way "
+            f"(weak references at {kind.__weakrefoffset__}, size {kind.__basicsize__}): aioverbs knows 44 to 65"
+        )
+    return 0
+
+
+def _text(name):
+    return name.decode() if isinstance(name, bytes) else name

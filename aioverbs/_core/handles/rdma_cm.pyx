@@ -1,0 +1,551 @@
+# cython: language_level=3, freethreading_compatible=True, embedsignature=False
+"""Handles over librdmacm: event channels and identifiers.
+
+No call here waits for a peer: what came of a request is an event, and an event is copied and acknowledged when it is
+taken, so that none is ever in the way of an identifier's end. Queue pairs are none of librdmacm's: it is told their
+numbers, and tells their attributes.
+"""
+
+import os
+import socket
+import threading
+
+from aioverbs.errors import LibraryNotFoundError, VerbsError
+from aioverbs.types import AccessFlags, Mtu
+
+from libc.errno cimport EAGAIN, EINVAL, ENODEV, ENOENT, EOPNOTSUPP, errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uintptr_t
+from libc.string cimport memcpy, memset
+
+cimport aioverbs._core.abi.libibverbs as v
+from aioverbs._core.handles.handles cimport AddressHandle, Affinity, Handle
+
+cdef extern from "<netinet/in.h>" nogil:
+    enum:
+        AF_INET
+        AF_INET6
+    uint16_t htons(uint16_t)
+    uint16_t ntohs(uint16_t)
+    struct in_addr:
+        pass
+    struct in6_addr:
+        pass
+    struct sockaddr:
+        unsigned short sa_family
+    struct sockaddr_in:
+        unsigned short sin_family
+        uint16_t sin_port
+        in_addr sin_addr
+    struct sockaddr_in6:
+        unsigned short sin6_family
+        uint16_t sin6_port
+        uint32_t sin6_flowinfo
+        in6_addr sin6_addr
+        uint32_t sin6_scope_id
+    struct sockaddr_storage:
+        pass
+
+cdef extern from "abi/cm_ops.h" nogil:
+    enum rdma_cm_event_type:
+        RDMA_CM_EVENT_CONNECT_REQUEST
+    enum rdma_port_space:
+        RDMA_PS_TCP
+    struct rdma_addr:
+        sockaddr src_addr
+        sockaddr dst_addr
+    struct rdma_route:
+        rdma_addr addr
+    struct rdma_event_channel:
+        int fd
+    struct rdma_cm_id:
+        v.ibv_context *verbs
+        rdma_route route
+        uint8_t port_num
+    struct rdma_conn_param:
+        const void *private_data
+        uint8_t private_data_len
+        uint8_t responder_resources
+        uint8_t initiator_depth
+        uint8_t retry_count
+        uint8_t rnr_retry_count
+        uint8_t srq
+        uint32_t qp_num
+    union _rdma_event_param:                # it has no name in C, and is only reached through the event
+        rdma_conn_param conn
+    struct rdma_cm_event:
+        rdma_cm_id *id
+        rdma_cm_id *listen_id
+        rdma_cm_event_type event
+        int status
+        _rdma_event_param param
+    struct rdma_cm_table:
+        rdma_event_channel *(*create_event_channel)() noexcept nogil
+        void (*destroy_event_channel)(rdma_event_channel *) noexcept nogil
+        int (*get_cm_event)(rdma_event_channel *, rdma_cm_event **) noexcept nogil
+        int (*ack_cm_event)(rdma_cm_event *) noexcept nogil
+        int (*create_id)(rdma_event_channel *, rdma_cm_id **, void *, rdma_port_space) noexcept nogil
+        int (*destroy_id)(rdma_cm_id *) noexcept nogil
+        int (*bind_addr)(rdma_cm_id *, sockaddr *) noexcept nogil
+        int (*listen)(rdma_cm_id *, int) noexcept nogil
+        int (*resolve_addr)(rdma_cm_id *, sockaddr *, sockaddr *, int) noexcept nogil
+        int (*resolve_route)(rdma_cm_id *, int) noexcept nogil
+        int (*init_qp_attr)(rdma_cm_id *, v.ibv_qp_attr *, int *) noexcept nogil
+        int (*connect)(rdma_cm_id *, rdma_conn_param *) noexcept nogil
+        int (*establish)(rdma_cm_id *) noexcept nogil
+        int (*accept)(rdma_cm_id *, rdma_conn_param *) noexcept nogil
+        int (*reject)(rdma_cm_id *, const void *, uint8_t) noexcept nogil
+        int (*disconnect)(rdma_cm_id *) noexcept nogil
+    const char *rdma_cm_table_load(rdma_cm_table *, const char *)
+    bint rdma_cm_moves_queue_pairs(const rdma_cm_id *)
+
+cdef dict _ADVICE = {
+    EINVAL: "this is not to be done in the identifier's state, or a value does not fit the device's limits",
+    ENODEV: "no RDMA device has that address, or a way to it: see `rdma link`, and use no loopback address",
+}
+cdef str _NO_MANAGER = "the connection manager is not there for this process: `modprobe rdma_ucm`, and see the "\
+    "permissions of /dev/infiniband/rdma_cm"
+
+cdef rdma_cm_table _table
+_loading = threading.Lock()
+cdef bint _is_loaded = False
+
+
+def load_librdmacm(library="librdmacm.so.1"):
+    """See that librdmacm is there and has all that is needed.
+
+    :raises LibraryNotFoundError: it cannot be loaded, or lacks a function.
+    """
+    cdef rdma_cm_table table
+    _load(&table, library)
+
+
+cdef int _load(rdma_cm_table *table, library) except -1:
+    cdef bytes name = library.encode()
+    cdef const char *problem = rdma_cm_table_load(table, name)
+    if problem:
+        raise LibraryNotFoundError(library, problem.decode(errors="replace"))
+    return 0
+
+
+cdef int _load_once() except -1:
+    global _is_loaded
+    with _loading:
+        if not _is_loaded:
+            _load(&_table, "librdmacm.so.1")
+            _is_loaded = True
+    return 0
+
+
+cdef class Event:
+    """Something that librdmacm told of an identifier: ``struct rdma_cm_event``, copied and acknowledged.
+
+    `event_type` and `status` are numbers; `listener` is the one that a connection was asked of, else None.
+    """
+
+    cdef readonly int event_type
+    cdef readonly int status
+    cdef readonly Identifier identifier
+    cdef readonly Identifier listener
+    cdef readonly bytes private_data
+
+    def __init__(self):
+        raise TypeError("events come from EventChannel.take_event")
+
+
+cdef class EventChannel(Handle):
+    """Where librdmacm tells what came of requests: ``rdma_create_event_channel``, non-blocking.
+
+    :raises LibraryNotFoundError: librdmacm cannot be loaded.
+    :raises VerbsError: with ENODEV or ENOENT where the kernel's module is not loaded, with EACCES.
+    """
+
+    cdef rdma_event_channel *pointer
+    cdef readonly int fd                # readable while an event waits
+    cdef dict _identifiers              # address -> Identifier
+
+    def __init__(self, Affinity affinity=None):
+        self._begin()
+        _load_once()
+        self._identifiers = {}
+        self._belong(affinity, "rdma_create_event_channel")
+        try:
+            self._create()
+        finally:
+            self._belongs()
+
+    cdef int _create(self) except -1:
+        cdef int error
+        with nogil:
+            self.pointer = _table.create_event_channel()
+            error = errno
+        if not self.pointer:
+            raise VerbsError("rdma_create_event_channel", error, _NO_MANAGER if error in (ENODEV, ENOENT) else None)
+        try:
+            self.fd = self.pointer.fd
+            os.set_blocking(self.fd, False)
+            self._opened(f"{self.fd}")
+        except BaseException:
+            self._destroy_verb()
+            raise
+        return 0
+
+    cdef str _destroy_name(self):
+        return "rdma_destroy_event_channel"
+
+    cdef int _destroy_verb(self) except? -1:
+        with nogil:
+            _table.destroy_event_channel(self.pointer)
+        return 0
+
+    def take_event(self):
+        """Take an `Event` and acknowledge it, or None where none waits: ``rdma_get_cm_event``, ``rdma_ack_cm_event``.
+
+        The identifier of a connection that is asked for is a new one, the caller's to destroy.
+        """
+        cdef rdma_cm_event *event = NULL
+        cdef rdma_cm_id *fresh
+        cdef Event taken = None
+        cdef int failed, error
+        self._use("rdma_get_cm_event")
+        try:
+            with nogil:
+                failed = _table.get_cm_event(self.pointer, &event)
+                error = errno
+            if failed:
+                if error == EAGAIN:
+                    return None
+                raise VerbsError("rdma_get_cm_event", error)
+            try:
+                taken = self._read(event)
+            finally:
+                fresh = event.id if event.event == RDMA_CM_EVENT_CONNECT_REQUEST and taken is None else NULL
+                with nogil:
+                    _table.ack_cm_event(event)
+                    if fresh:
+                        _table.destroy_id(fresh)
+            return taken
+        finally:
+            self._unuse()
+
+    cdef Event _read(self, rdma_cm_event *event):
+        cdef Event taken = Event.__new__(Event)
+        cdef rdma_conn_param *conn = &event.param.conn
+        taken.event_type = <int>event.event
+        taken.status = event.status
+        taken.private_data = b""
+        if conn.private_data and conn.private_data_len:
+            taken.private_data = (<const char *>conn.private_data)[:conn.private_data_len]
+        if event.event == RDMA_CM_EVENT_CONNECT_REQUEST:
+            taken.listener = self._identifiers.get(<uintptr_t>event.listen_id)
+            taken.identifier = Identifier.__new__(Identifier)
+            taken.identifier._take(self, event.id)      # last: what fails before leaves it nobody's
+        else:
+            taken.identifier = self._identifiers.get(<uintptr_t>event.id)
+        return taken
+
+
+cdef class Identifier(Handle):
+    """What a connection, or a listener, is known by: ``rdma_create_id``, for connected queue pairs (RDMA_PS_TCP).
+
+    Addresses are as those of sockets: ``(host, port)``, or four values for IPv6. What requests bring comes as events.
+    """
+
+    cdef rdma_cm_id *pointer
+    cdef readonly EventChannel channel
+
+    def __init__(self, EventChannel channel not None):
+        cdef int failed, error
+        cdef rdma_cm_id *pointer = NULL
+        self._begin()
+        self._belong(channel.affinity, "rdma_create_id")
+        try:
+            channel._enter()
+            try:
+                with nogil:
+                    failed = _table.create_id(channel.pointer, &pointer, NULL, RDMA_PS_TCP)
+                    error = errno
+                _check(failed, error, "rdma_create_id")
+            finally:
+                channel._leave()
+            try:
+                self._take(channel, pointer)
+            except BaseException:
+                with nogil:
+                    _table.destroy_id(pointer)
+                raise
+        finally:
+            self._belongs()
+
+    cdef int _take(self, EventChannel channel, rdma_cm_id *pointer) except -1:
+        # It is the caller's still where this fails.
+        self.affinity = channel.affinity
+        channel._enter()
+        try:
+            channel._identifiers[<uintptr_t>pointer] = self
+            self.pointer = pointer
+            self.channel = channel
+            self._opened("")
+        except BaseException:
+            channel._identifiers.pop(<uintptr_t>pointer, None)
+            channel._leave()
+            raise
+        return 0
+
+    cdef str _destroy_name(self):
+        return "rdma_destroy_id"
+
+    cdef int _destroy_verb(self) except? -1:
+        # After the verb another identifier may have its address.
+        cdef int failed, error
+        self.channel._identifiers.pop(<uintptr_t>self.pointer, None)
+        with nogil:
+            failed = _table.destroy_id(self.pointer)
+            error = errno
+        if failed:
+            self.channel._identifiers[<uintptr_t>self.pointer] = self
+        return error if failed else 0
+
+    cdef void _leave_parents(self) noexcept:
+        self.channel._leave()
+
+    cdef int _done(self, int failed, int error, str verb) except -1:
+        # The end of a verb that `_use` began.
+        self._unuse()
+        return _check(failed, error, verb)
+
+    # ---- Addresses
+
+    @property
+    def device_name(self):
+        """The device that it is bound to, or None."""
+        self._enter()
+        name = self.pointer.verbs.device.name.decode() if self.pointer.verbs else None
+        self._leave()
+        return name
+
+    @property
+    def port_num(self):
+        """The port of that device; 0 where it is bound to none."""
+        self._enter()
+        port_num = self.pointer.port_num
+        self._leave()
+        return port_num
+
+    @property
+    def local_address(self):
+        """Its own address, or None."""
+        return self._address(False)
+
+    @property
+    def peer_address(self):
+        """The peer's address, or None."""
+        return self._address(True)
+
+    cdef object _address(self, bint peer):
+        self._enter()
+        try:
+            return _read_address(
+                &self.pointer.route.addr.dst_addr if peer else &self.pointer.route.addr.src_addr
+            )
+        finally:
+            self._leave()
+
+    def bind_addr(self, address):
+        """Bind it to an address of this machine, or to any: ``rdma_bind_addr``."""
+        cdef sockaddr_storage own
+        cdef int failed, error
+        _fill_address(&own, address)
+        self._use("rdma_bind_addr")
+        with nogil:
+            failed = _table.bind_addr(self.pointer, <sockaddr *>&own)
+            error = errno
+        self._done(failed, error, "rdma_bind_addr")
+
+    def listen(self, int backlog):
+        """Have connections asked for, that many at once: ``rdma_listen``."""
+        cdef int failed, error
+        self._use("rdma_listen")
+        with nogil:
+            failed = _table.listen(self.pointer, backlog)
+            error = errno
+        self._done(failed, error, "rdma_listen")
+
+    def resolve_addr(self, address, int timeout_ms, source=None):
+        """Find the device by which an address is reached, and bind it to that: ``rdma_resolve_addr``."""
+        cdef sockaddr_storage to
+        cdef sockaddr_storage own
+        cdef sockaddr *start = NULL
+        cdef int failed, error
+        _fill_address(&to, address)
+        if source is not None:
+            _fill_address(&own, source)
+            start = <sockaddr *>&own
+        self._use("rdma_resolve_addr")
+        with nogil:
+            failed = _table.resolve_addr(self.pointer, start, <sockaddr *>&to, timeout_ms)
+            error = errno
+        self._done(failed, error, "rdma_resolve_addr")
+
+    def resolve_route(self, int timeout_ms):
+        """Find the way to the address that was resolved: ``rdma_resolve_route``.
+
+        Where the daemon ibacm runs, librdmacm asks it first, and waits for its answer.
+        """
+        cdef int failed, error
+        self._use_bound("rdma_resolve_route")
+        with nogil:
+            failed = _table.resolve_route(self.pointer, timeout_ms)
+            error = errno
+        self._done(failed, error, "rdma_resolve_route")
+
+    # ---- Connections
+
+    cdef int _use_bound(self, str verb) except -1:
+        # librdmacm looks at the device without looking whether there is one.
+        self._use(verb)
+        if not self.pointer.verbs:
+            self._unuse()
+            raise VerbsError(verb, EINVAL, "resolve an address first")
+        if not rdma_cm_moves_queue_pairs(self.pointer):
+            self._unuse()
+            raise VerbsError(verb, EOPNOTSUPP, "queue pairs are connected over InfiniBand and RoCE here, not iWARP")
+        return 0
+
+    def init_qp_attr(self, int qp_state):
+        """The attributes that take the connection's queue pair to a state, by name: ``rdma_init_qp_attr``."""
+        cdef v.ibv_qp_attr attr
+        cdef int failed, error, mask = 0
+        memset(&attr, 0, sizeof(attr))
+        attr.qp_state = <v.ibv_qp_state>qp_state
+        self._use_bound("rdma_init_qp_attr")
+        with nogil:
+            failed = _table.init_qp_attr(self.pointer, &attr, &mask)
+            error = errno
+        self._done(failed, error, "rdma_init_qp_attr")
+        return {name: value for bit, name, value in (
+            (v.IBV_QP_ACCESS_FLAGS, "qp_access_flags", AccessFlags(attr.qp_access_flags)),
+            (v.IBV_QP_PKEY_INDEX, "pkey_index", attr.pkey_index),
+            (v.IBV_QP_PORT, "port_num", attr.port_num),
+            (v.IBV_QP_AV, "av", AddressHandle.read(&attr.ah_attr)),
+            (v.IBV_QP_PATH_MTU, "path_mtu", Mtu(attr.path_mtu) if attr.path_mtu else None),
+            (v.IBV_QP_TIMEOUT, "timeout", attr.timeout),
+            (v.IBV_QP_RETRY_CNT, "retry_cnt", attr.retry_cnt),
+            (v.IBV_QP_RNR_RETRY, "rnr_retry", attr.rnr_retry),
+            (v.IBV_QP_RQ_PSN, "rq_psn", attr.rq_psn),
+            (v.IBV_QP_MAX_QP_RD_ATOMIC, "max_rd_atomic", attr.max_rd_atomic),
+            (v.IBV_QP_MIN_RNR_TIMER, "min_rnr_timer", attr.min_rnr_timer),
+            (v.IBV_QP_SQ_PSN, "sq_psn", attr.sq_psn),
+            (v.IBV_QP_MAX_DEST_RD_ATOMIC, "max_dest_rd_atomic", attr.max_dest_rd_atomic),
+            (v.IBV_QP_DEST_QPN, "dest_qp_num", attr.dest_qp_num),
+        ) if mask & bit}
+
+    def connect(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, retry_count=0,
+                rnr_retry_count=0, srq=False):
+        """Ask the peer for a connection: ``rdma_connect``, with the members of ``struct rdma_conn_param``."""
+        cdef rdma_conn_param param
+        cdef int failed, error
+        cdef bytes data = bytes(private_data)
+        _fill(&param, data, qp_num, responder_resources, initiator_depth, retry_count, rnr_retry_count, srq)
+        self._use_bound("rdma_connect")
+        with nogil:
+            failed = _table.connect(self.pointer, &param)
+            error = errno
+        self._done(failed, error, "rdma_connect")
+
+    def establish(self):
+        """Tell the peer, who answered, that the queue pair is ready: ``rdma_establish``."""
+        cdef int failed, error
+        self._use_bound("rdma_establish")
+        with nogil:
+            failed = _table.establish(self.pointer)
+            error = errno
+        self._done(failed, error, "rdma_establish")
+
+    def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
+               srq=False):
+        """Give the peer the connection that it asked for: ``rdma_accept``, as `connect`."""
+        cdef rdma_conn_param param
+        cdef int failed, error
+        cdef bytes data = bytes(private_data)
+        _fill(&param, data, qp_num, responder_resources, initiator_depth, 0, rnr_retry_count, srq)
+        self._use_bound("rdma_accept")
+        with nogil:
+            failed = _table.accept(self.pointer, &param)
+            error = errno
+        self._done(failed, error, "rdma_accept")
+
+    def reject(self, private_data=b""):
+        """Refuse it: ``rdma_reject``."""
+        cdef int failed, error
+        cdef bytes data = bytes(private_data)
+        cdef const char *start = data
+        cdef uint8_t length = len(data)
+        self._use("rdma_reject")
+        with nogil:
+            failed = _table.reject(self.pointer, start, length)
+            error = errno
+        self._done(failed, error, "rdma_reject")
+
+    def disconnect(self):
+        """End the connection, or say that it was heard that the peer did: ``rdma_disconnect``."""
+        cdef int failed, error
+        self._use_bound("rdma_disconnect")
+        with nogil:
+            failed = _table.disconnect(self.pointer)
+            error = errno
+        self._done(failed, error, "rdma_disconnect")
+
+
+cdef int _check(int failed, int error, str verb) except -1:
+    if failed:
+        raise VerbsError(verb, error, _ADVICE.get(error))
+    return 0
+
+
+cdef int _fill(
+    rdma_conn_param *param, bytes data, qp_num, responder_resources, initiator_depth, retry_count, rnr_retry_count, srq
+) except -1:
+    # `data` is the caller's to keep.
+    memset(param, 0, sizeof(param[0]))
+    param.private_data = <const char *>data
+    param.private_data_len = len(data)
+    param.qp_num = qp_num
+    param.responder_resources = responder_resources
+    param.initiator_depth = initiator_depth
+    param.retry_count = retry_count
+    param.rnr_retry_count = rnr_retry_count
+    param.srq = bool(srq)
+    return 0
+
+
+cdef int _fill_address(sockaddr_storage *storage, address) except -1:
+    cdef sockaddr_in *four = <sockaddr_in *>storage
+    cdef sockaddr_in6 *six = <sockaddr_in6 *>storage
+    cdef bytes packed
+    memset(storage, 0, sizeof(storage[0]))
+    host, port = address[:2]
+    if ":" in host:
+        packed = socket.inet_pton(socket.AF_INET6, host)
+        six.sin6_family = AF_INET6
+        six.sin6_port = htons(port)
+        memcpy(&six.sin6_addr, <const char *>packed, 16)
+        if len(address) > 2:
+            six.sin6_flowinfo, six.sin6_scope_id = v.htonl(address[2]), address[3]
+    else:
+        packed = socket.inet_pton(socket.AF_INET, host)
+        four.sin_family = AF_INET
+        four.sin_port = htons(port)
+        memcpy(&four.sin_addr, <const char *>packed, 4)
+    return 0
+
+
+cdef object _read_address(const sockaddr *address):
+    cdef const sockaddr_in *four = <const sockaddr_in *>address
+    cdef const sockaddr_in6 *six = <const sockaddr_in6 *>address
+    if address.sa_family == AF_INET:
+        host = socket.inet_ntop(socket.AF_INET, (<const char *>&four.sin_addr)[:4])
+        return host, ntohs(four.sin_port)
+    if address.sa_family == AF_INET6:
+        host = socket.inet_ntop(socket.AF_INET6, (<const char *>&six.sin6_addr)[:16])
+        return host, ntohs(six.sin6_port), v.ntohl(six.sin6_flowinfo), six.sin6_scope_id
+    return None                                         # none yet, or one of InfiniBand's own

@@ -1,0 +1,344 @@
+/* The devices of this process, their contexts, and what happens to them. */
+#define _GNU_SOURCE
+#include "soft/soft.h"
+#include "soft/base/fork_fds.h"
+#include "soft/transport/send_queue.h"
+#include "soft/base/settings.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- Devices --------------------------------------------------------------------------------------------- */
+
+static struct soft_device *devices; /* under device_lock; never freed, contexts and tables refer to them */
+static struct soft_mutex device_lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DEVICES);
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+static int fork_error;
+
+static void child_after_fork(void)
+{
+    /* Another thread may have held the lock at the moment of the fork: it is made anew, not released. */
+    soft_mutex_init(&device_lock, SOFT_RANK_DEVICES);
+    devices = NULL;
+    soft_sync_after_fork();
+}
+
+static void watch_forks(void)
+{
+    fork_error = pthread_atfork(NULL, NULL, child_after_fork);
+}
+
+int soft_watch_forks(void)
+{
+    pthread_once(&fork_once, watch_forks);
+    return fork_error ? fork_error : soft_descriptors_watch_forks();
+}
+
+static struct soft_device *device_new(const struct soft_address *address)
+{
+    struct soft_device *device = calloc(1, sizeof(*device));
+    int error;
+
+    if (!device)
+        return NULL;
+    device->address = *address;
+    error = soft_gids_init(device);
+    if (error) {
+        free(device);
+        errno = error;
+        return NULL;
+    }
+    if (soft_table_init(&device->qps, SOFT_FIRST_QPN, SOFT_MAX_NUMBER) ||
+        soft_table_init(&device->keys, SOFT_FIRST_MR, SOFT_MAX_NUMBER) ||
+        soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) ||
+        soft_mutex_init(&device->lock, SOFT_RANK_DEVICE) || soft_mutex_init(&device->xrcd_lock, SOFT_RANK_XRCD))
+        error = ENOMEM;
+    if (!error) /* the last that can fail: it is never freed */
+        error = soft_fabric_new(device, &soft_remote_user);
+    if (error) {
+        soft_descriptor_close(device->reserved);
+        free(device);
+        errno = error;
+        return NULL;
+    }
+    device->device.node_type = IBV_NODE_CA;
+    device->device.transport_type = IBV_TRANSPORT_IB;
+    soft_device_name(address, device->device.name, sizeof(device->device.name));
+    memcpy(device->device.dev_name, device->device.name, sizeof(device->device.dev_name));
+    return device;
+}
+
+static struct soft_device *device_get(const struct soft_address *address)
+{
+    struct soft_device *device;
+
+    errno = soft_watch_forks();
+    if (errno)
+        return NULL;
+    soft_mutex_take(&device_lock);
+    for (device = devices; device && !soft_address_is_same(&device->address, address);)
+        device = device->next;
+    if (!device && (device = device_new(address))) {
+        device->next = devices;
+        devices = device;
+    }
+    soft_mutex_give(&device_lock);
+    return device;
+}
+
+/* ---- Contexts -------------------------------------------------------------------------------------------- */
+
+static void link_context(struct soft_context *context, const struct soft_settings *settings)
+{
+    struct soft_device *device = context->device;
+    struct soft_settings usual;
+
+    soft_settings_default(&usual);
+    soft_mutex_take(&device->lock);
+    if (!device->first)
+        soft_fabric_configure(device, settings ? settings : &usual);
+    context->next = device->first;
+    context->link = &device->first;
+    if (context->next)
+        context->next->link = &context->next;
+    device->first = context;
+    soft_mutex_give(&device->lock);
+}
+
+static void unlink_context(struct soft_context *context)
+{
+    soft_mutex_take(&context->device->lock);
+    *context->link = context->next;
+    if (context->next)
+        context->next->link = context->link;
+    if (!context->device->first) /* under the lock: another context begins with a fabric of its own */
+        soft_fabric_stop(context->device);
+    soft_mutex_give(&context->device->lock);
+}
+
+struct ibv_context *soft_open(const struct soft_options *options)
+{
+    struct soft_device *device;
+    struct soft_context *context;
+    struct verbs_context *verbs;
+    int error;
+
+    if (options->why)
+        options->why[0] = 0;
+    if ((options->mode != SOFT_INLINE && options->mode != SOFT_ENGINE) ||
+        (options->mode == SOFT_INLINE && options->delay_ns) ||
+        (options->address.family && !soft_address_is_usable(&options->address))) {
+        errno = EINVAL;
+        return NULL;
+    }
+    device = device_get(&options->address);
+    if (!device)
+        return NULL;
+    context = calloc(1, sizeof(*context));
+    if (!context) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    context->device = device;
+    context->generation = soft_generation;
+    context->mode = options->mode;
+    atomic_init(&context->delay_ns, options->delay_ns);
+    context->faults = soft_faults_new(atomic_load(&device->serial));
+    error = context->faults ? 0 : ENOMEM;
+    if (error)
+        goto free_context;
+    error = soft_engine_init(context);
+    if (error)
+        goto free_faults;
+
+    verbs = &context->verbs;
+    verbs->sz = sizeof(*verbs);
+    soft_entry_fill(verbs);
+    verbs->context.abi_compat = __VERBS_ABI_IS_EXTENDED;
+    verbs->context.device = &device->device;
+    verbs->context.cmd_fd = -1;
+    verbs->context.num_comp_vectors = 1;
+    error = soft_events_init(context);
+    if (error)
+        goto destroy_engine;
+    error = pthread_mutex_init(&verbs->context.mutex, NULL);
+    if (error)
+        goto destroy_events;
+    link_context(context, options->settings);
+    error = options->address.family ? soft_fabric_listen(device) : 0; /* who has an address is found by it */
+    if (!error)
+        return &verbs->context;
+
+    if (options->why)
+        soft_fabric_error(device, options->why, SOFT_WHY);
+    unlink_context(context);
+    pthread_mutex_destroy(&verbs->context.mutex);
+destroy_events:
+    soft_events_destroy(context);
+destroy_engine:
+    soft_engine_destroy(context);
+free_faults:
+    soft_faults_free(context);
+free_context:
+    free(context);
+    errno = error;
+    return NULL;
+}
+
+int soft_close_device(struct ibv_context *ibv_context)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (context->pds || context->parent_domains || context->thread_domains || context->xrcds || context->mrs ||
+        context->mws || context->ahs || context->channels || context->cqs || context->srqs || context->qps)
+        return EBUSY;
+    unlink_context(context); /* from here on nobody raises an event of the port */
+    soft_engine_destroy(context);
+    soft_events_destroy(context);
+    pthread_mutex_destroy(&ibv_context->mutex);
+    soft_faults_free(context);
+    free(context);
+    return 0;
+}
+
+bool soft_is_stale(const struct ibv_context *context)
+{
+    return soft_stale(to_soft_context(context));
+}
+
+void soft_count(struct ibv_context *ibv_context, struct soft_counts *counts)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    counts->pds = context->pds;
+    counts->parent_domains = context->parent_domains;
+    counts->thread_domains = context->thread_domains;
+    counts->mrs = context->mrs;
+    counts->xrcds = context->xrcds;
+    counts->mws = context->mws;
+    counts->ahs = context->ahs;
+    counts->channels = context->channels;
+    counts->cqs = context->cqs;
+    counts->srqs = context->srqs;
+    counts->qps = context->qps;
+    counts->overlaps = context->overlaps;
+}
+
+int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    if (context->mode != SOFT_ENGINE)
+        return EINVAL;
+    atomic_store(&context->delay_ns, delay_ns);
+    return 0;
+}
+
+/* ---- What the fabric tells ------------------------------------------------------------------------------- */
+
+void soft_tell_fabric(struct ibv_context *context, struct soft_fabric_stats *stats)
+{
+    soft_fabric_get_stats(to_soft_context(context)->device, stats);
+}
+
+size_t soft_tell_streams(struct ibv_context *context, struct soft_stream_stats *streams, size_t room)
+{
+    return soft_fabric_get_streams(to_soft_context(context)->device, streams, room);
+}
+
+void soft_tell_problem(struct ibv_context *context, char *why)
+{
+    soft_fabric_error(to_soft_context(context)->device, why, SOFT_WHY);
+}
+
+bool soft_has_fabric(const struct ibv_context *context)
+{
+    return soft_fabric_has_begun(to_soft_context(context)->device);
+}
+
+/* ---- What happens to a device ---------------------------------------------------------------------------- */
+
+int soft_set_port(struct ibv_context *ibv_context, bool up)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_device *device = context->device;
+
+    if (soft_stale(context))
+        return ENODEV;
+    soft_mutex_take(&device->lock);
+    if (atomic_exchange(&device->port_down, !up) == up)
+        for (context = device->first; context; context = context->next)
+            if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
+                soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
+    soft_mutex_give(&device->lock);
+    grace_wait(); /* what was under way when it went down has arrived */
+    soft_licence_recall_all(device);
+    return 0;
+}
+
+int soft_lose(struct ibv_context *ibv_context)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    bool is_first;
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (!grace_ready())
+        return ENOMEM;
+    is_first = !(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST);
+    grace_wait(); /* what was being executed is */
+    soft_licence_recall_all(context->device);
+    soft_ask_end(context);
+    if (is_first) /* whoever hears of it uses the memory for other things */
+        soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
+    return 0;
+}
+
+/* Whether the caller can break an object of this context: then he is in the grace section. */
+static int break_begin(struct ibv_context *context, struct grace_reader **grace)
+{
+    if (soft_stale(to_soft_context(context)))
+        return ENODEV;
+    if (!grace_ready())
+        return ENOMEM;
+    *grace = grace_enter();
+    return 0;
+}
+
+int soft_break_qp(struct ibv_qp *qp)
+{
+    struct grace_reader *grace;
+    int error = break_begin(qp->context, &grace);
+
+    if (error)
+        return error;
+    soft_qp_break(to_soft_qp(qp));
+    grace_leave(grace);
+    return 0;
+}
+
+int soft_break_cq(struct ibv_cq *cq)
+{
+    struct grace_reader *grace;
+    int error = break_begin(cq->context, &grace);
+
+    if (error)
+        return error;
+    soft_cq_break(to_soft_cq(cq));
+    grace_leave(grace);
+    return 0;
+}
+
+int soft_break_srq(struct ibv_srq *srq)
+{
+    struct grace_reader *grace;
+    int error = break_begin(srq->context, &grace);
+
+    if (error)
+        return error;
+    soft_srq_break(to_soft_srq(srq));
+    grace_leave(grace);
+    return 0;
+}

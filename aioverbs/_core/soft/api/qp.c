@@ -1,0 +1,647 @@
+/* Queue pairs: creation, destruction, queries, and changes of state. */
+#define _GNU_SOURCE
+#include "soft/transport/send_queue.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+/* ---- Sizes ----------------------------------------------------------------------------------------------- */
+
+static uint32_t round_up(uint32_t size, uint32_t to)
+{
+    return (size + to - 1) / to * to;
+}
+
+static uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* What a queue pair of this type is made of, and of nothing else. */
+static int check_parts(const struct ibv_context *context, const struct ibv_qp_init_attr_ex *attr)
+{
+    const struct ibv_cq *send_cq = attr->send_cq, *recv_cq = attr->recv_cq;
+
+    switch (attr->qp_type) {
+    case IBV_QPT_RC:
+    case IBV_QPT_UC:
+    case IBV_QPT_UD:
+        if (!recv_cq || recv_cq->context != context)
+            return EINVAL;
+        if (attr->srq && (attr->srq->context != context || to_soft_srq(attr->srq)->type != IBV_SRQT_BASIC))
+            return EINVAL;
+        break;
+    case IBV_QPT_XRC_SEND:
+        if (attr->srq)
+            return EINVAL;
+        break;
+    case IBV_QPT_XRC_RECV:
+        return attr->xrcd && attr->xrcd->context == context && !attr->srq ? 0 : EINVAL;
+    default:
+        return EOPNOTSUPP;
+    }
+    return attr->pd && attr->pd->context == context && send_cq && send_cq->context == context ? 0 : EINVAL;
+}
+
+static int check_init_attr(struct soft_context *context, const struct ibv_qp_init_attr_ex *attr)
+{
+    int error = soft_stale(context) ? ENODEV : check_parts(&context->verbs.context, attr);
+
+    if (error)
+        return error;
+    if (attr->cap.max_send_wr > SOFT_MAX_QP_WR || attr->cap.max_recv_wr > SOFT_MAX_QP_WR ||
+        attr->cap.max_send_sge > SOFT_MAX_SGE || attr->cap.max_recv_sge > SOFT_MAX_SGE ||
+        attr->cap.max_inline_data > SOFT_MAX_INLINE)
+        return EINVAL;
+    return 0;
+}
+
+/* A queue that a type does not have has no depth, whatever was asked for. */
+static void drop_absent(struct ibv_qp_cap *cap, const struct ibv_qp_init_attr_ex *attr)
+{
+    bool target = attr->qp_type == IBV_QPT_XRC_RECV;
+
+    if (target)
+        cap->max_send_wr = cap->max_send_sge = cap->max_inline_data = 0;
+    if (target || attr->qp_type == IBV_QPT_XRC_SEND || attr->srq)
+        cap->max_recv_wr = cap->max_recv_sge = 0;
+}
+
+/* Lays both rings out in one buffer, the receive ring first, and says how large it is. A ring that was not asked
+ * for has one entry, which is never used: its depth is 0. */
+static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
+{
+    uint32_t payload = larger(cap->max_send_sge * (uint32_t)sizeof(struct ibv_sge), cap->max_inline_data);
+
+    qp->rq.max_sge = cap->max_recv_sge;
+    qp->rq.stride =
+        (uint32_t)soft_power_of_two(sizeof(struct soft_rwqe) + cap->max_recv_sge * (uint32_t)sizeof(struct ibv_sge));
+    qp->rq.mask = soft_power_of_two(cap->max_recv_wr) - 1;
+    qp->sq.max_sge = cap->max_send_sge;
+    qp->sq.stride = round_up((uint32_t)sizeof(struct soft_wqe) + payload, 64);
+    qp->sq.mask = soft_power_of_two(cap->max_send_wr) - 1;
+    /* What was granted: at least what was asked for. */
+    cap->max_send_wr = qp->sq.depth = cap->max_send_wr ? qp->sq.mask + 1 : 0;
+    cap->max_recv_wr = qp->rq.depth = cap->max_recv_wr ? qp->rq.mask + 1 : 0;
+    cap->max_inline_data = qp->max_inline = qp->sq.stride - (uint32_t)sizeof(struct soft_wqe);
+    return round_up((qp->rq.mask + 1) * qp->rq.stride, 64) + (qp->sq.mask + 1) * qp->sq.stride;
+}
+
+static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
+{
+    uint32_t size = lay_out(qp, cap);
+    /* As mlx5 aligns it: to its largest stride, 64 bytes at least. */
+    uint32_t alignment = larger(64, larger(soft_power_of_two(qp->rq.stride), soft_power_of_two(qp->sq.stride)));
+    _Atomic uint32_t *record = qp->own_record;
+    int error;
+
+    error = soft_memory_get(&qp->buffer, qp->pd, round_up(size, alignment), alignment, SOFT_RES_QP);
+    if (error)
+        return error;
+    if (qp->pd && qp->pd->alloc) {
+        error = soft_memory_get(&qp->record, qp->pd, 8, 8, SOFT_RES_DBR);
+        if (error) {
+            soft_memory_put(&qp->buffer);
+            return error;
+        }
+        record = qp->record.address;
+    }
+    qp->rq.entries = qp->buffer.address;
+    qp->sq.entries = qp->rq.entries + round_up((qp->rq.mask + 1) * qp->rq.stride, 64);
+    qp->rq.posted = &record[0];
+    qp->sq.posted = &record[1];
+    return 0;
+}
+
+/* ---- Creation -------------------------------------------------------------------------------------------- */
+
+static int init_qp(struct soft_qp *qp, struct ibv_qp_cap *cap)
+{
+    struct soft_exclusive *exclusive = qp->pd && qp->pd->td ? &qp->pd->td->exclusive : NULL;
+    int error;
+
+    error = soft_table_reserve(&qp->context->device->qps, &qp->qp.qp_num, NULL);
+    if (error)
+        return error;
+    error = soft_half_init(&qp->half, qp->context, SOFT_RANK_HALF, "queue pair", qp->qp.qp_num, exclusive);
+    if (error)
+        goto release;
+    error = pthread_mutex_init(&qp->qp.mutex, NULL);
+    if (error)
+        goto destroy_half;
+    error = pthread_cond_init(&qp->qp.cond, NULL);
+    if (error)
+        goto destroy_mutex;
+    error = soft_engine_reserve(qp->context);
+    if (error)
+        goto destroy_cond;
+    error = get_rings(qp, cap);
+    if (error)
+        goto unreserve;
+    return 0;
+
+unreserve:
+    soft_engine_unreserve(qp->context);
+destroy_cond:
+    pthread_cond_destroy(&qp->qp.cond);
+destroy_mutex:
+    pthread_mutex_destroy(&qp->qp.mutex);
+destroy_half:
+    soft_half_destroy(&qp->half);
+release:
+    soft_table_release(&qp->context->device->qps, qp->qp.qp_num);
+    return error;
+}
+
+/* What it is made of cannot go before it. */
+static void refer(struct soft_qp *qp, int by)
+{
+    if (qp->pd)
+        atomic_fetch_add(&qp->pd->references, (unsigned int)by);
+    if (qp->send_cq)
+        atomic_fetch_add(&qp->send_cq->references, (unsigned int)by);
+    if (qp->recv_cq)
+        atomic_fetch_add(&qp->recv_cq->references, (unsigned int)by);
+    if (qp->srq)
+        atomic_fetch_add(&qp->srq->references, (unsigned int)by);
+    if (qp->xrcd)
+        atomic_fetch_add(&qp->xrcd->references, (unsigned int)by);
+    atomic_fetch_add(&qp->context->qps, (unsigned int)by);
+}
+
+/* Under both locks, but where nobody knows it yet. */
+static void begin_life(struct soft_qp *qp)
+{
+    /* Answers to an earlier life, and to other queue pairs that had its number, are none; and nobody guesses it who was
+     * not asked. Interrupted, it is tried again: the device has its GIDs from there, so it works. */
+    uint32_t token;
+    ssize_t filled;
+
+    do
+        filled = getrandom(&token, sizeof(token), 0);
+    while (filled != (ssize_t)sizeof(token));
+    qp->out = (struct soft_outbound){.token = token, .deadline = UINT64_MAX};
+}
+
+static void describe(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
+{
+    bool target = attr->qp_type == IBV_QPT_XRC_RECV;
+
+    qp->qp.context = &qp->context->verbs.context;
+    qp->qp.qp_context = attr->qp_context;
+    qp->qp.pd = target ? NULL : attr->pd;
+    qp->qp.send_cq = target ? NULL : attr->send_cq;
+    qp->qp.recv_cq = target || attr->qp_type == IBV_QPT_XRC_SEND ? NULL : attr->recv_cq;
+    qp->qp.srq = attr->srq;
+    qp->qp.state = IBV_QPS_RESET;
+    qp->qp.qp_type = attr->qp_type;
+    qp->pd = qp->qp.pd ? to_soft_pd(qp->qp.pd) : NULL;
+    qp->send_cq = qp->qp.send_cq ? to_soft_cq(qp->qp.send_cq) : NULL;
+    qp->recv_cq = qp->qp.recv_cq ? to_soft_cq(qp->qp.recv_cq) : NULL;
+    qp->srq = attr->srq ? to_soft_srq(attr->srq) : NULL;
+    qp->xrcd = target ? to_soft_xrcd(attr->xrcd) : NULL;
+    qp->sq_sig_all = attr->sq_sig_all;
+    qp->serial = 1 + atomic_fetch_add(&qp->context->device->serial, 1);
+    qp->timer.of = SOFT_TIMER_QP;
+    begin_life(qp);
+    qp->events.element = &qp->qp;
+}
+
+/* Tells in `attr->cap` what was granted. */
+static struct ibv_qp *create(struct soft_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+    int error = check_init_attr(context, attr);
+    struct ibv_qp_cap cap = attr->cap;
+    struct soft_qp *qp = NULL;
+
+    if (!error && !(qp = aligned_alloc(_Alignof(struct soft_qp), sizeof(*qp))))
+        error = ENOMEM;
+    if (error)
+        goto fail;
+    memset(qp, 0, sizeof(*qp));
+    qp->context = context;
+    describe(qp, attr);
+    soft_lock_init(&qp->sq_lock, SOFT_RANK_SQ);
+    soft_lock_init(&qp->rq_lock, SOFT_RANK_RQ);
+    atomic_init(&qp->state, IBV_QPS_RESET);
+    drop_absent(&cap, attr);
+    error = init_qp(qp, &cap);
+    if (error)
+        goto fail;
+    attr->cap = qp->attr.cap = cap;
+    qp->qp.handle = qp->qp.qp_num;
+    refer(qp, 1);
+    soft_table_publish(&context->device->qps, qp->qp.qp_num, qp);
+    return &qp->qp;
+
+fail:
+    free(qp);
+    errno = error;
+    return NULL;
+}
+
+struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
+{
+    struct ibv_qp_init_attr_ex full = {
+        .qp_context = attr->qp_context,
+        .send_cq = attr->send_cq,
+        .recv_cq = attr->recv_cq,
+        .srq = attr->srq,
+        .cap = attr->cap,
+        .qp_type = attr->qp_type,
+        .sq_sig_all = attr->sq_sig_all,
+        .pd = pd,
+    };
+    struct ibv_qp *qp = create(to_soft_context(pd->context), &full);
+
+    if (qp)
+        attr->cap = full.cap;
+    return qp;
+}
+
+/* Posting by builders (IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) is not here, nor is any other optional feature. */
+struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
+{
+    bool target = attr->qp_type == IBV_QPT_XRC_RECV;
+
+    if (attr->comp_mask & ~(uint32_t)(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD)) {
+        errno = EOPNOTSUPP;
+        return NULL;
+    }
+    if (!(attr->comp_mask & (target ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD)) ||
+        (!target && (attr->comp_mask & IBV_QP_INIT_ATTR_XRCD))) {
+        errno = EINVAL;
+        return NULL;
+    }
+    return create(to_soft_context(context), attr);
+}
+
+/* ---- Entering the queue pair together with its completion queues ------------------------------------------ */
+
+/* Destroying or resetting a queue pair takes its completions out of its queues, from where pollers must stay out.
+ * The queues come before the queue pair, since who polls may post before end_poll. The order of two queues is that of
+ * their addresses, so that two queue pairs cannot wait for each other. */
+static int enter_cqs(struct soft_qp *qp, const char *verb)
+{
+    struct soft_cq *first = qp->send_cq, *second = qp->recv_cq;
+    int error;
+
+    if (first == second)
+        second = NULL;
+    if (second && second < first) {
+        first = qp->recv_cq;
+        second = qp->send_cq;
+    }
+    error = first ? soft_half_enter(&first->half, verb) : 0;
+    if (error || !second)
+        return error;
+    error = soft_half_enter(&second->half, verb);
+    if (error)
+        soft_half_leave(&first->half);
+    return error;
+}
+
+static void leave_cqs(struct soft_qp *qp)
+{
+    if (qp->recv_cq && qp->recv_cq != qp->send_cq)
+        soft_half_leave(&qp->recv_cq->half);
+    if (qp->send_cq)
+        soft_half_leave(&qp->send_cq->half);
+}
+
+static void purge_cqs(struct soft_qp *qp)
+{
+    if (qp->send_cq)
+        soft_cq_purge(qp->send_cq, qp, NULL);
+    if (qp->recv_cq && qp->recv_cq != qp->send_cq)
+        soft_cq_purge(qp->recv_cq, qp, NULL);
+}
+
+/* Who took an event of it may use it until he acknowledges: all that he posts or changes is refused, for it would
+ * complete to nobody. */
+static void retire(struct soft_qp *qp)
+{
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    qp->leaving = true;
+    atomic_store(&qp->state, IBV_QPS_RESET);
+    soft_licence_recall_qp(qp);
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+    soft_ask_settle(qp);
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    soft_ask_no_more(qp);
+    soft_inbound_end(qp, false);
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+}
+
+int soft_destroy_qp(struct ibv_qp *ibv_qp)
+{
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+    struct soft_context *context = qp->context;
+    int error;
+
+    if (soft_stale(context))
+        return ENODEV;
+    error = enter_cqs(qp, "destroy_qp");
+    if (error)
+        return error;
+    error = soft_half_enter(&qp->half, "destroy_qp");
+    if (error) {
+        leave_cqs(qp);
+        return error;
+    }
+    /* First no one finds it any more; then those who had found it are gone, and with them the last who could
+	 * ring the engine for it; then the engine forgets it, and is waited for in its turn. */
+    retire(qp);
+    soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
+    grace_wait();
+    soft_engine_forget(qp);
+    grace_wait();
+    purge_cqs(qp);
+    soft_half_leave(&qp->half);
+    leave_cqs(qp);
+    soft_events_finish(context, &qp->events, &ibv_qp->mutex, &ibv_qp->cond, &ibv_qp->events_completed);
+
+    soft_engine_unreserve(context);
+    soft_table_release(&context->device->qps, ibv_qp->qp_num);
+    if (qp->link)
+        soft_link_put(qp->link);
+    soft_memory_put(&qp->record);
+    soft_memory_put(&qp->buffer);
+    refer(qp, -1);
+    soft_half_destroy(&qp->half);
+    pthread_cond_destroy(&ibv_qp->cond);
+    pthread_mutex_destroy(&ibv_qp->mutex);
+    free(qp);
+    return 0;
+}
+
+/* ---- Queries --------------------------------------------------------------------------------------------- */
+
+int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init_attr)
+{
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+    int error;
+
+    (void)mask; /* all is told, whatever was asked: the verb allows it */
+    if (soft_stale(qp->context))
+        return ENODEV;
+    error = soft_half_enter(&qp->half, "query_qp");
+    if (error)
+        return error;
+    soft_lock_take(&qp->sq_lock);
+    *attr = qp->attr;
+    attr->qp_state = attr->cur_qp_state = (enum ibv_qp_state)atomic_load(&qp->state);
+    attr->sq_psn = qp->window.first_psn;
+    attr->sq_draining = attr->qp_state == IBV_QPS_SQD && qp->waiting;
+    soft_lock_give(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    attr->rq_psn = qp->expected_psn;
+    soft_lock_give(&qp->rq_lock);
+    *init_attr = (struct ibv_qp_init_attr){
+        .qp_context = ibv_qp->qp_context,
+        .send_cq = ibv_qp->send_cq,
+        .recv_cq = ibv_qp->recv_cq,
+        .srq = ibv_qp->srq,
+        .cap = qp->attr.cap,
+        .qp_type = ibv_qp->qp_type,
+        .sq_sig_all = qp->sq_sig_all,
+    };
+    soft_half_leave(&qp->half);
+    return 0;
+}
+
+/* ---- Changes of state ------------------------------------------------------------------------------------ */
+
+int soft_check_path(const struct ibv_ah_attr *attr)
+{
+    /* RoCE: a path without a GRH leads nowhere. */
+    return attr->is_global && attr->grh.sgid_index < SOFT_GIDS && attr->port_num == 1 ? 0 : EINVAL;
+}
+
+static int check_values(const struct ibv_qp_attr *attr, int mask)
+{
+    const int known =
+        IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+
+    if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index)
+        return EINVAL;
+    if ((mask & IBV_QP_PORT) && attr->port_num != 1)
+        return EINVAL;
+    if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned int)known))
+        return EINVAL;
+    if ((mask & IBV_QP_AV) && soft_check_path(&attr->ah_attr))
+        return EINVAL;
+    if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096))
+        return EINVAL;
+    if (((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > 0xffffff) ||
+        ((mask & IBV_QP_RQ_PSN) && attr->rq_psn > SOFT_PSN_MASK) ||
+        ((mask & IBV_QP_SQ_PSN) && attr->sq_psn > SOFT_PSN_MASK))
+        return EINVAL;
+    if (((mask & IBV_QP_MAX_QP_RD_ATOMIC) && attr->max_rd_atomic > SOFT_MAX_RD_ATOMIC) ||
+        ((mask & IBV_QP_MAX_DEST_RD_ATOMIC) && attr->max_dest_rd_atomic > SOFT_MAX_RD_ATOMIC))
+        return EINVAL;
+    if (((mask & IBV_QP_MIN_RNR_TIMER) && attr->min_rnr_timer > 31) ||
+        ((mask & IBV_QP_TIMEOUT) && attr->timeout > 31) || ((mask & IBV_QP_RETRY_CNT) && attr->retry_cnt > 7) ||
+        ((mask & IBV_QP_RNR_RETRY) && attr->rnr_retry > 7))
+        return EINVAL;
+    return 0;
+}
+
+/* Under both locks. */
+static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
+{
+    struct ibv_qp_attr *own = &qp->attr;
+
+    assert_held(&qp->rq_lock);
+    assert_held(&qp->sq_lock);
+#define TAKE(bit, field)              \
+    do {                              \
+        if (mask & (bit))             \
+            own->field = attr->field; \
+    } while (0)
+    TAKE(IBV_QP_PKEY_INDEX, pkey_index);
+    TAKE(IBV_QP_PORT, port_num);
+    TAKE(IBV_QP_QKEY, qkey);
+    TAKE(IBV_QP_ACCESS_FLAGS, qp_access_flags);
+    TAKE(IBV_QP_AV, ah_attr);
+    TAKE(IBV_QP_PATH_MTU, path_mtu);
+    TAKE(IBV_QP_DEST_QPN, dest_qp_num);
+    TAKE(IBV_QP_MAX_QP_RD_ATOMIC, max_rd_atomic);
+    TAKE(IBV_QP_MAX_DEST_RD_ATOMIC, max_dest_rd_atomic);
+    TAKE(IBV_QP_MIN_RNR_TIMER, min_rnr_timer);
+    TAKE(IBV_QP_TIMEOUT, timeout);
+    TAKE(IBV_QP_RETRY_CNT, retry_cnt);
+    TAKE(IBV_QP_RNR_RETRY, rnr_retry);
+#undef TAKE
+    if (mask & IBV_QP_AV)
+        qp->leads_here = soft_gid_is_local(qp->context->device, &attr->ah_attr.grh.dgid);
+    if (mask & IBV_QP_RQ_PSN)
+        qp->expected_psn = attr->rq_psn;
+    if (mask & IBV_QP_SQ_PSN)
+        soft_window_begin(&qp->window, attr->sq_psn);
+    /* A change of something else leaves a request that is tried again the attempts that it has. */
+    if (mask & IBV_QP_RETRY_CNT)
+        qp->retries_left = own->retry_cnt;
+    if (mask & IBV_QP_RNR_RETRY)
+        qp->rnr_left = own->rnr_retry;
+}
+
+/* Under both locks and inside of the driver halves of the queue pair and of its completion queues. */
+static void reset(struct soft_qp *qp)
+{
+    struct ibv_qp_cap cap = qp->attr.cap;
+
+    assert_held(&qp->rq_lock);
+    assert_held(&qp->sq_lock);
+    memset(&qp->attr, 0, sizeof(qp->attr));
+    qp->attr.cap = cap;
+    qp->leads_here = false;
+    soft_ask_no_more(qp);
+    if (qp->link)
+        soft_link_put(qp->link);
+    qp->link = NULL;
+    begin_life(qp);
+    soft_inbound_end(qp, false);
+    memset(qp->kept, 0, sizeof(qp->kept));
+    qp->begun = qp->waiting = qp->drain_notify = false;
+    qp->established = qp->last_wqe = false;
+    qp->window = (struct soft_window){0};
+    qp->expected_psn = 0;
+    qp->rq.taken = 0;
+    atomic_store(qp->sq.posted, 0);
+    atomic_store(qp->rq.posted, 0);
+    atomic_store(&qp->sq.reaped, 0);
+    atomic_store(&qp->rq.reaped, 0);
+}
+
+/* Inside of the driver half. `link`, where the path leads to a remote peer, becomes the queue pair's, and what it had
+ * the caller's. */
+static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
+{
+    enum ibv_qp_state from, to;
+    int error;
+
+    soft_lock_take(&qp->sq_lock);
+    soft_lock_take(&qp->rq_lock);
+    from = (enum ibv_qp_state)atomic_load(&qp->state);
+    to = mask & IBV_QP_STATE ? attr->qp_state : from;
+    error = qp->leaving ? EINVAL : soft_state_check(qp->qp.qp_type, from, to, mask);
+    if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
+        error = EINVAL;
+    if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->waiting)
+        error = EINVAL; /* what is under way goes by the attributes that it began with */
+    if (!error && to == IBV_QPS_RESET) {
+        /* Nothing is sent nor answered from here on. Nobody else changes it to what is not ERR, by the driver half. */
+        atomic_store(&qp->state, IBV_QPS_RESET);
+        soft_lock_give(&qp->rq_lock);
+        soft_lock_give(&qp->sq_lock);
+        soft_ask_settle(qp);
+        soft_lock_take(&qp->sq_lock);
+        soft_lock_take(&qp->rq_lock);
+        reset(qp);
+    } else if (!error) {
+        take_over(qp, attr, mask);
+    }
+    if (!error) {
+        if (mask & IBV_QP_AV) {
+            struct soft_link *before = qp->link;
+
+            /* What is not sent may wait there, though all that was sent is answered. Nobody looks there later. */
+            if (before)
+                soft_link_forget(before, qp);
+            qp->link = *link;
+            *link = before;
+        }
+        if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
+            if (to != IBV_QPS_ERR || !soft_asks(qp)) /* else whoever flushes it sees to it */
+                soft_ask_no_more(qp);
+            qp->waiting = false;
+        }
+        if (to != IBV_QPS_SQD)
+            qp->drain_notify = false;
+        else if (from != IBV_QPS_SQD)
+            qp->drain_notify = (mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) && attr->en_sqd_async_notify;
+        atomic_store(&qp->state, to);
+        qp->qp.state = to;
+        soft_licence_recall_qp(qp);
+    }
+    soft_lock_give(&qp->rq_lock);
+    soft_lock_give(&qp->sq_lock);
+    return error;
+}
+
+/* A remote peer is to be found, and to find us: 0 or an errno. A datagram's queue, whose peers are not known, is as
+ * good without: its way here is closed then. */
+static int find_way(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
+{
+    struct soft_device *device = qp->context->device;
+    int error;
+
+    if (qp->qp.qp_type == IBV_QPT_UD) {
+        if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RTR)
+            soft_fabric_listen(device);
+        return 0;
+    }
+    if (!(mask & IBV_QP_AV) || soft_gid_is_local(device, &attr->ah_attr.grh.dgid))
+        return 0;
+    error = soft_fabric_listen(device);
+    if (!error)
+        error = soft_engine_start(qp->context); /* the clock of what is repeated */
+    if (!error && !(*link = soft_link_get(device, &attr->ah_attr.grh.dgid)))
+        error = errno;
+    return error;
+}
+
+int soft_modify_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask)
+{
+    struct soft_qp *qp = to_soft_qp(ibv_qp);
+    bool to_reset = (mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET;
+    struct soft_link *link = NULL;
+    int error;
+
+    if (soft_stale(qp->context))
+        return ENODEV;
+    error = grace_ready() ? check_values(attr, mask) : ENOMEM;
+    if (error)
+        return error;
+    if (to_reset && (error = enter_cqs(qp, "modify_qp")))
+        return error;
+    error = soft_half_enter(&qp->half, "modify_qp");
+    if (error)
+        goto leave;
+    error = find_way(qp, attr, mask, &link);
+    if (!error)
+        error = change(qp, attr, mask, &link);
+    if (link)
+        soft_link_put(link);
+    if (!error && to_reset)
+        purge_cqs(qp);
+    if (!error)
+        soft_kick_from_driver(qp); /* to ERR: flush; back to RTS: go on with what was posted */
+    soft_half_leave(&qp->half);
+leave:
+    if (to_reset)
+        leave_cqs(qp);
+    return error;
+}
+
+/* ---- Breaking by itself ---------------------------------------------------------------------------------- */
+
+void soft_qp_break(struct soft_qp *qp)
+{
+    bool broken;
+
+    soft_lock_take(&qp->sq_lock); /* soft_modify_qp stays out */
+    broken = qp->leaving || atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
+    soft_lock_give(&qp->sq_lock);
+    if (broken)
+        return;
+    soft_licence_recall_qp(qp);
+    soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+    soft_kick(qp);
+}

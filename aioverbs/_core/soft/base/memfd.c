@@ -1,0 +1,43 @@
+#define _GNU_SOURCE
+#include "soft/base/memfd.h"
+
+#include <errno.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include "soft/base/fork_fds.h"
+
+enum { SETTLED = F_SEAL_SHRINK | F_SEAL_GROW };
+
+int soft_sealed_make(const char *name, off_t bytes, int more)
+{
+    int fd, error;
+
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    error = errno;
+    soft_descriptors_release();
+    if (fd >= 0 && (ftruncate(fd, bytes) || fcntl(fd, F_ADD_SEALS, SETTLED | more))) {
+        error = errno;
+        soft_descriptor_close(fd);
+        fd = -1;
+    }
+    errno = error;
+    return fd;
+}
+
+off_t soft_sealed_bytes(int fd)
+{
+    struct stat found;
+    struct statfs home;
+    int seals = fcntl(fd, F_GET_SEALS);
+
+    /* One of huge pages has a size that is settled, and yet no memory where none of these is left. */
+    if (seals < 0 || (seals & SETTLED) != SETTLED || fstat(fd, &found) || fstatfs(fd, &home) ||
+        home.f_type == HUGETLBFS_MAGIC)
+        return -1;
+    return found.st_size;
+}

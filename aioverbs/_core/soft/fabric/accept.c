@@ -1,0 +1,262 @@
+/* Peers that connect: who may, and how many at a time. All under progress. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include "soft/base/fork_fds.h"
+#include "soft/base/epoch.h"
+
+enum {
+    AT_ONCE = 16, /* in one turn */
+    ASKED = 8,    /* how many queue pairs are looked for, to find one stream that may give way */
+};
+
+void soft_tcp_options(int fd)
+{
+    static const int one = 1, idle_s = 5, again_s = 2, times = 3, unacknowledged_ms = 10000;
+
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one));
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof(idle_s));
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &again_s, sizeof(again_s));
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &times, sizeof(times));
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms, sizeof(unacknowledged_ms));
+}
+
+/* ---- Places -------------------------------------------------------------------------------------------------- */
+
+/* A peer that connects and says nothing costs it next to nothing, so there may be very many of them. Streams of each
+ * kind have SOFT_MAX_HANDSHAKES places for handshakes; who finds none waits, in the listener's backlog or among the
+ * links that are to be connected, and whoever ends a handshake makes room for him. Nobody is turned away for want of
+ * one.
+ *
+ * Where somebody waits and no handshake ends, the oldest one gives way that has had SOFT_PATIENCE_NS, one that has said
+ * nothing at all before one whose HELLO came. Whether he who waits will answer cannot be known before he has a place.
+ * So peers that are silent hold honest ones up for SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of them that came
+ * before, and keep none out; and a handshake that goes on is never given up, unless it takes as long as that.
+ *
+ * Who waits in a backlog has SOMAXCONN before him at most, and silent ones that come again are behind him: his turn
+ * comes within the SOFT_CONNECT_NS that he waits. */
+_Static_assert(SOMAXCONN / SOFT_MAX_HANDSHAKES < SOFT_CONNECT_NS / SOFT_PATIENCE_NS, "");
+
+static bool is_unfinished(enum soft_stage stage)
+{
+    return stage != SOFT_CLOSED && stage != SOFT_OPEN;
+}
+
+static struct soft_watch *listener_of(struct soft_fabric *fabric, enum soft_kind kind)
+{
+    return kind == SOFT_SERVED_UNIX ? &fabric->unix_watch : &fabric->tcp_watch;
+}
+
+static void set_rest(struct soft_fabric *fabric, enum soft_kind kind, bool rest)
+{
+    struct soft_watch *listener = listener_of(fabric, kind);
+    struct epoll_event event = {.events = rest ? 0 : EPOLLIN, .data.ptr = listener};
+
+    if (fabric->rests[kind] != rest && listener->fd >= 0)
+        epoll_ctl(fabric->epoll, EPOLL_CTL_MOD, listener->fd, &event);
+    fabric->rests[kind] = rest;
+}
+
+void soft_listeners_wake(struct soft_fabric *fabric)
+{
+    set_rest(fabric, SOFT_SERVED_UNIX, false);
+    set_rest(fabric, SOFT_SERVED_TCP, false);
+}
+
+void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    enum soft_kind kind = soft_stream_kind(stream);
+    bool was_full = fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES;
+    int change = is_unfinished(stage) - is_unfinished(stream->stage);
+
+    fabric->handshakes += (uint32_t)change;
+    fabric->handshakes_of[kind] += (uint32_t)change;
+    if (change >= 0 || !was_full)
+        return;
+    if (kind == SOFT_OUTGOING)
+        soft_fabric_wake(fabric); /* who reads connects the next one */
+    else
+        set_rest(fabric, kind, false);
+}
+
+/* Which of two that may give way does so. */
+static bool goes_first(const struct soft_stream *one, const struct soft_stream *other)
+{
+    if ((one->stage == SOFT_PROVING) != (other->stage == SOFT_PROVING))
+        return other->stage == SOFT_PROVING;
+    return one->deadline < other->deadline;
+}
+
+bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
+{
+    uint64_t all = kind == SOFT_OUTGOING ? SOFT_CONNECT_NS : SOFT_HANDSHAKE_NS;
+    uint64_t latest = soft_now_ns() + all - SOFT_PATIENCE_NS;
+    struct soft_stream *stream, *first = NULL;
+
+    assert_held(&fabric->progress);
+    if (fabric->handshakes_of[kind] < SOFT_MAX_HANDSHAKES)
+        return true;
+    for (stream = fabric->streams; stream; stream = stream->next)
+        if (is_unfinished(stream->stage) && soft_stream_kind(stream) == kind && stream->deadline <= latest &&
+            (!first || goes_first(stream, first)))
+            first = stream;
+    if (first)
+        soft_stream_close(first, first->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
+                          "the peer did not say who it is in time, and another one waits");
+    return first;
+}
+
+/* So many streams of each kind are served: half of the descriptors that the process may have are for them (and for one
+ * more for each process that moves data itself), and the others are the application's. */
+static uint32_t most_served(void)
+{
+    struct rlimit limit;
+
+    if (getrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur / 4 > SOFT_MAX_SERVED)
+        return SOFT_MAX_SERVED;
+    return limit.rlim_cur / 4 ? (uint32_t)(limit.rlim_cur / 4) : 1;
+}
+
+/* The stream of this kind whose time has been over for longest. */
+static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_kind kind, uint64_t now)
+{
+    struct soft_stream *stream, *first = NULL;
+
+    for (stream = fabric->streams; stream; stream = stream->next) {
+        uint64_t patience = is_unfinished(stream->stage) ? SOFT_HANDSHAKE_NS - SOFT_PATIENCE_NS : 0;
+
+        if (soft_stream_kind(stream) == kind && stream->deadline <= now + patience &&
+            (!first || stream->deadline < first->deadline))
+            first = stream;
+    }
+    return first;
+}
+
+/* Whether one more stream of this kind may be served, for which somebody waits. Where there are as many as may be, one
+ * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS; its peer connects again when it has
+ * something to send. One that a queue pair is connected to has as much time again before it is asked about anew. Where
+ * they have all places, who waits does so for as long as they stay, which is said once. */
+static bool make_room(struct soft_fabric *fabric, enum soft_kind kind)
+{
+    static const char crowded[] =
+        "connected peers have all places, a quarter of `ulimit -n` (4096 at most): raise that limit";
+    uint64_t now = soft_now_ns();
+    struct soft_stream *stream;
+    unsigned int asked;
+
+    if (fabric->streams_of[kind] < most_served()) {
+        fabric->is_crowded[kind] = false;
+        return true;
+    }
+    for (asked = 0; asked < ASKED && (stream = find_overdue(fabric, kind, now)); asked++) {
+        struct grace_reader *grace = grace_enter();
+        bool expected = stream->stage == SOFT_OPEN && fabric->user->expects(stream);
+
+        grace_leave(grace);
+        if (!expected) {
+            soft_stream_close(stream, SOFT_END_REFUSED_PEER, "no queue pair is connected to it, and another one waits");
+            return true;
+        }
+        stream->deadline = now + SOFT_HANDSHAKE_NS;
+    }
+    if (asked && !fabric->is_crowded[kind]) {
+        fabric->is_crowded[kind] = true;
+        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, crowded);
+    }
+    return false;
+}
+
+/* ---- Who may ------------------------------------------------------------------------------------------------- */
+
+/* NULL, or why the peer may not be one. */
+static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, struct ucred *peer)
+{
+    socklen_t size = sizeof(*peer);
+
+    if (is_unix && getsockopt(fd, SOL_SOCKET, SO_PEERCRED, peer, &size))
+        return "the peer's user cannot be told";
+    if (is_unix && !soft_settings_allow(&fabric->settings, peer->uid))
+        return "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others";
+    if (is_unix && soft_descriptors_are_stuck())
+        return "descriptors that a peer sent cannot be closed";
+    return NULL;
+}
+
+static void serve(struct soft_fabric *fabric, int fd, bool is_unix)
+{
+    struct ucred peer = {.uid = (uid_t)-1};
+    const char *wrong = check_peer(fabric, fd, is_unix, &peer);
+    struct soft_stream *stream = wrong ? NULL : calloc(1, sizeof(*stream));
+
+    if (!wrong && (!stream || soft_stream_init(stream, fabric, false))) {
+        free(stream);
+        wrong = "no memory for another peer";
+    }
+    if (wrong) {
+        if (is_unix)
+            soft_descriptor_hang_up(fd);
+        else
+            soft_descriptor_close(fd);
+        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, wrong);
+        return;
+    }
+    if (!is_unix)
+        soft_tcp_options(fd);
+    stream->pid = (uint32_t)peer.pid;
+    stream->uid = peer.uid;
+    if (soft_stream_begin(stream, fd, is_unix, SOFT_GREETING)) {
+        soft_stream_destroy(stream);
+        free(stream);
+        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "no memory for another peer");
+    }
+}
+
+/* Whether somebody waits there: nobody gives way for the sake of one who went away, or was let in by another thread. */
+static bool is_waited_at(const struct soft_watch *listener)
+{
+    struct pollfd ready = {.fd = listener->fd, .events = POLLIN};
+
+    return poll(&ready, 1, 0) > 0;
+}
+
+void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *listener)
+{
+    enum soft_kind kind = listener->what == SOFT_WATCH_UNIX ? SOFT_SERVED_UNIX : SOFT_SERVED_TCP;
+    int count, fd;
+
+    assert_held(&fabric->progress);
+    for (count = 0; count < AT_ONCE; count++) {
+        bool full = fabric->streams_of[kind] >= most_served();
+
+        if ((full || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) && !is_waited_at(listener))
+            return;
+        if (!soft_handshake_make_place(fabric, kind) || !make_room(fabric, kind)) {
+            set_rest(fabric, kind, true);
+            return;
+        }
+        soft_descriptors_hold();
+        fd = soft_descriptor_own(accept4(listener->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
+        soft_descriptors_release();
+        if (fd >= 0) {
+            serve(fabric, fd, kind == SOFT_SERVED_UNIX);
+            continue;
+        }
+        /* Who waits goes on waiting: the listener would be ready for ever. */
+        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+            soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "no descriptors are left for another peer");
+            set_rest(fabric, SOFT_SERVED_UNIX, true);
+            set_rest(fabric, SOFT_SERVED_TCP, true);
+        }
+        return; /* none is left, or one went away meanwhile: then epoll tells of the others */
+    }
+}

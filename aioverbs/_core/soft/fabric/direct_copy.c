@@ -1,0 +1,278 @@
+/* Data that goes from the memory of one process to that of another in one copy: the owner of a region moves it, after
+ * its own checks, by process_vm_readv and process_vm_writev. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "soft/base/fork_fds.h"
+
+/* ---- Processes ----------------------------------------------------------------------------------------------- */
+
+int soft_process_open(uint32_t pid)
+{
+    int fd = -1;
+
+    if (!pid) /* it is of another namespace */
+        return -1;
+    soft_descriptors_hold();
+#ifdef SYS_pidfd_open
+    fd = soft_descriptor_own((int)syscall(SYS_pidfd_open, (pid_t)pid, 0));
+#endif
+    soft_descriptors_release();
+    return fd;
+}
+
+bool soft_process_gone(int pidfd)
+{
+    struct pollfd ended = {.fd = pidfd, .events = POLLIN};
+
+    return pidfd >= 0 && poll(&ended, 1, 0) > 0;
+}
+
+/* ---- Finding out what works ---------------------------------------------------------------------------------- */
+
+/* Yama lets only a process's ancestors in, unless it says otherwise. */
+void soft_direct_invite(void)
+{
+    char scope = '0';
+    int fd = open("/proc/sys/kernel/yama/ptrace_scope", O_RDONLY | O_CLOEXEC);
+
+    if (fd < 0)
+        return;
+    if (read(fd, &scope, 1) == 1 && scope == '1')
+        prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+    close(fd);
+}
+
+static void no(struct soft_stream *stream, const char *what, int error)
+{
+    atomic_store(&stream->direct, false);
+    snprintf(stream->why_not_direct, sizeof(stream->why_not_direct), "%s%s%s", what, error ? ": " : "",
+             error ? strerror(error) : "");
+}
+
+/* The nonce stands at the probe; 0 or an errno. A mapping of its own, so that its rights can always be changed. */
+static int put_nonce(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
+{
+    struct soft_gate *gate;
+    int error = 0;
+
+    soft_mutex_take(&link->stream.tx);
+    gate = link->gate;
+    if (link->overdue)
+        error = EPERM;
+    else if (!gate)
+        gate = mmap(NULL, sizeof(*gate), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (!error && gate == MAP_FAILED)
+        error = errno;
+    if (!error) {
+        memcpy(gate->probe, nonce, SOFT_NONCE);
+        link->gate = gate;
+    }
+    soft_mutex_give(&link->stream.tx);
+    return error;
+}
+
+bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
+{
+    bool found;
+
+    soft_mutex_take(&link->stream.tx);
+    found = link->gate && !link->overdue && !memcmp(link->gate->probe, nonce, SOFT_NONCE);
+    soft_mutex_give(&link->stream.tx);
+    return found;
+}
+
+void soft_direct_shut(struct soft_link *link)
+{
+    if (link->gate)
+        mprotect(link->gate, sizeof(*link->gate), PROT_NONE);
+}
+
+/* Nobody gets the address of a gate that was shut while the process is there that may still come to it. */
+void soft_direct_end(struct soft_link *link)
+{
+    if (link->gate && (!link->overdue || soft_process_gone(link->stream.pidfd)))
+        munmap(link->gate, sizeof(*link->gate));
+    link->gate = NULL;
+}
+
+void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
+{
+    struct soft_stream *stream = &link->stream;
+    int error;
+
+    if (!stream->is_unix) {
+        no(stream, "it is over TCP", 0);
+        return;
+    }
+    if (!stream->fabric->settings.direct) {
+        no(stream, "AIOVERBS_SOFT_DIRECT is 0", 0);
+        return;
+    }
+    if (stream->uid != geteuid()) {
+        no(stream, "the peer is another user's", 0);
+        return;
+    }
+    if (soft_lease_is_overdue(link)) {
+        no(stream, "the peer kept memory that was taken back", 0);
+        return;
+    }
+    error = soft_lease_make(link);
+    if (!error)
+        error = put_nonce(link, hello->nonce);
+    if (error) {
+        no(stream, "no memory for leases", error);
+        return;
+    }
+    soft_direct_invite();
+    hello->flags |= SOFT_HELLO_DIRECT;
+    hello->pid = (uint32_t)getpid();
+    hello->probe = (uintptr_t)link->gate->probe;
+}
+
+/* The pid is what the kernel says, not what the peer says. */
+static const char *probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t *nonce)
+{
+    uint8_t found[SOFT_NONCE];
+    struct iovec here = {found, sizeof(found)}, there = {(void *)(uintptr_t)hello->probe, sizeof(found)};
+    pid_t pid = (pid_t)stream->pid;
+
+    errno = 0;
+    if (process_vm_readv(pid, &here, 1, &there, 1, 0) != (ssize_t)sizeof(found))
+        return "process_vm_readv";
+    errno = 0;
+    if (memcmp(found, hello->nonce, sizeof(found)))
+        return "the probe is not where the peer says";
+    here.iov_base = (void *)(uintptr_t)nonce;
+    if (process_vm_writev(pid, &here, 1, &there, 1, 0) != (ssize_t)sizeof(found))
+        return "process_vm_writev";
+    return NULL;
+}
+
+void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t nonce[SOFT_NONCE])
+{
+    const char *why;
+
+    if (!(hello->flags & SOFT_HELLO_DIRECT)) {
+        no(stream, "the peer does not offer it", 0);
+        return;
+    }
+    if (!stream->is_unix || !stream->fabric->settings.direct) {
+        no(stream, stream->is_unix ? "AIOVERBS_SOFT_DIRECT is 0" : "it is over TCP", 0);
+        return;
+    }
+    /* With another user's rights we might be able to, on behalf of who is not. */
+    if (stream->uid != geteuid()) {
+        no(stream, "the peer is another user's", 0);
+        return;
+    }
+    stream->pidfd = soft_process_open(stream->pid);
+    if (stream->pidfd < 0) {
+        no(stream, "the peer's process is not seen from here", stream->pid ? errno : 0);
+        return;
+    }
+    why = soft_lease_take(stream);
+    if (why) {
+        no(stream, why, 0);
+        return;
+    }
+    why = probe(stream, hello, nonce);
+    if (why) {
+        no(stream, why, errno);
+        return;
+    }
+    stream->gate = hello->probe + offsetof(struct soft_gate, byte);
+    atomic_store(&stream->direct, true);
+    stream->why_not_direct[0] = 0;
+}
+
+bool soft_link_direct(const struct soft_link *link)
+{
+    return atomic_load_explicit(&link->stream.direct, memory_order_relaxed);
+}
+
+/* ---- Moving -------------------------------------------------------------------------------------------------- */
+
+/* Steps over what was moved. */
+static void advance(struct iovec **at, unsigned int *count, size_t moved)
+{
+    while (*count && moved >= (*at)->iov_len) {
+        moved -= (*at)->iov_len;
+        ++*at;
+        --*count;
+    }
+    if (*count) {
+        (*at)->iov_base = (char *)(*at)->iov_base + moved;
+        (*at)->iov_len -= moved;
+    }
+}
+
+/* It may stop where a page is missing, and then go on, or fail. The requester's gate comes first, at here[-1] and
+ * there[-1], each time: the kernel reaches memory in this order, and stops where it may not. So where the gate is shut
+ * when a system call begins, that moves nothing, however long ago it was decided on. */
+static int move(struct soft_stream *stream, struct iovec *here, unsigned int here_count, struct iovec *there,
+                unsigned int there_count, size_t left, bool pull)
+{
+    pid_t pid = (pid_t)stream->pid;
+    uint8_t byte = 0;
+
+    while (left) {
+        ssize_t moved;
+
+        here[-1] = (struct iovec){&byte, sizeof(byte)};
+        there[-1] = (struct iovec){(void *)(uintptr_t)stream->gate, sizeof(byte)};
+        moved = pull ? process_vm_readv(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0)
+                     : process_vm_writev(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0);
+        if (moved <= (ssize_t)sizeof(byte))
+            return moved < 0 && errno ? errno : EFAULT;
+        moved -= (ssize_t)sizeof(byte);
+        left -= (size_t)moved;
+        advance(&here, &here_count, (size_t)moved);
+        advance(&there, &there_count, (size_t)moved);
+    }
+    return 0;
+}
+
+int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload,
+                     const struct iovec *local, unsigned int count, bool pull)
+{
+    struct soft_frame_segment segments[SOFT_FRAME_SEGMENTS];
+    struct iovec here_and_gate[1 + SOFT_FRAME_SEGMENTS + 1], there_and_gate[1 + SOFT_FRAME_SEGMENTS];
+    struct iovec *here = here_and_gate + 1, *there = there_and_gate + 1;
+    const char *wrong = "data is to be moved directly, which was not agreed on";
+    size_t left = frame->part;
+    unsigned int i;
+    int error;
+
+    if (atomic_load(&stream->direct))
+        wrong = soft_segments_parse(frame, payload, segments);
+    if (wrong) {
+        soft_stream_refuse(stream, wrong);
+        return EPROTO;
+    }
+    for (i = 0; i < frame->segments; i++)
+        there[i] = (struct iovec){(void *)(uintptr_t)segments[i].address, segments[i].length};
+    for (i = 0; i < count && i < SOFT_FRAME_SEGMENTS + 1 && left; i++) {
+        here[i] = (struct iovec){local[i].iov_base, local[i].iov_len < left ? local[i].iov_len : left};
+        left -= here[i].iov_len;
+    }
+    if (left)
+        return EMSGSIZE;
+    /* The number of a process that ended may be another's. */
+    if (soft_process_gone(stream->pidfd) || !soft_lease_enter(stream->leases, frame->lease, frame->serial))
+        return ESTALE;
+    error = move(stream, here, i, there, frame->segments, frame->part, pull);
+    soft_lease_leave(stream->leases, frame->lease, frame->serial);
+    return error;
+}

@@ -1,0 +1,339 @@
+/* A device's fabric: how it starts, how peers find it, and how it stops. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <time.h>
+
+#include "soft/soft.h"
+#include "soft/base/address.h"
+#include "soft/base/fork_fds.h"
+
+int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *user)
+{
+    struct soft_fabric *fabric;
+    int error = soft_descriptors_watch_forks();
+
+    if (error)
+        return error;
+    fabric = calloc(1, sizeof(*fabric));
+    if (!fabric)
+        return ENOMEM;
+    fabric->device = device;
+    fabric->user = user;
+    fabric->port = device->address.family ? device->address.port : 0;
+    fabric->entry.fd = fabric->epoll = fabric->licences_fd = -1;
+    fabric->held_at = UINT64_MAX;
+    fabric->wake = (struct soft_watch){SOFT_WATCH_WAKE, -1};
+    fabric->unix_watch = (struct soft_watch){SOFT_WATCH_UNIX, -1};
+    fabric->tcp_watch = (struct soft_watch){SOFT_WATCH_TCP, -1};
+    fabric->timer = (struct soft_watch){SOFT_WATCH_TIMER, -1};
+    soft_settings_default(&fabric->settings);
+    error = soft_mutex_init(&fabric->setup, SOFT_RANK_SETUP);
+    if (!error)
+        error = soft_mutex_init(&fabric->progress, SOFT_RANK_PROGRESS);
+    if (!error)
+        error = soft_mutex_init(&fabric->held, SOFT_RANK_HELD);
+    if (!error)
+        error = soft_mutex_init(&fabric->links, SOFT_RANK_LINKS);
+    if (!error)
+        error = soft_mutex_init(&fabric->leading, SOFT_RANK_LEADING);
+    if (error)
+        free(fabric);
+    else
+        device->fabric = fabric;
+    return error;
+}
+
+void soft_fabric_configure(struct soft_device *device, const struct soft_settings *settings)
+{
+    struct soft_fabric *fabric = device->fabric;
+
+    soft_mutex_take(&fabric->setup);
+    if (!fabric->running) {
+        fabric->settings = *settings;
+        fabric->error[0] = 0;
+    }
+    soft_mutex_give(&fabric->setup);
+}
+
+const struct soft_settings *soft_fabric_settings(const struct soft_device *device)
+{
+    return &device->fabric->settings;
+}
+
+bool soft_fabric_has_begun(const struct soft_device *device)
+{
+    return atomic_load_explicit(&device->fabric->active, memory_order_relaxed);
+}
+
+/* ---- Starting, under setup ----------------------------------------------------------------------------------- */
+
+static int watch(struct soft_fabric *fabric, struct soft_watch *what, int fd)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
+
+    what->fd = fd;
+    return epoll_ctl(fabric->epoll, EPOLL_CTL_ADD, fd, &event) ? errno : 0;
+}
+
+static int make_descriptors(struct soft_fabric *fabric)
+{
+    int wake, timer, error;
+
+    soft_descriptors_hold();
+    fabric->epoll = soft_descriptor_own(epoll_create1(EPOLL_CLOEXEC));
+    wake = fabric->epoll < 0 ? -1 : soft_descriptor_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    timer = wake < 0 ? -1 : soft_descriptor_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    error = timer < 0 ? errno : 0;
+    fabric->wake.fd = wake;
+    fabric->timer.fd = timer;
+    soft_descriptors_release();
+    if (!error)
+        error = watch(fabric, &fabric->wake, wake);
+    return error ? error : watch(fabric, &fabric->timer, timer);
+}
+
+static void drop_descriptors(struct soft_fabric *fabric)
+{
+    soft_descriptor_close(fabric->timer.fd);
+    soft_descriptor_close(fabric->epoll);
+    fabric->timer.fd = fabric->epoll = -1;
+    fabric->held_at = UINT64_MAX;
+}
+
+/* When nobody sends any more: whoever does may write to it at any time, whether or not the thread is there. */
+static void drop_wake(struct soft_fabric *fabric)
+{
+    soft_descriptor_close(fabric->wake.fd);
+    fabric->wake.fd = -1;
+}
+
+/* Signals are for the user's threads. */
+static int start_thread(struct soft_fabric *fabric)
+{
+    sigset_t all, before;
+    int error;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&fabric->thread, NULL, soft_fabric_main, fabric);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+void soft_fabric_wake(struct soft_fabric *fabric)
+{
+    (void)eventfd_write(fabric->wake.fd, 1); /* it is never so full that this fails */
+}
+
+static int start(struct soft_fabric *fabric)
+{
+    int error;
+
+    if (fabric->running)
+        return 0;
+    if (atomic_load(&fabric->halted))
+        return ECANCELED;
+    error = make_descriptors(fabric);
+    atomic_store(&fabric->stop, false);
+    if (!error)
+        error = start_thread(fabric);
+    if (error) {
+        drop_descriptors(fabric);
+        drop_wake(fabric);
+        return error;
+    }
+    fabric->running = true;
+    atomic_store_explicit(&fabric->active, true, memory_order_release);
+    soft_fabric_wake(fabric); /* links may have been asked for while nobody was there */
+    return 0;
+}
+
+int soft_fabric_start(struct soft_fabric *fabric)
+{
+    int error;
+
+    /* A datagram's execution has a sq_lock, and is in a grace section. Whoever has `setup` may wait for `progress`, and
+     * who has that for this sq_lock: so `setup` is not waited for. Who begins to listen is active before he waits; who
+     * halts says so at once; who stops does so when there is no queue pair; all others have it for a moment. */
+    for (;;) {
+        if (atomic_load_explicit(&fabric->active, memory_order_acquire))
+            return 0;
+        if (atomic_load(&fabric->halted))
+            return ECANCELED;
+        if (soft_mutex_try(&fabric->setup))
+            break;
+        nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+    }
+    error = start(fabric);
+    soft_mutex_give(&fabric->setup);
+    return error;
+}
+
+/* ---- Listening, under setup ---------------------------------------------------------------------------------- */
+
+static int tcp_socket(const struct sockaddr_storage *address, socklen_t size)
+{
+    static const int one = 1;
+    int fd, error;
+
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(socket(address->ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    soft_descriptors_release();
+    if (fd < 0)
+        return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)); /* connections of before may linger */
+    if (address->ss_family == AF_INET6)
+        setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof(one));
+    if (!bind(fd, (const struct sockaddr *)address, size) && !listen(fd, SOMAXCONN))
+        return fd;
+    error = errno;
+    soft_descriptor_close(fd);
+    errno = error;
+    return -1;
+}
+
+/* A device with an address is reached over the network as well. */
+static int listen_tcp(struct soft_fabric *fabric)
+{
+    struct sockaddr_storage address;
+    socklen_t size = soft_gid_address(&fabric->device->gids[1], fabric->port, &address);
+    int fd = -1, error = EADDRNOTAVAIL;
+
+    if (size) {
+        fd = tcp_socket(&address, size);
+        error = fd < 0 ? errno : watch(fabric, &fabric->tcp_watch, fd);
+    }
+    if (error)
+        snprintf(fabric->error, sizeof(fabric->error), "TCP port %u of the device's address: %s", fabric->port,
+                 strerror(error));
+    return error;
+}
+
+static void close_listeners(struct soft_fabric *fabric)
+{
+    soft_directory_leave(&fabric->entry);
+    soft_descriptor_close(fabric->tcp_watch.fd);
+    fabric->unix_watch.fd = fabric->tcp_watch.fd = -1;
+    fabric->listening = false;
+}
+
+static int listen_all(struct soft_fabric *fabric)
+{
+    int error = fabric->port ? listen_tcp(fabric) : 0;
+
+    assert_held(&fabric->setup);
+    if (!error)
+        error = soft_directory_enter(&fabric->settings, fabric->device->gids, &fabric->entry, fabric->error,
+                                     sizeof(fabric->error));
+    if (!error)
+        error = watch(fabric, &fabric->unix_watch, fabric->entry.fd);
+    fabric->listening = !error;
+    return error;
+}
+
+int soft_fabric_listen(struct soft_device *device)
+{
+    struct soft_fabric *fabric = device->fabric;
+    int error;
+
+    soft_mutex_take(&fabric->setup);
+    error = start(fabric);
+    if (error)
+        snprintf(fabric->error, sizeof(fabric->error), "the thread does not start: %s", strerror(error));
+    if (!error && !fabric->listening) {
+        soft_mutex_take(&fabric->progress); /* who reads looks at the listeners */
+        fabric->error[0] = 0;
+        error = listen_all(fabric);
+        if (error)
+            close_listeners(fabric);
+        soft_mutex_give(&fabric->progress);
+    }
+    soft_mutex_give(&fabric->setup);
+    return error;
+}
+
+void soft_fabric_error(struct soft_device *device, char *text, size_t size)
+{
+    soft_mutex_take(&device->fabric->setup);
+    snprintf(text, size, "%s", device->fabric->error);
+    soft_mutex_give(&device->fabric->setup);
+}
+
+/* ---- Stopping ------------------------------------------------------------------------------------------------ */
+
+/* Under progress, the thread gone. */
+static void close_all(struct soft_fabric *fabric)
+{
+    struct soft_link *link;
+    unsigned int i;
+
+    assert_held(&fabric->progress);
+    close_listeners(fabric);
+    while (fabric->streams)
+        soft_stream_close(fabric->streams, SOFT_END_UNUSED, "the device was closed");
+    soft_mutex_take(&fabric->links);
+    for (; (link = fabric->first_todo); fabric->first_todo = link->next_todo) {
+        link->todo = false;
+        soft_mutex_take(&link->stream.tx);
+        link->wanted = false;
+        soft_mutex_give(&link->stream.tx);
+    }
+    for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
+        for (link = fabric->table[i]; link; link = link->next)
+            link->unused_since = 0;
+    soft_mutex_give(&fabric->links);
+}
+
+/* For good: the process ends, beside threads that may be sending. So nobody waits for sections here, nor for a sq_lock,
+ * and those that wait for a way are not kicked. The links, which wait for sections before they go, stay until there are
+ * no queue pairs any more, and so does what wakes the thread. */
+static void stop(struct soft_fabric *fabric, bool for_good)
+{
+    soft_mutex_take(&fabric->setup);
+    atomic_store(&fabric->halted, for_good); /* before it is seen that nothing is active */
+    if (fabric->running) {
+        atomic_store(&fabric->stop, true);
+        soft_fabric_wake(fabric);
+        pthread_join(fabric->thread, NULL);
+        soft_mutex_take(&fabric->progress);
+        atomic_store_explicit(&fabric->active, false, memory_order_release);
+        soft_lead_depose(fabric, NULL); /* after that nobody begins to lead */
+        if (for_good || grace_ready())
+            close_all(fabric);
+        drop_descriptors(fabric);
+        soft_mutex_give(&fabric->progress);
+        fabric->running = false;
+    }
+    if (!for_good && grace_ready()) {
+        soft_mutex_take(&fabric->progress);
+        soft_links_sweep(fabric, UINT64_MAX);
+        soft_mutex_give(&fabric->progress);
+    }
+    if (for_good)
+        soft_links_recall(fabric);
+    else
+        drop_wake(fabric);
+    soft_mutex_give(&fabric->setup);
+}
+
+void soft_fabric_stop(struct soft_device *device)
+{
+    stop(device->fabric, false);
+    soft_licence_unmake(device->fabric);
+}
+
+void soft_fabric_halt(struct soft_device *device)
+{
+    stop(device->fabric, true);
+}

@@ -1,0 +1,241 @@
+/* What a network does to connections and to single frames, on demand. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/timerfd.h>
+
+#include "soft/soft.h"
+
+/* A frame that comes later: on its way out, or read and not handled. */
+struct soft_held_frame {
+    struct soft_held_frame *next;
+    uint64_t due; /* CLOCK_MONOTONIC */
+    bool in;
+    struct soft_frame frame;
+    uint8_t payload[];
+};
+
+#define AGAIN_NS 500000u /* where there is no room for it when it is due */
+
+/* ---- Connections ----------------------------------------------------------------------------------------- */
+
+bool soft_stream_concerns(const struct soft_stream *stream, const union ibv_gid *gid)
+{
+    return soft_stream_is_from(stream, gid) ||
+           (stream->is_link && soft_link_is_to(container_of(stream, struct soft_link, stream), gid));
+}
+
+unsigned int soft_fabric_cut(struct soft_device *device, const union ibv_gid *peer)
+{
+    struct soft_fabric *fabric = device->fabric;
+    struct soft_stream *stream;
+    unsigned int count = 0;
+
+    soft_mutex_take(&fabric->progress);
+    for (stream = fabric->streams; stream; stream = stream->next) {
+        if (peer && !soft_stream_concerns(stream, peer))
+            continue;
+        soft_mutex_take(&stream->tx);
+        soft_stream_break(stream);
+        soft_mutex_give(&stream->tx);
+        if (stream->is_link)
+            soft_licence_suspend(container_of(stream, struct soft_link, stream), true);
+        count++;
+    }
+    soft_licence_recall_all(device);
+    soft_mutex_give(&fabric->progress);
+    return count;
+}
+
+unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *peer, bool stall)
+{
+    struct soft_fabric *fabric = device->fabric;
+    struct soft_stream *stream;
+    unsigned int count = 0;
+
+    soft_mutex_take(&fabric->progress);
+    for (stream = fabric->streams; stream; stream = stream->next) {
+        if (stream->stage != SOFT_OPEN || (peer && !soft_stream_concerns(stream, peer)))
+            continue;
+        soft_mutex_take(&stream->tx);
+        stream->stalled = stall;
+        soft_stream_watch(stream);
+        soft_mutex_give(&stream->tx);
+        if (stream->is_link)
+            soft_licence_suspend(container_of(stream, struct soft_link, stream), stall);
+        count++;
+    }
+    if (stall) /* those who are not answered any more */
+        soft_licence_recall_all(device);
+    else
+        soft_fabric_wake(fabric); /* they may have had more at hand than fitted into a turn */
+    soft_mutex_give(&fabric->progress);
+    return count;
+}
+
+/* ---- Frames that come later ------------------------------------------------------------------------------ */
+
+/* Under `held`: the timer comes then, whoever reads; it keeps the first of several times. */
+static void set(struct soft_fabric *fabric, uint64_t due)
+{
+    struct itimerspec when = {.it_value = {(time_t)(due / 1000000000u), (long)(due % 1000000000u)}};
+
+    assert_held(&fabric->held);
+    fabric->held_at = due;
+    timerfd_settime(fabric->timer.fd, TFD_TIMER_ABSTIME, &when, NULL); /* it has been made, and this is a time */
+}
+
+static void expect(struct soft_fabric *fabric, uint64_t due)
+{
+    soft_mutex_take(&fabric->held);
+    if (due < fabric->held_at)
+        set(fabric, due);
+    soft_mutex_give(&fabric->held);
+}
+
+/* Under tx: a copy of it, behind those that come before it. False: it has no room, or there is no memory for it. */
+static bool hold(struct soft_stream *stream, bool in, const struct soft_frame *frame, const struct iovec *data,
+                 unsigned int count, uint64_t due)
+{
+    struct soft_held_frame **place = &stream->held, *held;
+    uint32_t size = SOFT_FRAME_SIZE + frame->size;
+    uint8_t *to;
+
+    assert_held(&stream->tx);
+    if (size > SOFT_HELD_BYTES - stream->held_bytes)
+        return false;
+    held = malloc(sizeof(*held) + frame->size);
+    if (!held)
+        return false;
+    *held = (struct soft_held_frame){.due = due, .in = in, .frame = *frame};
+    for (to = held->payload; count--; to += (data++)->iov_len)
+        memcpy(to, data->iov_base, data->iov_len);
+    while (*place && (*place)->due <= due)
+        place = &(*place)->next;
+    held->next = *place;
+    *place = held;
+    stream->held_bytes += size;
+    expect(stream->fabric, due);
+    return true;
+}
+
+/* What the plan has for it: whether it goes on now. */
+static bool disturb(struct soft_stream *stream, enum soft_frame_kind kind, const struct soft_frame *frame,
+                    const struct iovec *data, unsigned int count)
+{
+    bool in = kind == SOFT_ANSWER_IN || kind == SOFT_REQUEST_IN;
+    struct soft_qp *qp = soft_table_find(&stream->fabric->device->qps, in ? frame->to : frame->from);
+    uint64_t delay_ns, now = soft_now_ns();
+
+    assert_held(&stream->tx);
+    if (!qp)
+        return true;
+    switch (soft_fault_frame(qp, kind, stream, &delay_ns)) {
+    case SOFT_DROP:
+        return false;
+    case SOFT_DUPLICATE:
+        hold(stream, in, frame, data, count, now);
+        return true;
+    case SOFT_DELAY:
+        hold(stream, in, frame, data, count, now + delay_ns);
+        return false;
+    case SOFT_CUT:
+        soft_stream_break(stream);
+        return false;
+    default:
+        return true;
+    }
+}
+
+bool soft_disturb_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                      unsigned int count)
+{
+    return disturb(stream, stream->is_link ? SOFT_REQUEST_OUT : SOFT_ANSWER_OUT, frame, data, count);
+}
+
+bool soft_disturb_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct iovec data = {(void *)(uintptr_t)payload, frame->size};
+    bool goes_on;
+
+    soft_mutex_take(&stream->tx);
+    goes_on = disturb(stream, stream->is_link ? SOFT_ANSWER_IN : SOFT_REQUEST_IN, frame, &data, 1);
+    soft_mutex_give(&stream->tx);
+    return goes_on;
+}
+
+static void drop_first(struct soft_stream *stream)
+{
+    struct soft_held_frame *held = stream->held;
+
+    stream->held = held->next;
+    stream->held_bytes -= SOFT_FRAME_SIZE + held->frame.size;
+    free(held);
+}
+
+void soft_disturb_forget(struct soft_stream *stream)
+{
+    assert_held(&stream->tx);
+    while (stream->held)
+        drop_first(stream);
+}
+
+/* Under tx: whether it went, or never will. */
+static bool send(struct soft_stream *stream, const struct soft_held_frame *held)
+{
+    struct iovec data = {(void *)(uintptr_t)held->payload, held->frame.size};
+
+    assert_held(&stream->tx);
+    if (!stream->blocked)
+        soft_stream_flush(stream);
+    if (!stream->broken && soft_stream_pending(stream))
+        return false;
+    soft_stream_write(stream, &held->frame, &data, 1);
+    soft_stream_watch(stream);
+    return true;
+}
+
+/* Those of a stream that are due, as far as they can go; it may be closed by that. */
+static void release(struct soft_stream *stream, uint64_t now)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    struct soft_held_frame *held;
+    bool gone = true;
+
+    assert_held(&stream->fabric->progress);
+    soft_mutex_take(&stream->tx);
+    while ((held = stream->held) && held->due <= now && gone && !stream->refusal) {
+        if (held->in) { /* others may be held meanwhile, and none goes but here */
+            stream->held = held->next;
+            soft_mutex_give(&stream->tx);
+            gone = soft_stream_handle_late(stream, &held->frame, held->payload);
+            soft_mutex_take(&stream->tx);
+            held->next = stream->held;
+            stream->held = held;
+        } else {
+            gone = send(stream, held);
+        }
+        if (gone)
+            drop_first(stream);
+    }
+    if (held)
+        expect(fabric, gone ? held->due : now + AGAIN_NS);
+    soft_mutex_give(&stream->tx);
+    if (stream->refusal)
+        soft_stream_close(stream, stream->refused_as, stream->refusal);
+}
+
+void soft_disturb_release(struct soft_fabric *fabric, uint64_t now)
+{
+    struct soft_stream *stream, *next;
+
+    soft_mutex_take(&fabric->held);
+    fabric->held_at = UINT64_MAX;
+    soft_mutex_give(&fabric->held);
+    for (stream = fabric->streams; stream; stream = next) {
+        next = stream->next;
+        release(stream, now);
+    }
+}

@@ -1,0 +1,299 @@
+/* The handshake of a stream: who is there, whether it may be, and how data can be moved. All under progress. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "soft/soft.h"
+
+static bool fill_nonce(uint8_t nonce[SOFT_NONCE])
+{
+    ssize_t filled;
+
+    do
+        filled = getrandom(nonce, SOFT_NONCE, 0);
+    while (filled < 0 && errno == EINTR);
+    return filled == SOFT_NONCE; /* up to 256 bytes come in one piece */
+}
+
+static bool has_secret(const struct soft_stream *stream)
+{
+    return stream->fabric->settings.secret_size;
+}
+
+/* What was said before is kept, and is what both sides prove. */
+static void prove(const struct soft_stream *stream, enum soft_role role, uint8_t proof[SOFT_DIGEST])
+{
+    const struct soft_settings *settings = &stream->fabric->settings;
+
+    soft_prove(role, settings->secret, settings->secret_size, stream->hello, stream->welcome, proof);
+}
+
+static bool say_proof(struct soft_stream *stream, const uint8_t proof[SOFT_DIGEST])
+{
+    uint8_t message[SOFT_PROOF_SIZE];
+
+    soft_proof_pack(proof, message);
+    return soft_stream_say(stream, message, sizeof(message), -1);
+}
+
+/* NULL, or what is wrong with the peer's proof. */
+static const char *check_proof(const struct soft_stream *stream, enum soft_role role, const uint8_t *bytes)
+{
+    uint8_t proof[SOFT_DIGEST], expected[SOFT_DIGEST];
+    const char *wrong = soft_proof_parse(bytes, proof);
+
+    prove(stream, role, expected);
+    if (!wrong && !soft_digest_equal(proof, expected))
+        wrong = "the peer does not know the secret: AIOVERBS_SOFT_SECRET is to be the same on both sides";
+    return wrong;
+}
+
+/* ---- Who connects -------------------------------------------------------------------------------------------- */
+
+bool soft_handshake_begin(struct soft_link *link)
+{
+    struct soft_stream *stream = &link->stream;
+    struct soft_hello hello = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
+
+    if (!fill_nonce(hello.nonce))
+        return false;
+    memcpy(hello.gids, stream->fabric->device->gids, sizeof(hello.gids));
+    memcpy(hello.wanted, &link->remote, sizeof(hello.wanted));
+    soft_direct_offer(link, &hello);
+    soft_hello_pack(&hello, stream->hello);
+    return soft_stream_say(stream, stream->hello, sizeof(stream->hello),
+                           hello.flags & SOFT_HELLO_DIRECT ? link->leases_fd : -1);
+}
+
+/* Whether the peer can write to this process's memory, for which its word is not enough. An offer has HELLO's nonce
+ * stand at the probe, and nothing but a write from outside of the process puts another one there. So a peer that has
+ * not written can name what stands there by HELLO's nonce only, and that does not count. Where nothing was offered,
+ * over TCP for one, nobody was told where the probe is, and nothing counts. */
+static bool has_written(struct soft_link *link, const struct soft_welcome *welcome)
+{
+    struct soft_hello hello;
+
+    return welcome->flags & SOFT_HELLO_DIRECT && !soft_hello_parse(link->stream.hello, &hello) &&
+           hello.flags & SOFT_HELLO_DIRECT && memcmp(welcome->nonce, hello.nonce, sizeof(hello.nonce)) &&
+           soft_direct_has_probed(link, welcome->nonce);
+}
+
+/* The peer is who it should be. */
+static void open_link(struct soft_link *link)
+{
+    struct soft_stream *stream = &link->stream;
+    struct soft_welcome welcome;
+
+    if (!soft_welcome_parse(stream->welcome, &welcome) && has_written(link, &welcome)) {
+        stream->why_not_direct[0] = 0;
+        atomic_store(&stream->direct, true);
+    } else if (!stream->why_not_direct[0]) {
+        strcpy(stream->why_not_direct, "the peer cannot reach this process's memory");
+    }
+    soft_licence_take(link);
+    soft_link_opened(link);
+}
+
+/* NULL, or why the peer is not the one. */
+static const char *check_welcome(struct soft_link *link, const struct soft_welcome *welcome)
+{
+    struct soft_stream *stream = &link->stream;
+
+    memcpy(stream->peer, welcome->gids, sizeof(stream->peer));
+    if (!soft_stream_is_from(stream, &link->remote))
+        return "the peer has other GIDs than the one that is looked for";
+    if (!(welcome->flags & SOFT_HELLO_SECRET) == has_secret(stream))
+        return soft_refused_text(SOFT_REFUSED_SECRET);
+    return NULL;
+}
+
+/* Who is asked for a proof gets it, whoever he is: who is connected to under a GID that is not his can have one, and
+ * try secrets on it for as long as he likes. Only one that nobody guesses is worth anything. */
+static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
+{
+    struct soft_stream *stream = &link->stream;
+    uint8_t proof[SOFT_DIGEST];
+    struct soft_welcome welcome;
+    const char *wrong = soft_welcome_parse(bytes, &welcome);
+
+    memcpy(stream->welcome, bytes, sizeof(stream->welcome));
+    if (!wrong)
+        wrong = check_welcome(link, &welcome);
+    prove(stream, SOFT_ROLE_CONNECTING, proof);
+    if (!wrong && !say_proof(stream, proof))
+        wrong = "the peer takes no proof";
+    if (wrong)
+        soft_stream_refuse(stream, wrong);
+    else if (has_secret(stream))
+        soft_stream_set_stage(stream, SOFT_PROVING);
+    else
+        open_link(link);
+}
+
+/* Only with a secret. */
+static void handle_their_proof(struct soft_link *link, const uint8_t *bytes)
+{
+    const char *wrong = check_proof(&link->stream, SOFT_ROLE_ACCEPTING, bytes);
+
+    if (wrong)
+        soft_stream_refuse(&link->stream, wrong);
+    else
+        open_link(link);
+}
+
+/* ---- Who accepts --------------------------------------------------------------------------------------------- */
+
+static bool is_ours(const struct soft_device *device, const uint8_t gid[16])
+{
+    return !memcmp(&device->gids[0], gid, 16) || !memcmp(&device->gids[1], gid, 16);
+}
+
+/* A GID is a name and proves nothing: whom the user's number and the secret let in may say that it has any, and is
+ * believed. So those who are let in are trusted not to speak for each other. What does not rest on that:
+ *
+ * - nobody has a GID of this device: what comes from one of these comes from its own process;
+ * - on one host nobody has a GID that the directory lists for a device of another user, whom the kernel tells apart;
+ * - who is let in has the same GIDs for as long as the stream lasts, and queue pairs take requests over streams of the
+ *   GID only that they were connected to.
+ */
+static bool claims_anothers(const struct soft_stream *stream)
+{
+    const struct soft_fabric *fabric = stream->fabric;
+    unsigned int i;
+
+    for (i = 0; i < 2; i++)
+        if (is_ours(fabric->device, stream->peer[i].raw) ||
+            (stream->is_unix && !soft_directory_permits(&fabric->settings, &stream->peer[i], stream->uid)))
+            return true;
+    return false;
+}
+
+/* Tells the peer why, as far as that goes. The reason is kept here, too. */
+static void turn_away(struct soft_stream *stream, enum soft_refused refused, const char *reason)
+{
+    struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0, .refused = refused};
+    uint8_t message[SOFT_WELCOME_SIZE];
+
+    soft_welcome_pack(&welcome, message);
+    soft_stream_say(stream, message, sizeof(message), -1);
+    soft_stream_refuse(stream, reason);
+}
+
+static void welcome_peer(struct soft_stream *stream, const struct soft_hello *hello)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
+
+    if (!fill_nonce(welcome.nonce)) {
+        soft_stream_refuse(stream, "no random numbers are to be had");
+        return;
+    }
+    memcpy(welcome.gids, fabric->device->gids, sizeof(welcome.gids));
+    soft_direct_probe(stream, hello, welcome.nonce);
+    if (atomic_load(&stream->direct))
+        welcome.flags |= SOFT_HELLO_DIRECT;
+    else
+        soft_lease_drop(stream);
+    soft_welcome_pack(&welcome, stream->welcome);
+    if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), soft_licence_offer(stream)))
+        soft_stream_refuse(stream, "the peer takes no answer");
+    soft_stream_set_stage(stream, SOFT_PROVING);
+}
+
+static void handle_hello(struct soft_stream *stream, const uint8_t *bytes)
+{
+    struct soft_hello hello;
+    const char *wrong = soft_hello_parse(bytes, &hello);
+    enum soft_refused refused = SOFT_WELCOMED;
+
+    if (wrong) {
+        soft_stream_refuse(stream, wrong);
+        return;
+    }
+    memcpy(stream->hello, bytes, sizeof(stream->hello));
+    memcpy(stream->peer, hello.gids, sizeof(stream->peer));
+    if (!is_ours(stream->fabric->device, hello.wanted))
+        refused = SOFT_REFUSED_GID;
+    else if (!(hello.flags & SOFT_HELLO_SECRET) == has_secret(stream))
+        refused = SOFT_REFUSED_SECRET;
+    else if (claims_anothers(stream))
+        refused = SOFT_REFUSED_CLAIM;
+    if (refused)
+        turn_away(stream, refused, soft_refused_text(refused));
+    else
+        welcome_peer(stream, &hello);
+}
+
+/* The peer is let in where it has proved that it knows the secret; what was told to it so far proves nothing. */
+static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
+{
+    const char *wrong = check_proof(stream, SOFT_ROLE_CONNECTING, bytes);
+    uint8_t proof[SOFT_DIGEST] = {0}; /* which is none */
+
+    if (!wrong)
+        prove(stream, SOFT_ROLE_ACCEPTING, proof);
+    if (has_secret(stream) && !say_proof(stream, proof) && !wrong)
+        wrong = "the peer takes no proof";
+    if (wrong) {
+        soft_stream_refuse(stream, wrong);
+        return;
+    }
+    stream->fabric->stats.accepted++;
+    soft_mutex_take(&stream->tx);
+    stream->connected_times++;
+    soft_mutex_give(&stream->tx);
+    soft_stream_set_stage(stream, SOFT_OPEN);
+}
+
+/* ---- Either -------------------------------------------------------------------------------------------------- */
+
+/* Whether it is a device that speaks as we do, which is seen before all of its message is there: that of another
+ * version may be shorter. Else the stream is refused. */
+static bool is_understood(struct soft_stream *stream, const uint8_t *head)
+{
+    uint16_t version;
+    const char *wrong = soft_head_parse(head, &version);
+
+    if (wrong == soft_other_version) {
+        snprintf(stream->refusal_text, sizeof(stream->refusal_text),
+                 "the peer speaks protocol version %u, not %u: use the same release of aioverbs on both sides",
+                 (unsigned int)version, SOFT_VERSION);
+        wrong = stream->refusal_text;
+        if (!stream->is_link)
+            turn_away(stream, SOFT_REFUSED_VERSION, wrong);
+    }
+    if (wrong)
+        soft_stream_refuse(stream, wrong);
+    return !wrong;
+}
+
+static uint32_t size_of_next(const struct soft_stream *stream)
+{
+    if (stream->stage == SOFT_PROVING)
+        return SOFT_PROOF_SIZE;
+    return stream->is_link ? SOFT_WELCOME_SIZE : SOFT_HELLO_SIZE;
+}
+
+uint32_t soft_handshake_handle(struct soft_stream *stream, const uint8_t *bytes, uint32_t size)
+{
+    bool is_proof = stream->stage == SOFT_PROVING;
+    uint32_t wanted = size_of_next(stream);
+
+    if (!is_proof && size >= SOFT_HEAD_SIZE && !is_understood(stream, bytes))
+        return 0;
+    if (size < wanted)
+        return 0;
+    if (stream->is_link && is_proof)
+        handle_their_proof(container_of(stream, struct soft_link, stream), bytes);
+    else if (stream->is_link)
+        handle_welcome(container_of(stream, struct soft_link, stream), bytes);
+    else if (is_proof)
+        handle_proof(stream, bytes);
+    else
+        handle_hello(stream, bytes);
+    return wanted;
+}

@@ -1,0 +1,477 @@
+/* Links: finding them by GID, connecting them, sending over them, and who waits for them. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+
+#include "soft/soft.h"
+#include "soft/base/address.h"
+#include "soft/base/fork_fds.h"
+
+/* ---- The table, under fabric->links -------------------------------------------------------------------------- */
+
+static struct soft_link **bucket(struct soft_fabric *fabric, const union ibv_gid *gid)
+{
+    uint32_t hash = 2166136261u;
+    unsigned int i;
+
+    for (i = 0; i < sizeof(gid->raw); i++)
+        hash = (hash ^ gid->raw[i]) * 16777619u;
+    return &fabric->table[hash % (sizeof(fabric->table) / sizeof(fabric->table[0]))];
+}
+
+static struct soft_link *find(struct soft_fabric *fabric, const union ibv_gid *gid)
+{
+    struct soft_link *link;
+
+    for (link = *bucket(fabric, gid); link; link = link->next)
+        if (!memcmp(&link->remote, gid, sizeof(*gid)))
+            return link;
+    return NULL;
+}
+
+static struct soft_link *make(struct soft_fabric *fabric, const union ibv_gid *gid)
+{
+    struct soft_link *link = calloc(1, sizeof(*link)), **place = bucket(fabric, gid);
+
+    if (!link)
+        return NULL;
+    if (soft_stream_init(&link->stream, fabric, true)) {
+        free(link);
+        return NULL;
+    }
+    link->remote = link->stream.peer[0] = *gid;
+    link->leases_fd = -1;
+    link->next = *place;
+    *place = link;
+    return link;
+}
+
+struct soft_link *soft_link_get(struct soft_device *device, const union ibv_gid *remote)
+{
+    struct soft_fabric *fabric = device->fabric;
+    struct soft_link *link;
+
+    errno = soft_fabric_start(fabric);
+    if (errno)
+        return NULL;
+    soft_mutex_take(&fabric->links);
+    link = find(fabric, remote);
+    if (!link)
+        link = make(fabric, remote);
+    if (link)
+        link->references++;
+    soft_mutex_give(&fabric->links);
+    if (!link)
+        errno = ENOMEM;
+    return link;
+}
+
+void soft_link_put(struct soft_link *link)
+{
+    struct soft_fabric *fabric = link->stream.fabric;
+
+    soft_mutex_take(&fabric->links);
+    if (--link->references == 0)
+        link->unused_since = soft_now_ns();
+    soft_mutex_give(&fabric->links);
+}
+
+static void free_link(struct soft_link *link)
+{
+    if (link->stream.stage != SOFT_CLOSED)
+        soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
+    soft_licence_drop(link, true);
+    soft_lease_unmake(link);
+    soft_direct_end(link);
+    soft_stream_destroy(&link->stream);
+    free(link);
+}
+
+/* One at a time: closing wants fabric->links to be free. */
+static struct soft_link *take_unused(struct soft_fabric *fabric, uint64_t now)
+{
+    struct soft_link **place, *link = NULL;
+    unsigned int i;
+
+    soft_mutex_take(&fabric->links);
+    for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]) && !link; i++)
+        for (place = &fabric->table[i]; *place; place = &(*place)->next)
+            if (!(*place)->references && !(*place)->todo && (*place)->unused_since + SOFT_LINGER_NS <= now) {
+                link = *place;
+                *place = link->next;
+                break;
+            }
+    soft_mutex_give(&fabric->links);
+    return link;
+}
+
+/* One that has licences of processes to which it is not connected any more. */
+static struct soft_link *find_outdated(struct soft_fabric *fabric)
+{
+    struct soft_link *link, *found = NULL;
+    unsigned int i;
+
+    soft_mutex_take(&fabric->links);
+    for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]) && !found; i++)
+        for (link = fabric->table[i]; link && !found; link = link->next)
+            found = soft_licence_is_outdated(link) ? link : NULL;
+    soft_mutex_give(&fabric->links);
+    return found;
+}
+
+void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
+{
+    struct soft_link *link;
+
+    assert_held(&fabric->progress);
+    while ((link = take_unused(fabric, now)))
+        free_link(link);
+    while ((link = find_outdated(fabric))) /* only here links are freed */
+        soft_licence_drop(link, false);
+}
+
+/* `last`: those that have not left are waited for no longer. */
+static bool recall(struct soft_fabric *fabric, bool last)
+{
+    struct soft_link *link;
+    bool left = true;
+    unsigned int i;
+
+    soft_mutex_take(&fabric->links);
+    for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
+        for (link = fabric->table[i]; link; link = link->next)
+            if (!soft_lease_recall(link)) {
+                if (last)
+                    soft_lease_give_up(link);
+                else
+                    left = false;
+            }
+    soft_mutex_give(&fabric->links);
+    return left;
+}
+
+void soft_links_recall(struct soft_fabric *fabric)
+{
+    uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
+
+    assert_held(&fabric->setup);
+    while (!recall(fabric, soft_now_ns() >= end))
+        nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+}
+
+/* ---- Connecting, under progress ------------------------------------------------------------------------------ */
+
+static void failed(struct soft_link *link, const char *reason)
+{
+    struct soft_stream *stream = &link->stream;
+    struct grace_reader *grace;
+
+    if (stream->watch.fd >= 0) {
+        soft_stream_close(stream, SOFT_END_CONNECT, reason);
+        return;
+    }
+    soft_fabric_note(stream->fabric, SOFT_END_CONNECT, link->remote.raw, reason);
+    snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
+    soft_mutex_take(&stream->tx);
+    link->wanted = false;
+    link->again_at = soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
+    soft_mutex_give(&stream->tx);
+    grace = grace_enter();
+    soft_link_kick(link, true);
+    grace_leave(grace);
+}
+
+static int new_socket(int family)
+{
+    int fd;
+
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    soft_descriptors_release();
+    if (fd >= 0 && family != AF_UNIX)
+        soft_tcp_options(fd);
+    return fd;
+}
+
+/* 0: it is connected, or will be; else an errno. */
+static int connect_to(struct soft_link *link, const struct sockaddr *address, socklen_t size)
+{
+    struct soft_stream *stream = &link->stream;
+    int fd = new_socket(address->sa_family), error = 0;
+
+    if (fd < 0)
+        return errno;
+    if (connect(fd, address, size) && errno != EINPROGRESS) {
+        error = errno;
+        soft_descriptor_close(fd);
+        return error;
+    }
+    error = soft_stream_begin(stream, fd, address->sa_family == AF_UNIX, SOFT_CONNECTING);
+    if (!error && stream->is_unix)
+        soft_link_connected(link); /* it is, or connect would have failed */
+    return error;
+}
+
+/* Over TCP only where this device has an address itself: whoever tells us a GID, as an offer does, would else have any
+ * process connect to where he likes. */
+static void connect_link(struct soft_link *link)
+{
+    struct soft_fabric *fabric = link->stream.fabric;
+    struct sockaddr_storage address;
+    struct sockaddr_un path;
+    int error = soft_directory_find(&fabric->settings, &link->remote, &path);
+    socklen_t size;
+
+    if (!error)
+        error = connect_to(link, (struct sockaddr *)&path, sizeof(path));
+    if (error == ENOENT || error == ECONNREFUSED) {
+        size = soft_gid_address(&link->remote, fabric->port, &address);
+        if (size && !fabric->port) {
+            failed(link, "it is at an address, and this device has none: AIOVERBS_SOFT_ADDRESS gives it one");
+            return;
+        }
+        error = size ? connect_to(link, (struct sockaddr *)&address, size) : ENOENT;
+    }
+    if (error)
+        failed(link, error == ENOENT ? "no device with this GID is to be found" : strerror(error));
+}
+
+static bool is_one_to_do(struct soft_fabric *fabric)
+{
+    bool found;
+
+    soft_mutex_take(&fabric->links);
+    found = fabric->first_todo;
+    soft_mutex_give(&fabric->links);
+    return found;
+}
+
+/* There is one, and stays there: only who has progress takes one away. */
+static struct soft_link *take_todo(struct soft_fabric *fabric)
+{
+    struct soft_link *link;
+
+    soft_mutex_take(&fabric->links);
+    link = fabric->first_todo;
+    fabric->first_todo = link->next_todo;
+    link->todo = false;
+    soft_mutex_give(&fabric->links);
+    return link;
+}
+
+void soft_links_connect(struct soft_fabric *fabric)
+{
+    assert_held(&fabric->progress);
+    while (is_one_to_do(fabric) && soft_handshake_make_place(fabric, SOFT_OUTGOING))
+        connect_link(take_todo(fabric));
+}
+
+/* The kernel's word for who listens there. */
+static bool knows_peer(struct soft_stream *stream)
+{
+    struct ucred peer;
+    socklen_t size = sizeof(peer);
+    int pidfd;
+
+    if (getsockopt(stream->watch.fd, SOL_SOCKET, SO_PEERCRED, &peer, &size))
+        return false;
+    stream->pid = (uint32_t)peer.pid;
+    stream->uid = peer.uid;
+    pidfd = soft_process_open(stream->pid);
+    soft_mutex_take(&stream->tx);
+    if (soft_process_gone(stream->pidfd)) /* what it was in the middle of, nobody can ask for any more */
+        soft_lease_forget(container_of(stream, struct soft_link, stream));
+    soft_descriptor_close(stream->pidfd);
+    stream->pidfd = pidfd;
+    soft_mutex_give(&stream->tx);
+    return soft_settings_allow(&stream->fabric->settings, peer.uid);
+}
+
+void soft_link_connected(struct soft_link *link)
+{
+    struct soft_stream *stream = &link->stream;
+    int error = 0;
+    socklen_t size = sizeof(error);
+
+    assert_held(&link->stream.fabric->progress);
+    getsockopt(stream->watch.fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error) {
+        failed(link, strerror(error));
+        return;
+    }
+    if (stream->is_unix && !knows_peer(stream)) {
+        soft_stream_close(stream, SOFT_END_REFUSED_PEER,
+                          "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others");
+        return;
+    }
+    soft_stream_set_stage(stream, SOFT_GREETING);
+    stream->why_not_direct[0] = 0;
+    if (!soft_handshake_begin(link))
+        failed(link, "the peer takes no greeting");
+}
+
+void soft_link_opened(struct soft_link *link)
+{
+    struct soft_stream *stream = &link->stream;
+
+    assert_held(&link->stream.fabric->progress);
+    stream->fabric->stats.connected++;
+    soft_mutex_take(&stream->tx);
+    stream->connected_times++;
+    soft_mutex_give(&stream->tx);
+    soft_stream_set_stage(stream, SOFT_OPEN); /* there is room: those who wait are kicked */
+}
+
+/* ---- Waiting, under tx --------------------------------------------------------------------------------------- */
+
+/* In the order of tickets. A new one is the last; whose turn is not over still has his old one. */
+static void wait(struct soft_link *link, struct soft_waiter *waiter)
+{
+    struct soft_waiter *before = link->last;
+
+    assert_held(&link->stream.tx);
+    if (waiter->link)
+        return;
+    if (!waiter->ticket)
+        waiter->ticket = ++link->tickets;
+    else
+        for (before = NULL;
+             (before ? before->next : link->first) && (before ? before->next : link->first)->ticket < waiter->ticket;)
+            before = before ? before->next : link->first;
+    waiter->link = link;
+    waiter->before = before;
+    waiter->next = before ? before->next : link->first;
+    *(before ? &before->next : &link->first) = waiter;
+    *(waiter->next ? &waiter->next->before : &link->last) = waiter;
+    link->waiting++;
+}
+
+static void leave(struct soft_link *link, struct soft_waiter *waiter)
+{
+    assert_held(&link->stream.tx);
+    *(waiter->before ? &waiter->before->next : &link->first) = waiter->next;
+    *(waiter->next ? &waiter->next->before : &link->last) = waiter->before;
+    waiter->link = NULL;
+    waiter->next = waiter->before = NULL;
+    link->waiting--;
+}
+
+void soft_link_kick(struct soft_link *link, bool all)
+{
+    struct soft_stream *stream = &link->stream;
+    unsigned int limit, kicked;
+
+    assert_held(&link->stream.fabric->progress);
+    soft_mutex_take(&stream->tx);
+    limit = all ? link->waiting : 16; /* the rest in the next turn: where an engine executes, there is room for long */
+    for (kicked = 0; kicked < limit && link->first && (all || !(stream->blocked || stream->broken)); kicked++) {
+        struct soft_waiter *waiter = link->first;
+
+        leave(link, waiter);
+        if (waiter->allowance <= 0) /* what he sent beyond his last turn counts */
+            waiter->allowance += SOFT_TURN_BYTES;
+        /* Before the lock is given back it is in our grace section: who forgets it waits for that. */
+        soft_mutex_give(&stream->tx);
+        stream->fabric->user->kick(container_of(waiter, struct soft_qp, waiter));
+        soft_mutex_take(&stream->tx);
+    }
+    if (stream->stage != SOFT_CLOSED)
+        soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
+}
+
+void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
+{
+    soft_mutex_take(&link->stream.tx);
+    if (qp->waiter.link == link)
+        leave(link, &qp->waiter);
+    qp->waiter.ticket = 0;
+    qp->waiter.allowance = 0;
+    soft_mutex_give(&link->stream.tx);
+}
+
+/* ---- Sending ------------------------------------------------------------------------------------------------- */
+
+/* Under tx: there is no connection. Whether one is to be made is told to who reads. */
+static int unconnected(struct soft_link *link, struct soft_waiter *waiter, bool *make)
+{
+    assert_held(&link->stream.tx);
+    if (link->stream.stage == SOFT_CLOSED) {
+        if (link->again_at && link->again_at > soft_now_ns())
+            return EHOSTUNREACH;
+        *make = !link->wanted;
+        link->wanted = true;
+    }
+    wait(link, waiter);
+    return ENOTCONN;
+}
+
+static void ask_for_connection(struct soft_link *link)
+{
+    struct soft_fabric *fabric = link->stream.fabric;
+
+    soft_mutex_take(&fabric->links);
+    link->todo = true;
+    link->next_todo = NULL;
+    *(fabric->first_todo ? &fabric->last_todo->next_todo : &fabric->first_todo) = link;
+    fabric->last_todo = link;
+    soft_mutex_give(&fabric->links);
+    soft_fabric_wake(fabric);
+}
+
+int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft_frame *frame, const struct iovec *data,
+                   unsigned int count)
+{
+    struct soft_stream *stream = &link->stream;
+    struct soft_waiter *waiter = &qp->waiter;
+    bool make = false;
+    int error = 0;
+
+    assert_held(&qp->sq_lock);
+    soft_mutex_take(&stream->tx);
+    if (stream->stage != SOFT_OPEN) {
+        error = unconnected(link, waiter, &make);
+    } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
+        error = EAGAIN;
+    } else if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
+        error = 0; /* as far as its sender can tell, it is on its way */
+    } else if (soft_stream_write(stream, frame, data, count)) {
+        error = EAGAIN; /* it broke: who closes it kicks those who wait */
+    } else {
+        if (waiter->allowance > 0)
+            waiter->allowance -= SOFT_FRAME_SIZE + frame->size;
+        if (waiter->allowance <= 0)
+            waiter->ticket = 0;
+        if (stream->blocked)
+            soft_stream_watch(stream);
+    }
+    if (error == EAGAIN) {
+        wait(link, waiter);
+        soft_stream_watch(stream);
+    }
+    soft_mutex_give(&stream->tx);
+    if (make)
+        ask_for_connection(link);
+    return error;
+}
+
+bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid)
+{
+    return !memcmp(&link->remote, gid, sizeof(*gid));
+}
+
+bool soft_link_is_disturbed(const struct soft_link *link)
+{
+    return soft_is_disturbed(&link->stream);
+}
+
+struct soft_stream *soft_link_stream(struct soft_link *link)
+{
+    return &link->stream;
+}

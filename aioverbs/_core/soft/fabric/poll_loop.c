@@ -1,0 +1,312 @@
+/* Reading: who does it, when he sleeps, and when he looks again without sleeping.
+ *
+ * Whoever sleeps on a completion channel may lead: see soft/fabric/wakeup.c. Whoever polls a completion queue reads by himself, and then the thread stands back: it only looks now and then
+ * whether he is still there. Else the thread sleeps in epoll_wait; after it had something to do it looks on for a
+ * while, as long as that has been worth it lately. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "soft/soft.h"
+
+enum {
+    EVENTS = 32,       /* of epoll at once */
+    HOT_LOOKS = 8,     /* at the last stream that had something, for one look at all */
+    POLLING = 16,      /* so many polls since the last rest make somebody who polls */
+    STAND_BACK_MS = 1, /* between two looks whether he is still there */
+    LUCK = 4,          /* how often looking on may have been in vain before it is given up */
+};
+#define SWEEP_NS 50000000u /* while there are handshakes; else a second */
+
+/* ---- What there is, under progress --------------------------------------------------------------------------- */
+
+static void handle_stream(struct soft_stream *stream, uint32_t events)
+{
+    struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
+
+    if (stream->stage == SOFT_CONNECTING) {
+        soft_link_connected(link);
+        return;
+    }
+    if (events & EPOLLOUT) {
+        struct grace_reader *grace;
+
+        soft_mutex_take(&stream->tx);
+        soft_stream_flush(stream);
+        soft_stream_watch(stream);
+        soft_mutex_give(&stream->tx);
+        if (link && stream->stage == SOFT_OPEN) {
+            grace = grace_enter();
+            soft_link_kick(link, false);
+            grace_leave(grace);
+        }
+    }
+    /* One that is paused is not read, but its end is noticed. */
+    if ((stream->paused || stream->stalled) && events & (EPOLLHUP | EPOLLERR)) {
+        soft_stream_close(stream, SOFT_END_LOST, "the peer closed the connection");
+        return;
+    }
+    if (events & ~(uint32_t)EPOLLOUT || stream->paused)
+        soft_stream_receive(stream);
+}
+
+/* Who had more at hand than fits into a turn has the next one. */
+static void go_on(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream, *next;
+
+    for (stream = fabric->streams; stream; stream = next) {
+        next = stream->next;
+        if (stream->unfinished)
+            soft_stream_receive(stream);
+    }
+}
+
+void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count)
+{
+    const struct soft_watch *listeners[2];
+    bool late = false, wanted = false;
+    int i, listener_count = 0;
+    eventfd_t value;
+
+    assert_held(&fabric->progress);
+    for (i = 0; i < count; i++) {
+        struct soft_watch *watch = events[i].data.ptr;
+
+        switch (watch->what) {
+        case SOFT_WATCH_WAKE:
+            (void)eventfd_read(watch->fd, &value);
+            if (atomic_load(&fabric->stop)) /* that was for the thread */
+                soft_fabric_wake(fabric);
+            wanted = true;
+            break;
+        case SOFT_WATCH_UNIX:
+        case SOFT_WATCH_TCP:
+            listeners[listener_count++] = watch;
+            break;
+        case SOFT_WATCH_TIMER:
+            late = read(watch->fd, &value, sizeof(value)) > 0 || late;
+            break;
+        case SOFT_WATCH_STREAM:
+            if (count == 1)
+                fabric->hot = container_of(watch, struct soft_stream, watch);
+            handle_stream(container_of(watch, struct soft_stream, watch), events[i].events);
+            break;
+        }
+    }
+    /* After the others, of which these may close some. */
+    for (i = 0; i < listener_count; i++)
+        soft_fabric_accept(fabric, listeners[i]);
+    if (wanted) {
+        go_on(fabric);
+        soft_links_connect(fabric);
+    }
+    if (late)
+        soft_disturb_release(fabric, soft_now_ns());
+}
+
+bool soft_fabric_look(struct soft_fabric *fabric, bool all)
+{
+    struct epoll_event events[EVENTS];
+    struct soft_stream *hot = fabric->hot;
+    int count;
+
+    assert_held(&fabric->progress);
+    /* A round trip is over one stream: asking it saves asking for who has something. */
+    if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished &&
+        ++fabric->looks % HOT_LOOKS)
+        return soft_stream_receive(hot);
+    count = epoll_wait(fabric->epoll, events, EVENTS, 0);
+    if (count > 0)
+        soft_fabric_look_at(fabric, events, count);
+    return count > 0;
+}
+
+/* Handshakes that take too long; links that nobody uses; who waits for a place, as places are taken from who has had
+ * his for long enough. */
+void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
+{
+    struct soft_stream *stream, *next;
+
+    assert_held(&fabric->progress);
+    for (stream = fabric->streams; stream; stream = next) {
+        next = stream->next;
+        if (stream->stage != SOFT_OPEN && stream->deadline <= now)
+            soft_stream_close(stream, stream->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
+                              "the peer did not say who it is in time");
+    }
+    soft_links_sweep(fabric, now);
+    soft_listeners_wake(fabric);
+    soft_links_connect(fabric);
+    atomic_store(&fabric->sweep_at, now + (fabric->handshakes ? SWEEP_NS : 20ull * SWEEP_NS));
+}
+
+/* ---- By who polls -------------------------------------------------------------------------------------------- */
+
+bool soft_fabric_progress(struct soft_device *device, bool all)
+{
+    struct soft_fabric *fabric = device->fabric;
+    bool something = false;
+
+    if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
+        return false;
+    atomic_fetch_add_explicit(&fabric->polls, 1, memory_order_relaxed);
+    if (!grace_ready() || !soft_mutex_try(&fabric->progress))
+        return false;
+    if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
+        soft_stream_settle(fabric); /* he has nothing to do any more */
+        something = soft_fabric_look(fabric, all);
+    }
+    soft_mutex_give(&fabric->progress);
+    return something;
+}
+
+void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel)
+{
+    struct soft_fabric *fabric = device->fabric;
+
+    if (!atomic_load_explicit(&fabric->active, memory_order_acquire) || (channel && soft_lead(fabric, channel)))
+        return;
+    atomic_store(&fabric->polls, 0);
+    if (atomic_load(&fabric->stood_back))
+        soft_fabric_wake(fabric);
+}
+
+/* ---- By the thread ------------------------------------------------------------------------------------------- */
+
+/* From here on nobody leaves answers to it any more: those that somebody left go out. */
+static void come_back(struct soft_fabric *fabric)
+{
+    atomic_store(&fabric->stood_back, false);
+    if (!atomic_load(&fabric->owing))
+        return;
+    soft_mutex_take(&fabric->progress);
+    soft_stream_settle(fabric);
+    soft_mutex_give(&fabric->progress);
+}
+
+static bool somebody_polls(struct soft_fabric *fabric)
+{
+    return atomic_load(&fabric->polls) >= POLLING;
+}
+
+/* While somebody polls: only the clock, and who asks for the thread, wake it up. */
+static void stand_back(struct soft_fabric *fabric)
+{
+    struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
+    unsigned int seen = atomic_load(&fabric->polls);
+
+    atomic_store(&fabric->stood_back, true);
+    if (somebody_polls(fabric) && !atomic_load(&fabric->stop)) /* he may have gone to rest just now */
+        poll(&wake, 1, STAND_BACK_MS);
+    come_back(fabric);
+    if (wake.revents || atomic_load(&fabric->polls) == seen)
+        atomic_store(&fabric->polls, 0); /* he went away without a word */
+}
+
+/* There is something. Whether the leader takes it: he has a moment for that. */
+static bool leader_takes_it(struct soft_fabric *fabric)
+{
+    struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
+    unsigned int seen = atomic_load(&fabric->polls);
+
+    atomic_store(&fabric->stood_back, true);
+    if (atomic_load(&fabric->leader)) /* he may have resigned just now */
+        poll(&wake, 1, STAND_BACK_MS);
+    come_back(fabric);
+    if (wake.revents || !atomic_load(&fabric->leader))
+        return false;
+    return atomic_load(&fabric->polls) != seen || !soft_lead_depose(fabric, NULL);
+}
+
+/* Until there is something, or something is due. */
+static int sleep_for_events(struct soft_fabric *fabric, struct epoll_event *events)
+{
+    uint64_t now = soft_now_ns(), sweep_at = atomic_load(&fabric->sweep_at), left = sweep_at > now ? sweep_at - now : 0;
+
+    return epoll_wait(fabric->epoll, events, EVENTS, (int)(left / 1000000u) + 1);
+}
+
+/* Looks again and again, and stops when nothing came for a while, when somebody else polls, or something is due. */
+static void look_on(struct soft_fabric *fabric)
+{
+    uint64_t until = soft_now_ns() + fabric->settings.spin_ns, now;
+
+    do {
+        bool something;
+
+        soft_mutex_take(&fabric->progress);
+        something = soft_fabric_look(fabric, false);
+        soft_mutex_give(&fabric->progress);
+        if (something)
+            until = soft_now_ns() + fabric->settings.spin_ns;
+        now = soft_now_ns();
+    } while (!somebody_polls(fabric) && !atomic_load(&fabric->stop) && now < until &&
+             now < atomic_load(&fabric->sweep_at));
+}
+
+/* What epoll told while nobody had the lock. */
+static void look_once(struct soft_fabric *fabric, const struct epoll_event *events, int count, uint32_t closes)
+{
+    uint64_t now = soft_now_ns();
+
+    soft_mutex_take(&fabric->progress);
+    if (fabric->closes == closes) /* else one of them may be gone: epoll tells again of the others */
+        soft_fabric_look_at(fabric, events, count);
+    if (now >= atomic_load(&fabric->sweep_at))
+        soft_fabric_sweep(fabric, now);
+    soft_mutex_give(&fabric->progress);
+}
+
+static uint32_t count_closes(struct soft_fabric *fabric)
+{
+    uint32_t closes;
+
+    soft_mutex_take(&fabric->progress);
+    closes = fabric->closes;
+    soft_mutex_give(&fabric->progress);
+    return closes;
+}
+
+void *soft_fabric_main(void *argument)
+{
+    struct soft_fabric *fabric = argument;
+    int luck = 0;
+
+    prctl(PR_SET_TIMERSLACK, 1000);
+    while (!grace_ready())
+        sched_yield(); /* memory for one record: peers wait until there is some */
+    prctl(PR_SET_NAME, "aioverbs-fabric");
+    while (!atomic_load(&fabric->stop)) {
+        struct epoll_event events[EVENTS];
+        uint64_t slept = soft_now_ns();
+        uint32_t closes;
+        int count;
+
+        if (somebody_polls(fabric) && slept < atomic_load(&fabric->sweep_at)) {
+            stand_back(fabric);
+            continue;
+        }
+        closes = count_closes(fabric);
+        count = sleep_for_events(fabric, events);
+        if (somebody_polls(fabric) && soft_now_ns() < atomic_load(&fabric->sweep_at))
+            continue; /* he reads it */
+        if (count > 0 && atomic_load(&fabric->leader) && leader_takes_it(fabric))
+            continue;
+        look_once(fabric, events, count, closes);
+        if (count <= 0)
+            continue;
+        /* What comes so soon was worth looking on for. */
+        if (soft_now_ns() - slept < fabric->settings.spin_ns)
+            luck = LUCK;
+        else if (luck)
+            luck--;
+        if (luck && fabric->settings.spin_ns)
+            look_on(fabric);
+    }
+    return NULL;
+}

@@ -1,0 +1,400 @@
+/* One stream: how it begins and ends, and its sending side. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "soft/base/fork_fds.h"
+#include "soft/base/epoch.h"
+#include "soft/soft.h"
+
+/* ---- Beginning ----------------------------------------------------------------------------------------------- */
+
+int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, bool is_link)
+{
+    stream->watch.what = SOFT_WATCH_STREAM;
+    stream->watch.fd = stream->came_fd = stream->pidfd = -1;
+    stream->fabric = fabric;
+    stream->is_link = is_link;
+    stream->stage = SOFT_CLOSED;
+    return soft_mutex_init(&stream->tx, SOFT_RANK_TX);
+}
+
+void soft_stream_destroy(struct soft_stream *stream)
+{
+    soft_lease_drop(stream);
+    soft_descriptor_close(stream->pidfd);
+    soft_mutex_destroy(&stream->tx);
+    free(stream->in);
+    free(stream->out);
+}
+
+void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage)
+{
+    assert_held(&stream->fabric->progress);
+    soft_handshake_count(stream, stage);
+    soft_mutex_take(&stream->tx);
+    stream->stage = stage;
+    soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
+}
+
+static void hang_up(int fd, bool is_unix)
+{
+    if (is_unix)
+        soft_descriptor_hang_up(fd);
+    else
+        soft_descriptor_close(fd);
+}
+
+int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum soft_stage stage)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &stream->watch};
+    static const int room = SOFT_SOCKET_ROOM;
+    uint64_t now = soft_now_ns();
+
+    assert_held(&stream->fabric->progress);
+    stream->is_unix = is_unix;
+    stream->deadline = now + (stream->is_link ? SOFT_CONNECT_NS : SOFT_HANDSHAKE_NS);
+    stream->in_begin = stream->in_end = 0;
+    stream->refusal = NULL;
+    stream->rights = SOFT_RIGHTS_COME;
+    if (!stream->in)
+        stream->in = malloc(SOFT_IN_SIZE);
+    if (!stream->out) {
+        stream->out_size = stream->is_link ? SOFT_OUT_REQUEST : SOFT_OUT_ANSWERS;
+        stream->out = malloc(stream->out_size);
+    }
+    if (!stream->in || !stream->out || epoll_ctl(fabric->epoll, EPOLL_CTL_ADD, fd, &event)) {
+        int error = stream->in && stream->out ? errno : ENOMEM;
+
+        hang_up(fd, is_unix);
+        return error;
+    }
+    if (is_unix) /* TCP finds out by itself what it needs */
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room));
+    stream->next = fabric->streams;
+    stream->place = &fabric->streams;
+    if (stream->next)
+        stream->next->place = &stream->next;
+    fabric->streams = stream;
+    fabric->stream_count++;
+    fabric->streams_of[soft_stream_kind(stream)]++;
+    soft_mutex_take(&stream->tx);
+    stream->watch.fd = fd;
+    stream->events = EPOLLIN;
+    stream->out_begin = stream->out_end = 0;
+    stream->paused = stream->stalled = stream->unfinished = stream->blocked = stream->broken = false;
+    soft_mutex_give(&stream->tx);
+    soft_stream_set_stage(stream, stage);
+    if (atomic_load(&fabric->sweep_at) > now + 50000000u)
+        atomic_store(&fabric->sweep_at, now + 50000000u);
+    return 0;
+}
+
+/* ---- Ending -------------------------------------------------------------------------------------------------- */
+
+void soft_fabric_note(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason)
+{
+    struct soft_fabric_event *event;
+    struct timespec now;
+
+    assert_held(&fabric->progress);
+    switch (end) {
+    case SOFT_END_UNUSED:
+        return;
+    case SOFT_END_LOST:
+        fabric->stats.lost++;
+        return;
+    case SOFT_END_CONNECT:
+        fabric->stats.failed_connects++;
+        return;
+    case SOFT_END_REFUSED_PEER:
+        fabric->stats.refused_peers++;
+        break;
+    case SOFT_END_REFUSED_FRAME:
+        fabric->stats.refused_frames++;
+        break;
+    }
+    event = &fabric->stats.event[fabric->event_count++ % SOFT_FABRIC_EVENTS];
+    clock_gettime(CLOCK_REALTIME, &now);
+    memset(event, 0, sizeof(*event));
+    event->time_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    if (peer)
+        memcpy(event->peer, peer, sizeof(event->peer));
+    snprintf(event->reason, sizeof(event->reason), "%s", reason);
+}
+
+/* Whoever leads waits for answers: to send on is the thread's. */
+static void set_events(struct soft_stream *stream, uint32_t events)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    uint32_t before = stream->events;
+
+    assert_held(&stream->tx);
+    stream->events = events;
+    if (before & ~events & EPOLLOUT)
+        atomic_fetch_sub(&fabric->outgoing, 1);
+    if (events & ~before & EPOLLOUT) {
+        atomic_fetch_add(&fabric->outgoing, 1);
+        soft_fabric_resign(fabric->device, NULL);
+    }
+}
+
+void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char *reason)
+{
+    struct soft_fabric *fabric = stream->fabric;
+    struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
+    int fd = stream->watch.fd;
+
+    assert_held(&stream->fabric->progress);
+    soft_fabric_note(fabric, end, stream->peer[0].raw, reason);
+    snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
+    *stream->place = stream->next;
+    if (stream->next)
+        stream->next->place = stream->place;
+    fabric->stream_count--;
+    fabric->streams_of[soft_stream_kind(stream)]--;
+    fabric->closes++;
+    if (fabric->hot == stream)
+        fabric->hot = NULL;
+    if (atomic_load(&fabric->owing) == stream)
+        atomic_store(&fabric->owing, NULL);
+    soft_handshake_count(stream, SOFT_CLOSED);
+    atomic_store(&stream->direct, false);
+    stream->licensed = false;
+    if (link)
+        soft_licence_suspend(link, true);
+    soft_descriptor_close(stream->came_fd);
+    stream->came_fd = -1;
+    soft_mutex_take(&stream->tx);
+    stream->stage = SOFT_CLOSED;
+    stream->watch.fd = -1;
+    stream->out_begin = stream->out_end = 0;
+    soft_disturb_forget(stream);
+    set_events(stream, 0);
+    if (link) {
+        link->wanted = false;
+        link->again_at = end == SOFT_END_UNUSED ? 0 : soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
+    }
+    soft_mutex_give(&stream->tx);
+    epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
+    hang_up(fd, stream->is_unix);
+    if (link && atomic_load(&fabric->halted)) /* whose memory goes: nothing is executed for them any more */
+        return;
+    if (link) {
+        struct grace_reader *grace = grace_enter();
+
+        soft_link_kick(link, true);
+        grace_leave(grace);
+        return;
+    }
+    soft_stream_destroy(stream);
+    free(stream);
+}
+
+void soft_stream_refuse(struct soft_stream *stream, const char *reason)
+{
+    if (stream->refusal)
+        return;
+    stream->refusal = reason;
+    stream->refused_as = stream->stage == SOFT_OPEN ? SOFT_END_REFUSED_FRAME : SOFT_END_REFUSED_PEER;
+}
+
+/* ---- Sending, under tx --------------------------------------------------------------------------------------- */
+
+void soft_stream_watch(struct soft_stream *stream)
+{
+    uint32_t events = stream->paused || stream->stalled || stream->unfinished ? 0 : EPOLLIN;
+    struct epoll_event event = {.data.ptr = &stream->watch};
+
+    assert_held(&stream->tx);
+    if (stream->stage == SOFT_CONNECTING || stream->blocked ||
+        (stream->is_link && stream->stage == SOFT_OPEN &&
+         soft_link_waited_for(container_of(stream, struct soft_link, stream))))
+        events |= EPOLLOUT;
+    if (events == stream->events)
+        return;
+    set_events(stream, events);
+    event.events = events;
+    epoll_ctl(stream->fabric->epoll, EPOLL_CTL_MOD, stream->watch.fd, &event);
+}
+
+void soft_stream_break(struct soft_stream *stream)
+{
+    assert_held(&stream->tx);
+    stream->broken = true;
+    stream->blocked = false;
+    stream->out_begin = stream->out_end = 0;
+    shutdown(stream->watch.fd, SHUT_RDWR);
+}
+
+/* How many bytes went out; -1: the stream is broken. */
+static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned int count)
+{
+    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
+    ssize_t sent;
+
+    assert_held(&stream->tx);
+    do
+        sent = sendmsg(stream->watch.fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    if (sent >= 0)
+        return sent;
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == ENOMEM)
+        return 0;
+    soft_stream_break(stream);
+    return -1;
+}
+
+/* Keeps what of the pieces did not go out; there is room. */
+static void keep(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
+{
+    assert_held(&stream->tx);
+    if (stream->out_begin == stream->out_end)
+        stream->out_begin = stream->out_end = 0;
+    for (; count--; pieces++) {
+        size_t skip = sent < pieces->iov_len ? sent : pieces->iov_len;
+
+        sent -= skip;
+        if (pieces->iov_len == skip)
+            continue;
+        memcpy(stream->out + stream->out_end, (const char *)pieces->iov_base + skip, pieces->iov_len - skip);
+        stream->out_end += (uint32_t)(pieces->iov_len - skip);
+    }
+}
+
+void soft_stream_flush(struct soft_stream *stream)
+{
+    struct iovec rest = {stream->out + stream->out_begin, soft_stream_pending(stream)};
+    ssize_t sent;
+
+    assert_held(&stream->tx);
+    if (!rest.iov_len || stream->broken)
+        return;
+    sent = push(stream, &rest, 1);
+    if (sent < 0)
+        return;
+    stream->bytes_out += (uint64_t)sent;
+    stream->out_begin += (uint32_t)sent;
+    stream->blocked = stream->out_begin != stream->out_end;
+    if (!stream->blocked)
+        stream->out_begin = stream->out_end = 0;
+}
+
+int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                      unsigned int count)
+{
+    struct iovec pieces[1 + SOFT_FRAME_SEGMENTS + 1];
+    uint8_t header[SOFT_FRAME_SIZE];
+    ssize_t sent = 0;
+    unsigned int i;
+
+    assert_held(&stream->tx);
+    if (stream->broken)
+        return EPIPE;
+    soft_frame_pack(frame, header);
+    pieces[0] = (struct iovec){header, sizeof(header)};
+    for (i = 0; i < count; i++)
+        pieces[1 + i] = data[i];
+    if (!soft_stream_pending(stream))
+        sent = push(stream, pieces, 1 + count);
+    if (sent < 0)
+        return EPIPE;
+    stream->frames_out++;
+    stream->bytes_out += (uint64_t)sent;
+    if ((size_t)sent < sizeof(header) + frame->size) {
+        keep(stream, pieces, 1 + count, (size_t)sent);
+        stream->blocked = true;
+    }
+    return 0;
+}
+
+bool soft_stream_say(struct soft_stream *stream, const void *message, size_t size, int fd)
+{
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control = {0};
+    struct iovec piece = {(void *)(uintptr_t)message, size};
+    struct msghdr wrapped = {.msg_iov = &piece, .msg_iovlen = 1};
+
+    if (fd >= 0) {
+        wrapped.msg_control = &control;
+        wrapped.msg_controllen = sizeof(control);
+        control.header.cmsg_level = SOL_SOCKET;
+        control.header.cmsg_type = SCM_RIGHTS;
+        control.header.cmsg_len = CMSG_LEN(sizeof(fd));
+        memcpy(CMSG_DATA(&control.header), &fd, sizeof(fd));
+    }
+    return sendmsg(stream->watch.fd, &wrapped, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)size;
+}
+
+/* ---- Answers ------------------------------------------------------------------------------------------------- */
+
+/* Small ones are gathered, and go out together when the batch ends. */
+static void gather(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                   unsigned int count)
+{
+    uint8_t header[SOFT_FRAME_SIZE];
+    struct iovec first = {header, sizeof(header)};
+
+    soft_frame_pack(frame, header);
+    keep(stream, &first, 1, 0);
+    keep(stream, data, count, 0);
+    stream->frames_out++;
+}
+
+void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                        unsigned int count)
+{
+    uint32_t size = SOFT_FRAME_SIZE + frame->size;
+
+    soft_mutex_take(&stream->tx);
+    if (stream->broken) {
+        soft_mutex_give(&stream->tx);
+        return;
+    }
+    if (size > 4096 && !stream->blocked)
+        soft_stream_flush(stream);
+    if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
+        soft_mutex_give(&stream->tx);
+        return;
+    }
+    if (size > stream->out_size - stream->out_end) /* the answers that were promised room for have it */
+        soft_stream_refuse(stream, "more was answered than was asked for");
+    else if (size <= 4096 || stream->blocked)
+        gather(stream, frame, data, count);
+    else
+        soft_stream_write(stream, frame, data, count);
+    soft_mutex_give(&stream->tx);
+}
+
+/* ---- What queue pairs ask ------------------------------------------------------------------------------------ */
+
+bool soft_stream_is_from(const struct soft_stream *stream, const union ibv_gid *gid)
+{
+    return !memcmp(&stream->peer[0], gid, sizeof(*gid)) || !memcmp(&stream->peer[1], gid, sizeof(*gid));
+}
+
+const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned int index)
+{
+    return &stream->peer[index];
+}
+
+bool soft_stream_licenses(const struct soft_stream *stream)
+{
+    return stream->licensed;
+}
+
+struct soft_device *soft_stream_device(const struct soft_stream *stream)
+{
+    return stream->fabric->device;
+}

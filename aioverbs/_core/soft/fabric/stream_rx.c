@@ -1,0 +1,306 @@
+/* The receiving side of a stream: bytes become messages of the handshake, then frames. All under progress. */
+#define _GNU_SOURCE
+#include "soft/fabric/stream.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "soft/soft.h"
+#include "soft/base/fork_fds.h"
+
+#define ANSWER_BYTES (512u << 10) /* after so many that were moved, answers wait no longer */
+
+/* One stream's turn, in bytes that are moved, where a frame counts for its data and for FRAME_COST: whatever a peer
+ * sends over its stream, the others and who waits for a grace period are kept no longer than by a turn and its last
+ * frame. How many bytes come over the stream says little: a frame of a hundred bytes may have 4 MiB moved. */
+#define TURN_BYTES (1 << 20)
+#define FRAME_COST 4096
+
+#if !defined(SO_PASSRIGHTS) && defined(SO_ZEROCOPY) && SO_ZEROCOPY == 60 /* the numbers of most architectures */
+#define SO_PASSRIGHTS 83
+#endif
+
+/* After the handshake no descriptors are to come. A kernel that knows SO_PASSRIGHTS (since 6.16) refuses those that are
+ * sent from there on. What was sent before may still be on its way, until nothing is left to read once: sending looks at
+ * the option and queues under the lock under which reading finds the queue empty. */
+static void end_rights(struct soft_stream *stream)
+{
+#ifdef SO_PASSRIGHTS
+    static const int none = 0;
+
+    if (stream->rights == SOFT_RIGHTS_COME)
+        stream->rights = setsockopt(stream->watch.fd, SOL_SOCKET, SO_PASSRIGHTS, &none, sizeof(none)) ? SOFT_RIGHTS_STAY
+                                                                                                      : SOFT_RIGHTS_END;
+#else
+    stream->rights = SOFT_RIGHTS_STAY;
+#endif
+}
+
+/* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
+ * close what comes nevertheless, in this thread. */
+static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
+{
+    int *kept = stream->stage == SOFT_GREETING ? &stream->came_fd : NULL;
+    bool unwanted = false;
+    ssize_t got;
+
+    if (stream->stage == SOFT_OPEN)
+        end_rights(stream);
+    got = soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_END)
+        stream->rights = SOFT_RIGHTS_ENDED;
+    if (unwanted)
+        soft_stream_refuse(stream, "descriptors came that nobody asked for");
+    return got;
+}
+
+static ssize_t receive(struct soft_stream *stream)
+{
+    uint8_t *to = stream->in + stream->in_end;
+    size_t room = SOFT_IN_SIZE - stream->in_end;
+    ssize_t got;
+
+    do
+        got = stream->is_unix && stream->rights != SOFT_RIGHTS_ENDED ? receive_with_descriptors(stream, to, room)
+                                                                     : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    if (got > 0) {
+        stream->in_end += (uint32_t)got;
+        stream->bytes_in += (uint64_t)got;
+    }
+    return got;
+}
+
+/* ---- Handling ------------------------------------------------------------------------------------------------ */
+
+/* Whether a request may be handled: its answer finds room. Else nothing is read until there is. */
+static bool has_room(struct soft_stream *stream)
+{
+    bool room;
+
+    soft_mutex_take(&stream->tx);
+    if (!stream->blocked && soft_stream_pending(stream) > SOFT_SMALL_ANSWERS - 4096)
+        soft_stream_flush(stream);
+    room = !stream->blocked && soft_stream_pending(stream) <= SOFT_SMALL_ANSWERS - 4096;
+    if (stream->paused == room) {
+        stream->paused = !room;
+        soft_stream_watch(stream);
+    }
+    soft_mutex_give(&stream->tx);
+    return room;
+}
+
+/* In a grace section. */
+static void use(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+{
+    const struct soft_fabric_user *user = stream->fabric->user;
+
+    if (!(stream->is_link ? user->response(container_of(stream, struct soft_link, stream), frame, payload)
+                          : user->request(stream, frame, payload)))
+        soft_stream_refuse(stream, "a frame was refused");
+}
+
+/* The answers to what was handled go out. */
+static void send_answers(struct soft_stream *stream)
+{
+    soft_mutex_take(&stream->tx);
+    if (!stream->blocked)
+        soft_stream_flush(stream);
+    soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
+}
+
+void soft_stream_settle(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream = atomic_load(&fabric->owing);
+
+    assert_held(&fabric->progress);
+    if (!stream)
+        return;
+    atomic_store(&fabric->owing, NULL);
+    send_answers(stream);
+}
+
+/* They go out when somebody settles. The thread puts `stood_back` down before it looks for who owes, so that one of the
+ * two sees the other. */
+static void owe(struct soft_stream *stream)
+{
+    struct soft_fabric *fabric = stream->fabric;
+
+    if (atomic_load(&fabric->owing) != stream)
+        soft_stream_settle(fabric);
+    atomic_store(&fabric->owing, stream);
+    if (!atomic_load(&fabric->stood_back))
+        soft_stream_settle(fabric);
+}
+
+/* What was handled of what is at hand. */
+struct handled {
+    bool answers; /* are to go out */
+    bool urgent;  /* somebody may wait for one of them */
+    uint64_t moved;
+};
+
+/* A message is for who polls, and his to answer. What is done in his memory he never hears of. */
+static bool is_message(uint8_t opcode)
+{
+    return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+}
+
+/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. What it
+ * took comes off what is left of the turn. */
+static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, struct handled *handled,
+                             int64_t *left)
+{
+    struct soft_frame frame;
+    const char *wrong;
+
+    if (size < SOFT_FRAME_SIZE)
+        return 0;
+    wrong = soft_frame_parse(bytes, &frame);
+    if (!wrong && frame.kind != (stream->is_link ? SOFT_FRAME_RESPONSE : SOFT_FRAME_REQUEST))
+        wrong = "a frame goes the wrong way";
+    if (!wrong && frame.flags & SOFT_FRAME_DIRECT && !atomic_load(&stream->direct))
+        wrong = "data is to be moved directly, which was not agreed on";
+    if (wrong) {
+        soft_stream_refuse(stream, wrong);
+        return 0;
+    }
+    if (size - SOFT_FRAME_SIZE < frame.size)
+        return 0;
+    if (!stream->is_link && !has_room(stream))
+        return 0;
+    stream->frames_in++;
+    bytes += SOFT_FRAME_SIZE;
+    if (!soft_is_disturbed(stream) || soft_disturb_in(stream, &frame, bytes))
+        use(stream, &frame, bytes);
+    handled->moved += frame.part;
+    *left -= FRAME_COST + (stream->is_link ? frame.size : frame.part); /* to a link, the peer moves what is direct */
+    handled->answers |= !stream->is_link;
+    handled->urgent |= !is_message(frame.opcode);
+    return SOFT_FRAME_SIZE + frame.size;
+}
+
+/* Whether the next one of an open stream is all there. */
+static bool is_frame_at_hand(const struct soft_stream *stream)
+{
+    uint32_t size = stream->in_end - stream->in_begin;
+    struct soft_frame frame;
+
+    return size >= SOFT_FRAME_SIZE &&
+           (soft_frame_parse(stream->in + stream->in_begin, &frame) || size - SOFT_FRAME_SIZE >= frame.size);
+}
+
+/* It has another turn when those have had theirs that epoll tells of before `wake`. */
+static void set_unfinished(struct soft_stream *stream, bool unfinished)
+{
+    if (unfinished)
+        soft_fabric_wake(stream->fabric);
+    if (stream->unfinished == unfinished)
+        return;
+    soft_mutex_take(&stream->tx);
+    stream->unfinished = unfinished;
+    soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
+}
+
+/* All that is at hand, or as much as fits into what is left of the turn. Answers go out together, but do not wait for
+ * large data of others to be moved: the peer goes on meanwhile. */
+static void handle(struct soft_stream *stream, int64_t *left)
+{
+    struct grace_reader *grace = grace_enter();
+    struct handled handled = {0};
+    uint32_t done;
+
+    do {
+        const uint8_t *bytes = stream->in + stream->in_begin;
+        uint32_t size = stream->in_end - stream->in_begin;
+
+        if (stream->stage == SOFT_OPEN) {
+            done = handle_frame(stream, bytes, size, &handled, left);
+            if (handled.answers && handled.moved >= ANSWER_BYTES) {
+                stream->fabric->user->batch_ends(stream);
+                send_answers(stream);
+                handled = (struct handled){0};
+            }
+        } else {
+            done = soft_handshake_handle(stream, bytes, size);
+        }
+        stream->in_begin += done;
+    } while (done && *left > 0 && !stream->refusal);
+    if (handled.answers) /* refused or not: what was gathered for this stream goes out over no other */
+        stream->fabric->user->batch_ends(stream);
+    grace_leave(grace);
+    if (handled.answers && (handled.urgent || stream->refusal))
+        send_answers(stream);
+    else if (handled.answers)
+        owe(stream);
+    /* The next frame fits behind what is there already, or what is there moves to the front. */
+    if (stream->in_begin == stream->in_end) {
+        stream->in_begin = stream->in_end = 0;
+    } else if (stream->in_begin && SOFT_IN_SIZE - stream->in_begin < SOFT_FRAME_SIZE + SOFT_FRAGMENT) {
+        memmove(stream->in, stream->in + stream->in_begin, stream->in_end - stream->in_begin);
+        stream->in_end -= stream->in_begin;
+        stream->in_begin = 0;
+    }
+    set_unfinished(stream, *left <= 0 && !stream->refusal && is_frame_at_hand(stream));
+}
+
+bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct grace_reader *grace;
+
+    assert_held(&stream->fabric->progress);
+    if (stream->stalled || (!stream->is_link && !has_room(stream)))
+        return false;
+    grace = grace_enter();
+    use(stream, frame, payload);
+    if (!stream->is_link)
+        stream->fabric->user->batch_ends(stream);
+    grace_leave(grace);
+    if (!stream->is_link)
+        send_answers(stream);
+    set_unfinished(stream, !stream->refusal && is_frame_at_hand(stream)); /* it may have been paused */
+    return true;
+}
+
+bool soft_stream_receive(struct soft_stream *stream)
+{
+    bool something = false;
+    int64_t left = TURN_BYTES;
+
+    assert_held(&stream->fabric->progress);
+    if (stream->stalled)
+        return false;
+    if (stream->unfinished || (stream->paused && has_room(stream))) { /* what had to wait comes first */
+        something = true;
+        handle(stream, &left);
+    }
+    while (left > 0 && !stream->refusal && !stream->paused) {
+        uint32_t room = SOFT_IN_SIZE - stream->in_end;
+        ssize_t got = receive(stream);
+
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            break;
+        something = true;
+        if (got <= 0) {
+            bool unfinished = stream->is_link && stream->stage != SOFT_OPEN;
+
+            soft_stream_close(stream, unfinished ? SOFT_END_CONNECT : SOFT_END_LOST,
+                              got ? strerror(errno) : "the peer closed the connection");
+            return true;
+        }
+        if (stream->refusal)
+            break; /* for what came beside the bytes */
+        handle(stream, &left);
+        if ((uint32_t)got < room && stream->rights != SOFT_RIGHTS_END)
+            break; /* there was no more */
+    }
+    if (stream->refusal) {
+        soft_stream_close(stream, stream->refused_as, stream->refusal);
+        return true;
+    }
+    return something;
+}

@@ -1,0 +1,275 @@
+/* Completions that the fault plan holds back, and in which order it lets them go. */
+#include "soft/fault/fault_plan.h"
+
+#include <stdlib.h>
+
+/* A queue pair whose completions are held, where not all are. */
+struct soft_fault_hold {
+    struct soft_fault_hold *next;
+    uint32_t qp_num;
+};
+
+struct held {
+    struct held *next;
+    uint64_t arrival;
+    struct soft_cq *cq; /* good as long as this is in the list: who destroys what refers to it purges first */
+    struct soft_cqe cqe;
+};
+
+/* The send or the receive queue of a queue pair: what is held of it keeps its order. The list of them is in the order
+ * of the queue pairs' creation, so that the same draws hit the same queues. */
+struct soft_fault_queue {
+    struct soft_fault_queue *next;
+    uint32_t qp_num;
+    bool is_send;
+    uint64_t index; /* of the queue pair; of an XRC shared receive queue's completions, its number */
+    struct held *first, *last;
+};
+
+/* All of this under the plan's lock, to which "released" means that the completion is where pollers find it: so none
+ * overtakes those that were held before it, nor do those of queues that are being destroyed come late. */
+
+static bool is_held(const struct soft_faults *plan, uint32_t qp_num)
+{
+    const struct soft_fault_hold *hold;
+
+    for (hold = plan->holds; hold && hold->qp_num != qp_num; hold = hold->next)
+        ;
+    return plan->hold_all || hold;
+}
+
+/* ---- Taking in ------------------------------------------------------------------------------------------- */
+
+static struct soft_fault_queue *find(const struct soft_faults *plan, const struct soft_cqe *cqe)
+{
+    struct soft_fault_queue *queue;
+
+    assert_held(&plan->lock);
+    for (queue = plan->queues; queue; queue = queue->next)
+        if (queue->qp_num == cqe->qp_num && queue->is_send == cqe->is_send)
+            break;
+    return queue;
+}
+
+static struct soft_fault_queue *make(struct soft_faults *plan, const struct soft_cqe *cqe)
+{
+    struct soft_fault_queue *queue = calloc(1, sizeof(*queue)), **link = &plan->queues;
+
+    assert_held(&plan->lock);
+    if (!queue)
+        return NULL;
+    queue->qp_num = cqe->qp_num;
+    queue->is_send = cqe->is_send;
+    queue->index = cqe->qp ? soft_fault_index(plan, cqe->qp) : cqe->qp_num;
+    while (*link && ((*link)->index < queue->index || ((*link)->index == queue->index && (*link)->is_send)))
+        link = &(*link)->next;
+    queue->next = *link;
+    *link = queue;
+    return queue;
+}
+
+/* False where there is no memory for it; then nothing has changed. */
+static bool hold_back(struct soft_faults *plan, struct soft_cq *cq, const struct soft_cqe *cqe)
+{
+    struct held *held = malloc(sizeof(*held));
+    struct soft_fault_queue *queue;
+
+    assert_held(&plan->lock);
+    if (!held)
+        return false;
+    queue = find(plan, cqe);
+    if (!queue && !(queue = make(plan, cqe))) {
+        free(held);
+        return false;
+    }
+    *held = (struct held){.arrival = plan->arrivals++, .cq = cq, .cqe = *cqe};
+    if (queue->last)
+        queue->last->next = held;
+    else
+        queue->first = held;
+    queue->last = held;
+    plan->held++;
+    return true;
+}
+
+/* ---- Letting go ------------------------------------------------------------------------------------------ */
+
+static void remove_queue(struct soft_faults *plan, struct soft_fault_queue *queue)
+{
+    struct soft_fault_queue **link = &plan->queues;
+
+    while (*link != queue)
+        link = &(*link)->next;
+    *link = queue->next;
+    free(queue);
+}
+
+/* The first of a queue, which goes with its last. Where it finds no room its completion queue says so, and the queue
+ * pair hears of that with its next completion. From a device that is gone nothing comes any more. */
+static void release_first(struct soft_context *context, struct soft_fault_queue *queue)
+{
+    struct held *held = queue->first;
+
+    queue->first = held->next;
+    if (!queue->first)
+        remove_queue(context->faults, queue);
+    context->faults->held--;
+    if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
+        soft_cq_push(held->cq, &held->cqe);
+    else if (held->cqe.srq)
+        soft_srq_credit(held->cqe.srq, 1);
+    free(held);
+}
+
+static struct soft_fault_queue *oldest(const struct soft_faults *plan)
+{
+    struct soft_fault_queue *queue, *found = plan->queues;
+
+    for (queue = plan->queues; queue; queue = queue->next)
+        if (queue->first->arrival < found->first->arrival)
+            found = queue;
+    return found;
+}
+
+static struct soft_fault_queue *drawn(struct soft_faults *plan)
+{
+    struct soft_fault_queue *queue;
+    uint64_t count = 0;
+
+    for (queue = plan->queues; queue; queue = queue->next)
+        count++;
+    count = soft_fault_draw(plan, SOFT_CHANCE_RELEASE, 0, ++plan->releases) % count;
+    for (queue = plan->queues; count; queue = queue->next)
+        count--;
+    return queue;
+}
+
+void soft_fault_let_go(struct soft_context *context)
+{
+    struct soft_faults *plan = context->faults;
+
+    plan->hold_all = false;
+    while (plan->holds) {
+        struct soft_fault_hold *hold = plan->holds;
+
+        plan->holds = hold->next;
+        free(hold);
+    }
+    while (plan->queues)
+        release_first(context, oldest(plan));
+}
+
+/* ---- What others call ------------------------------------------------------------------------------------ */
+
+int soft_fault_hold(struct ibv_context *ibv_context, uint32_t qp_num)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_faults *plan = soft_fault_enter(context);
+    struct soft_fault_hold *hold;
+    int error = 0;
+
+    if (!plan)
+        return ENODEV;
+    if (!qp_num) {
+        plan->hold_all = true;
+    } else if (!is_held(plan, qp_num)) {
+        hold = malloc(sizeof(*hold));
+        if (hold) {
+            *hold = (struct soft_fault_hold){plan->holds, qp_num};
+            plan->holds = hold;
+        } else {
+            error = ENOMEM;
+        }
+    }
+    soft_fault_leave(context);
+    return error;
+}
+
+size_t soft_fault_held(struct ibv_context *ibv_context)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_faults *plan = soft_fault_enter(context);
+    size_t held;
+
+    if (!plan)
+        return 0;
+    held = plan->held;
+    soft_fault_leave(context);
+    return held;
+}
+
+size_t soft_fault_release(struct ibv_context *ibv_context, size_t count, bool shuffled)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_faults *plan = soft_fault_enter(context);
+    size_t released = 0;
+
+    if (!plan)
+        return 0;
+    for (; plan->queues && (!count || released < count); released++)
+        release_first(context, shuffled ? drawn(plan) : oldest(plan));
+    soft_fault_leave(context);
+    return released;
+}
+
+void soft_fault_unhold(struct ibv_context *ibv_context)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    if (!soft_fault_enter(context))
+        return;
+    soft_fault_let_go(context);
+    soft_fault_leave(context);
+}
+
+bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe)
+{
+    struct soft_faults *plan = soft_fault_enter(context);
+    struct soft_fault_queue *queue;
+    bool held = is_held(plan, cqe->qp_num);
+
+    if (held && !hold_back(plan, cq, cqe)) {
+        /* Without memory it comes now, behind those that it must not overtake. */
+        while ((queue = find(plan, cqe)))
+            release_first(context, queue);
+        held = false;
+    }
+    soft_fault_leave(context);
+    return held || soft_cq_push(cq, cqe);
+}
+
+/* What is forgotten of a queue; its memory goes with the last of it. */
+static void purge_queue(struct soft_faults *plan, struct soft_fault_queue *queue, const struct soft_cq *cq,
+                        const struct soft_qp *qp, const struct soft_srq *srq)
+{
+    struct held **link = &queue->first, *held;
+
+    queue->last = NULL;
+    while ((held = *link)) {
+        if (held->cq != cq || ((!qp || held->cqe.qp != qp) && (!srq || held->cqe.srq != srq))) {
+            queue->last = held;
+            link = &held->next;
+            continue;
+        }
+        *link = held->next;
+        if (held->cqe.srq)
+            soft_srq_credit(held->cqe.srq, 1);
+        free(held);
+        plan->held--;
+    }
+    if (!queue->first)
+        remove_queue(plan, queue);
+}
+
+void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
+                      const struct soft_srq *srq)
+{
+    struct soft_faults *plan = soft_fault_enter(context);
+    struct soft_fault_queue *queue, *next;
+
+    for (queue = plan->queues; queue; queue = next) {
+        next = queue->next;
+        purge_queue(plan, queue, cq, qp, srq);
+    }
+    soft_fault_leave(context);
+}

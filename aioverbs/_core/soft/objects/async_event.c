@@ -1,0 +1,239 @@
+/* Asynchronous events: what happens to an object unasked. `async_fd` is readable exactly while one waits. */
+#define _GNU_SOURCE
+#include "soft/soft.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+int soft_events_init(struct soft_context *context)
+{
+    int error, fd = eventfd(0, EFD_CLOEXEC);
+
+    if (fd < 0)
+        return errno;
+    error = soft_mutex_init(&context->events.lock, SOFT_RANK_EVENTS);
+    if (error) {
+        close(fd);
+        return error;
+    }
+    context->verbs.context.async_fd = fd;
+    return 0;
+}
+
+void soft_events_destroy(struct soft_context *context)
+{
+    soft_mutex_destroy(&context->events.lock);
+    close(context->verbs.context.async_fd);
+}
+
+/* ---- The list of sources with events that wait, all under events.lock -------------------------------------- */
+
+/* When the list became empty or stopped being so. The counter is 0 or 1, so neither call waits, whatever the user
+ * made of the descriptor's flags; a failure would mean that somebody closed it. */
+static void set_readable(struct soft_context *context, bool readable)
+{
+    eventfd_t value;
+
+    if (readable)
+        (void)eventfd_write(context->verbs.context.async_fd, 1);
+    else
+        (void)eventfd_read(context->verbs.context.async_fd, &value);
+}
+
+static void append(struct soft_events *events, struct soft_event_source *source)
+{
+    source->next = NULL;
+    if (events->last)
+        events->last->next = source;
+    else
+        events->first = source;
+    events->last = source;
+}
+
+static void unlink_source(struct soft_events *events, struct soft_event_source *source)
+{
+    struct soft_event_source **link, *last = NULL;
+
+    for (link = &events->first; *link != source; link = &(*link)->next)
+        last = *link;
+    *link = source->next;
+    if (events->last == source)
+        events->last = last;
+}
+
+static void remove_type(struct soft_event_source *source, unsigned int index)
+{
+    source->waiting--;
+    memmove(&source->types[index], &source->types[index + 1], source->waiting - index);
+}
+
+/* The oldest event of the source that waits longest; the source goes to the end where it has more. */
+static struct soft_event_source *take(struct soft_context *context, enum ibv_event_type *type)
+{
+    struct soft_events *events = &context->events;
+    struct soft_event_source *source = events->first;
+
+    if (!source)
+        return NULL;
+    *type = source->types[0];
+    source->taken++;
+    unlink_source(events, source);
+    remove_type(source, 0);
+    if (source->waiting)
+        append(events, source);
+    if (!events->first)
+        set_readable(context, false);
+    return source;
+}
+
+/* ---- Raising ----------------------------------------------------------------------------------------------- */
+
+void soft_raise(struct soft_context *context, struct soft_event_source *source, enum ibv_event_type type)
+{
+    struct soft_events *events = &context->events;
+    unsigned int i;
+
+    soft_mutex_take(&events->lock);
+    for (i = 0; i < source->waiting; i++)
+        if (source->types[i] == type)
+            break;
+    if (i < source->waiting) {
+        remove_type(source, i);
+    } else if (!source->waiting) {
+        if (!events->first)
+            set_readable(context, true);
+        append(events, source);
+    }
+    source->types[source->waiting++] = (uint8_t)type;
+    soft_mutex_give(&events->lock);
+}
+
+/* ---- Taking and acknowledging ------------------------------------------------------------------------------- */
+
+/* What an event is about: the member of its union that counts. */
+enum subject { OF_PORT, OF_CQ, OF_QP, OF_SRQ };
+
+static enum subject subject_of(enum ibv_event_type type)
+{
+    switch (type) {
+    case IBV_EVENT_CQ_ERR:
+        return OF_CQ;
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_COMM_EST:
+    case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
+        return OF_QP;
+    case IBV_EVENT_SRQ_ERR:
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+        return OF_SRQ;
+    default:
+        return OF_PORT;
+    }
+}
+
+static void fill(struct ibv_async_event *event, const struct soft_event_source *source, enum ibv_event_type type)
+{
+    memset(event, 0, sizeof(*event));
+    event->event_type = type;
+    switch (subject_of(type)) {
+    case OF_CQ:
+        event->element.cq = source->element;
+        break;
+    case OF_QP:
+        event->element.qp = source->element;
+        break;
+    case OF_SRQ:
+        event->element.srq = source->element;
+        break;
+    case OF_PORT:
+        event->element.port_num = 1;
+        break;
+    }
+}
+
+int soft_get_async_event(struct ibv_context *ibv_context, struct ibv_async_event *event)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    for (;;) {
+        struct pollfd readable = {.fd = ibv_context->async_fd, .events = POLLIN};
+        const struct soft_event_source *source;
+        enum ibv_event_type type;
+
+        if (soft_stale(context)) {
+            errno = ENODEV;
+            return -1;
+        }
+        soft_mutex_take(&context->events.lock);
+        source = take(context, &type);
+        if (source) /* from here on its destruction waits for the acknowledgement */
+            fill(event, source, type);
+        soft_mutex_give(&context->events.lock);
+        if (source)
+            return 0;
+        if (fcntl(ibv_context->async_fd, F_GETFL) & O_NONBLOCK) {
+            errno = EAGAIN;
+            return -1;
+        }
+        if (poll(&readable, 1, -1) < 0)
+            return -1;
+    }
+}
+
+/* The object may be gone as soon as the mutex is given back. */
+static void acknowledge(const struct ibv_context *context, pthread_mutex_t *mutex, pthread_cond_t *cond,
+                        uint32_t *completed)
+{
+    if (soft_stale(to_soft_context(context))) /* the mutex may have been held at the moment of the fork */
+        return;
+    pthread_mutex_lock(mutex);
+    ++*completed;
+    pthread_cond_signal(cond);
+    pthread_mutex_unlock(mutex);
+}
+
+void soft_ack_async_event(struct ibv_async_event *event)
+{
+    struct ibv_cq *cq = event->element.cq;
+    struct ibv_qp *qp = event->element.qp;
+    struct ibv_srq *srq = event->element.srq;
+
+    switch (subject_of(event->event_type)) {
+    case OF_CQ:
+        acknowledge(cq->context, &cq->mutex, &cq->cond, &cq->async_events_completed);
+        break;
+    case OF_QP:
+        acknowledge(qp->context, &qp->mutex, &qp->cond, &qp->events_completed);
+        break;
+    case OF_SRQ:
+        acknowledge(srq->context, &srq->mutex, &srq->cond, &srq->events_completed);
+        break;
+    case OF_PORT: /* nobody waits: a context can go with events that were not acknowledged */
+        break;
+    }
+}
+
+void soft_events_finish(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
+                        pthread_cond_t *cond, const uint32_t *completed)
+{
+    uint32_t taken;
+
+    soft_mutex_take(&context->events.lock);
+    if (source->waiting) {
+        unlink_source(&context->events, source);
+        source->waiting = 0;
+        if (!context->events.first)
+            set_readable(context, false);
+    }
+    taken = source->taken;
+    soft_mutex_give(&context->events.lock);
+    pthread_mutex_lock(mutex);
+    while (*completed != taken)
+        pthread_cond_wait(cond, mutex);
+    pthread_mutex_unlock(mutex);
+}

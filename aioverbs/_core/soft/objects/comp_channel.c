@@ -1,0 +1,226 @@
+/* Completion channels: a file descriptor that is readable exactly while a completion event waits. */
+#define _GNU_SOURCE
+#include "soft/soft.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+static int make_descriptors(struct soft_channel *channel)
+{
+    struct epoll_event event = {.events = EPOLLIN};
+    int error;
+
+    channel->channel.fd = epoll_create1(EPOLL_CLOEXEC);
+    if (channel->channel.fd < 0)
+        return errno;
+    channel->event_fd = eventfd(0, EFD_CLOEXEC);
+    if (channel->event_fd >= 0) {
+        if (!epoll_ctl(channel->channel.fd, EPOLL_CTL_ADD, channel->event_fd, &event))
+            return 0;
+        error = errno;
+        close(channel->event_fd);
+    } else {
+        error = errno;
+    }
+    close(channel->channel.fd);
+    return error;
+}
+
+static void close_descriptors(const struct soft_channel *channel)
+{
+    close(channel->event_fd);
+    close(channel->channel.fd);
+}
+
+struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *ibv_context)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_channel *channel;
+    int error;
+
+    if (soft_stale(context)) {
+        errno = ENODEV;
+        return NULL;
+    }
+    channel = calloc(1, sizeof(*channel));
+    if (!channel) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    channel->channel.context = ibv_context;
+    error = make_descriptors(channel);
+    if (!error) {
+        error = soft_mutex_init(&channel->lock, SOFT_RANK_CHANNEL);
+        if (error)
+            close_descriptors(channel);
+    }
+    if (error) {
+        free(channel);
+        errno = error;
+        return NULL;
+    }
+    atomic_fetch_add(&context->channels, 1);
+    return &channel->channel;
+}
+
+int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
+{
+    struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
+    struct soft_context *context = to_soft_context(ibv_channel->context);
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (atomic_load(&channel->references))
+        return EBUSY;
+    soft_fabric_resign(context->device, channel);
+    close_descriptors(channel);
+    soft_mutex_destroy(&channel->lock);
+    atomic_fetch_sub(&context->channels, 1);
+    free(channel);
+    return 0;
+}
+
+/* Under the lock, when the list became empty or stopped being so. The counter is 0 or 1, so neither call waits,
+ * whatever the user made of the descriptor's flags; a failure would mean that somebody closed it. */
+static void set_readable(struct soft_channel *channel, bool readable)
+{
+    eventfd_t value;
+
+    assert_held(&channel->lock);
+    if (readable)
+        (void)eventfd_write(channel->event_fd, 1);
+    else
+        (void)eventfd_read(channel->event_fd, &value);
+}
+
+static void append(struct soft_channel *channel, struct soft_cq *cq)
+{
+    assert_held(&channel->lock);
+    cq->next_event = NULL;
+    if (channel->last)
+        channel->last->next_event = cq;
+    else
+        channel->first = cq;
+    channel->last = cq;
+}
+
+static struct soft_cq *pop(struct soft_channel *channel)
+{
+    struct soft_cq *cq = channel->first;
+
+    assert_held(&channel->lock);
+    if (cq) {
+        channel->first = cq->next_event;
+        if (!channel->first)
+            channel->last = NULL;
+    }
+    return cq;
+}
+
+void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
+{
+    soft_mutex_take(&channel->lock);
+    if (cq->events_waiting++ == 0) {
+        bool was_empty = !channel->first;
+
+        append(channel, cq);
+        if (was_empty)
+            set_readable(channel, true);
+    }
+    soft_mutex_give(&channel->lock);
+}
+
+/* Drops the events of a queue that goes away; returns how many of its events were ever taken. */
+uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
+{
+    struct soft_cq **link, *last = NULL;
+    uint32_t taken;
+
+    soft_mutex_take(&channel->lock);
+    if (cq->events_waiting) {
+        for (link = &channel->first; *link != cq; link = &(*link)->next_event)
+            last = *link;
+        *link = cq->next_event;
+        if (channel->last == cq)
+            channel->last = last;
+        cq->events_waiting = 0;
+        if (!channel->first)
+            set_readable(channel, false);
+    }
+    taken = cq->events_taken;
+    soft_mutex_give(&channel->lock);
+    return taken;
+}
+
+/* The next event that waits; NULL: none does. */
+static struct soft_cq *take(struct soft_channel *channel)
+{
+    struct soft_cq *cq;
+
+    soft_mutex_take(&channel->lock);
+    cq = pop(channel);
+    if (cq) {
+        cq->events_taken++;
+        if (--cq->events_waiting)
+            append(channel, cq);
+        if (!channel->first)
+            set_readable(channel, false);
+    }
+    soft_mutex_give(&channel->lock);
+    return cq;
+}
+
+/* Of a channel that leads, and has none: a peer sent something, which may bring one. */
+static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
+{
+    bool something = soft_fabric_progress(device, true);
+    struct soft_cq *cq = take(channel);
+
+    if (something && !cq)
+        soft_fabric_resign(device, channel);
+    return cq;
+}
+
+int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_cq, void **cq_context)
+{
+    struct soft_channel *channel = container_of(ibv_channel, struct soft_channel, channel);
+    struct soft_device *device = to_soft_context(ibv_channel->context)->device;
+    struct soft_cq *cq;
+
+    for (;;) {
+        struct pollfd readable = {.fd = ibv_channel->fd, .events = POLLIN};
+
+        if (soft_stale(to_soft_context(ibv_channel->context))) {
+            errno = ENODEV;
+            return -1;
+        }
+        cq = take(channel);
+        if (!cq && soft_fabric_leads(device, channel))
+            cq = take_from_peers(device, channel);
+        if (cq) {
+            *ibv_cq = (struct ibv_cq *)&cq->ex;
+            *cq_context = cq->ex.cq_context;
+            return 0;
+        }
+        if (fcntl(ibv_channel->fd, F_GETFL) & O_NONBLOCK) {
+            errno = EAGAIN;
+            return -1;
+        }
+        if (poll(&readable, 1, -1) < 0)
+            return -1;
+    }
+}
+
+void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count)
+{
+    if (soft_stale(to_soft_context(cq->context))) /* the mutex may have been held at the moment of the fork */
+        return;
+    pthread_mutex_lock(&cq->mutex);
+    cq->comp_events_completed += count;
+    pthread_cond_signal(&cq->cond);
+    pthread_mutex_unlock(&cq->mutex);
+}

@@ -1,0 +1,302 @@
+/* The driver half of completion queues: one thread at a time takes completions out, in the basic way or the extended
+ * one. */
+#include "soft/soft.h"
+
+#include <time.h>
+
+/* ---- The driver half ------------------------------------------------------------------------------------- */
+
+static bool is_empty(const struct soft_cq *cq)
+{
+    return atomic_load_explicit(cq->consumer, memory_order_relaxed) ==
+           atomic_load_explicit(&cq->producer, memory_order_acquire);
+}
+
+static struct soft_cqe *peek(struct soft_cq *cq, uint32_t *consumer)
+{
+    *consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
+    if (is_empty(cq))
+        return NULL;
+    return &cq->ring[*consumer & cq->mask];
+}
+
+/* The entry was copied or is done with: its place, and the work requests' slots that it tells of, are free. */
+static void consume(struct soft_cq *cq, const struct soft_cqe *cqe, uint32_t consumer)
+{
+    if (cqe->srq) {
+        soft_srq_credit(cqe->srq, 1);
+    } else {
+        struct soft_ring *ring = cqe->is_send ? &cqe->qp->sq : &cqe->qp->rq;
+
+        atomic_store_explicit(&ring->reaped, cqe->wqe_index + 1, memory_order_release);
+    }
+    atomic_store_explicit(cq->consumer, consumer + 1, memory_order_release);
+}
+
+int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
+{
+    struct soft_cq *cq = to_soft_cq(ibv_cq);
+    const struct soft_cqe *cqe;
+    uint32_t consumer;
+    int error, n;
+
+    if (soft_stale(to_soft_context(ibv_cq->context)))
+        return -ENODEV;
+    error = soft_half_enter(&cq->half, "poll_cq");
+    if (error)
+        return -error;
+    if (is_empty(cq)) /* perhaps a remote peer has answered */
+        soft_fabric_progress(to_soft_context(ibv_cq->context)->device, false);
+    for (n = 0; n < count && (cqe = peek(cq, &consumer)); n++) {
+        wc[n] = (struct ibv_wc){
+            .wr_id = cqe->wr_id,
+            .status = cqe->status,
+            .opcode = cqe->opcode,
+            .vendor_err = cqe->vendor_err,
+            .byte_len = cqe->byte_len,
+            .imm_data = cqe->imm_data,
+            .qp_num = cqe->qp_num,
+            .src_qp = cqe->src_qp,
+            .wc_flags = cqe->wc_flags,
+        };
+        consume(cq, cqe, consumer);
+    }
+    /* An overrun queue lost completions for good: say so once what it still has was handed out. */
+    if (!n && count > 0 && atomic_load_explicit(&cq->overrun, memory_order_relaxed))
+        n = -EIO;
+    soft_half_leave(&cq->half);
+    return n;
+}
+
+void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct soft_srq *srq)
+{
+    uint32_t consumer, producer, from, to;
+
+    /* First: what is held goes to the ring when it is released, in whichever thread that happens. */
+    soft_fault_purge(to_soft_context(cq->ex.context), cq, qp, srq);
+    soft_lock_take(&cq->lock); /* no entry comes meanwhile; the caller keeps pollers out */
+    consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
+    producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
+    /* What stays moves up against the producer, so that only the consumer's counter changes. */
+    for (from = to = producer; from != consumer; from--) {
+        const struct soft_cqe *cqe = &cq->ring[(from - 1) & cq->mask];
+
+        if ((!qp || cqe->qp != qp) && (!srq || cqe->srq != srq))
+            cq->ring[--to & cq->mask] = *cqe;
+        else if (cqe->srq)
+            soft_srq_credit(cqe->srq, 1);
+    }
+    atomic_store_explicit(cq->consumer, to, memory_order_release);
+    soft_lock_give(&cq->lock);
+}
+
+/* ---- Extended polling ------------------------------------------------------------------------------------ */
+
+static struct soft_cq *from_ex(struct ibv_cq_ex *ex)
+{
+    return container_of(ex, struct soft_cq, ex);
+}
+
+static int show(struct soft_cq *cq)
+{
+    uint32_t consumer;
+
+    cq->current = peek(cq, &consumer);
+    if (!cq->current)
+        return atomic_load_explicit(&cq->overrun, memory_order_relaxed) ? EIO : ENOENT;
+    cq->ex.wr_id = cq->current->wr_id;
+    cq->ex.status = cq->current->status;
+    return 0;
+}
+
+/* The current entry stays in the ring, where its fields are read, until the next one is asked for. */
+static void step(struct soft_cq *cq)
+{
+    if (cq->current)
+        consume(cq, cq->current, atomic_load_explicit(cq->consumer, memory_order_relaxed));
+    cq->current = NULL;
+}
+
+static uint64_t wallclock_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* What to add to CLOCK_MONOTONIC for CLOCK_REALTIME; wraps around where that is less. A thread may lose its processor
+ * between the clocks: of a few attempts the closest one counts. */
+static uint64_t clocks_apart(void)
+{
+    uint64_t apart = 0, closest = UINT64_MAX;
+    int attempts;
+
+    for (attempts = 0; attempts < 4 && closest > 1000; attempts++) {
+        uint64_t before = soft_now_ns(), wallclock = wallclock_ns(), took = soft_now_ns() - before;
+
+        if (took < closest) {
+            closest = took;
+            apart = wallclock - (before + took / 2);
+        }
+    }
+    return apart;
+}
+
+static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
+{
+    struct soft_cq *cq = from_ex(ex);
+    int error;
+
+    if (soft_stale(to_soft_context(ex->context)))
+        return ENODEV;
+    if (attr && attr->comp_mask)
+        return EINVAL;
+    error = soft_refusal(to_soft_context(ex->context), SOFT_VERB_start_poll);
+    if (error)
+        return error;
+    error = soft_half_enter(&cq->half, "start_poll");
+    if (error)
+        return error;
+    if (is_empty(cq))
+        soft_fabric_progress(to_soft_context(ex->context)->device, false);
+    error = show(cq);
+    if (error)
+        soft_half_leave(&cq->half);
+    else if (ex->read_completion_wallclock_ns)
+        cq->to_wallclock = clocks_apart();
+    return error;
+}
+
+/* 0 where the calling thread is in the session that start_poll opened. Only an unlocked queue can tell; on a locked
+ * one the session is its mutex. */
+static int in_session(struct soft_cq *cq, const char *verb)
+{
+    struct soft_exclusive *exclusive = cq->half.exclusive;
+    uint32_t owner;
+
+    if (!exclusive)
+        return 0;
+    owner = atomic_load_explicit(&exclusive->owner, memory_order_relaxed);
+    if (owner == soft_thread() && cq->half.inside)
+        return 0;
+    return soft_half_refuse(&cq->half, verb, owner);
+}
+
+/* A child of a fork must not consume what may be shared memory with its parent. */
+static int next_poll(struct ibv_cq_ex *ex)
+{
+    struct soft_cq *cq = from_ex(ex);
+    int error;
+
+    if (soft_stale(to_soft_context(ex->context)))
+        return ENODEV;
+    error = in_session(cq, "next_poll");
+    if (error)
+        return error;
+    step(cq);
+    return show(cq);
+}
+
+static void end_poll(struct ibv_cq_ex *ex)
+{
+    struct soft_cq *cq = from_ex(ex);
+
+    if (soft_stale(to_soft_context(ex->context)) || in_session(cq, "end_poll"))
+        return;
+    step(cq);
+    soft_half_leave(&cq->half);
+}
+
+static enum ibv_wc_opcode read_opcode(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->opcode;
+}
+
+static uint32_t read_vendor_err(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->vendor_err;
+}
+
+static uint32_t read_byte_len(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->byte_len;
+}
+
+static __be32 read_imm_data(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->imm_data;
+}
+
+static uint32_t read_qp_num(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->qp_num;
+}
+
+static uint32_t read_src_qp(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->src_qp;
+}
+
+static unsigned int read_wc_flags(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->wc_flags;
+}
+
+static uint32_t read_slid(struct ibv_cq_ex *ex)
+{
+    (void)ex;
+    return 0; /* Ethernet has no LIDs */
+}
+
+static uint8_t read_sl(struct ibv_cq_ex *ex)
+{
+    (void)ex;
+    return 0;
+}
+
+static uint8_t read_dlid_path_bits(struct ibv_cq_ex *ex)
+{
+    (void)ex;
+    return 0;
+}
+
+static uint64_t read_completion_ts(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->timestamp;
+}
+
+/* All of a session by the same measure of the clocks, so that their order is that of the completions. */
+static uint64_t read_completion_wallclock_ns(struct ibv_cq_ex *ex)
+{
+    return from_ex(ex)->current->timestamp + from_ex(ex)->to_wallclock;
+}
+
+void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags)
+{
+    ex->start_poll = start_poll;
+    ex->next_poll = next_poll;
+    ex->end_poll = end_poll;
+    ex->read_opcode = read_opcode;
+    ex->read_vendor_err = read_vendor_err;
+    ex->read_wc_flags = read_wc_flags;
+    /* The others are there for those who asked at creation, as the verb has it. */
+    if (wc_flags & IBV_WC_EX_WITH_BYTE_LEN)
+        ex->read_byte_len = read_byte_len;
+    if (wc_flags & IBV_WC_EX_WITH_IMM)
+        ex->read_imm_data = read_imm_data;
+    if (wc_flags & IBV_WC_EX_WITH_QP_NUM)
+        ex->read_qp_num = read_qp_num;
+    if (wc_flags & IBV_WC_EX_WITH_SRC_QP)
+        ex->read_src_qp = read_src_qp;
+    if (wc_flags & IBV_WC_EX_WITH_SLID)
+        ex->read_slid = read_slid;
+    if (wc_flags & IBV_WC_EX_WITH_SL)
+        ex->read_sl = read_sl;
+    if (wc_flags & IBV_WC_EX_WITH_DLID_PATH_BITS)
+        ex->read_dlid_path_bits = read_dlid_path_bits;
+    if (wc_flags & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP)
+        ex->read_completion_ts = read_completion_ts;
+    if (wc_flags & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK)
+        ex->read_completion_wallclock_ns = read_completion_wallclock_ns;
+}

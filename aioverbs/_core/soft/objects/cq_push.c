@@ -1,0 +1,182 @@
+/* The device half of completion queues: completions come from all threads, and the channel hears of those that the
+ * queue is armed for. */
+#include "soft/soft.h"
+
+/* What is to be told once the lock is given back: others may want it meanwhile, and telling may be a system call, if
+ * not one that waits. The caller keeps the queue, by a grace section or as its user. */
+struct news {
+    bool broke;   /* CQ_ERR */
+    bool notify;  /* the channel */
+    uint64_t due; /* the engine is to come then, for soft_cq_expired; or 0 */
+};
+
+static void give_and_tell(struct soft_cq *cq, struct news news)
+{
+    struct soft_context *context = to_soft_context(cq->ex.context);
+
+    soft_lock_give(&cq->lock);
+    if (news.notify)
+        soft_channel_notify(cq->channel, cq);
+    if (news.due)
+        soft_engine_timer(context, &cq->timer, news.due);
+    if (news.broke)
+        soft_raise(context, &cq->events, IBV_EVENT_CQ_ERR);
+}
+
+/* Under the lock, like all up to soft_cq_push. Whether somebody waits for the channel; he waits no longer. */
+static bool disarm(struct soft_cq *cq)
+{
+    bool armed = cq->armed != SOFT_UNARMED;
+
+    assert_held(&cq->lock);
+    cq->armed = SOFT_UNARMED;
+    cq->moderated = 0;
+    return armed;
+}
+
+/* The queue works no more; who sleeps must hear of it, and of each completion that comes nevertheless: poll_cq tells
+ * the rest. */
+static struct news fail(struct soft_cq *cq)
+{
+    bool broke = !atomic_exchange_explicit(&cq->overrun, true, memory_order_relaxed);
+
+    assert_held(&cq->lock);
+    return (struct news){.broke = broke, .notify = disarm(cq)};
+}
+
+static bool moderates(const struct soft_cq *cq)
+{
+    return cq->moderate_count > 1 && cq->moderate_period_us;
+}
+
+/* Whether the queue notifies now of completions that it is armed for and has counted; or else when. */
+static struct news consider(struct soft_cq *cq)
+{
+    uint64_t due = cq->moderated_since + 1000ull * cq->moderate_period_us;
+
+    assert_held(&cq->lock);
+    if (!cq->moderated)
+        return (struct news){0};
+    if (!moderates(cq) || cq->moderated >= cq->moderate_count || due <= soft_now_ns())
+        return (struct news){.notify = disarm(cq)};
+    return (struct news){.due = due};
+}
+
+/* One more completion came that the queue is armed for. */
+static struct news count_one(struct soft_cq *cq)
+{
+    assert_held(&cq->lock);
+    if (!moderates(cq) || ++cq->moderated >= cq->moderate_count)
+        return (struct news){.notify = disarm(cq)};
+    if (cq->moderated > 1)
+        return (struct news){0}; /* the engine knows already when to come */
+    cq->moderated_since = soft_now_ns();
+    return consider(cq);
+}
+
+static bool is_armed_for(const struct soft_cq *cq, const struct soft_cqe *cqe)
+{
+    assert_held(&cq->lock);
+    return cq->armed == SOFT_ARMED_ANY ||
+           (cq->armed == SOFT_ARMED_SOLICITED && (cqe->solicited || cqe->status != IBV_WC_SUCCESS));
+}
+
+bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe)
+{
+    struct soft_cqe *entry;
+    uint32_t producer;
+
+    soft_lock_take(&cq->lock);
+    producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
+    if (atomic_load_explicit(&cq->overrun, memory_order_relaxed) ||
+        producer - atomic_load_explicit(cq->consumer, memory_order_acquire) > cq->mask) {
+        give_and_tell(cq, fail(cq));
+        return false;
+    }
+    entry = &cq->ring[producer & cq->mask];
+    *entry = *cqe;
+    if (cq->timestamps) /* under the lock, so that they never go back from one entry to the next */
+        entry->timestamp = soft_now_ns();
+    atomic_store_explicit(&cq->producer, producer + 1, memory_order_release);
+    if (is_armed_for(cq, cqe))
+        give_and_tell(cq, count_one(cq));
+    else
+        soft_lock_give(&cq->lock);
+    return true;
+}
+
+void soft_cq_break(struct soft_cq *cq)
+{
+    soft_lock_take(&cq->lock);
+    give_and_tell(cq, fail(cq));
+}
+
+int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
+{
+    struct soft_cq *cq = to_soft_cq(ibv_cq);
+
+    if (soft_stale(to_soft_context(ibv_cq->context)))
+        return ENODEV;
+    if (!cq->channel)
+        return EINVAL;
+    /* As the architecture has it: the next completion that is added raises the event, not one that waits
+	 * already. A request for any completion outdoes one for solicited ones. What moderation still owes to an
+	 * earlier request, on which another thread may sleep, goes on being counted and timed. */
+    soft_lock_take(&cq->lock);
+    if (cq->armed != SOFT_ARMED_ANY)
+        cq->armed = solicited_only ? SOFT_ARMED_SOLICITED : SOFT_ARMED_ANY;
+    soft_lock_give(&cq->lock);
+    soft_fabric_rest(to_soft_context(ibv_cq->context)->device, cq->channel); /* who arms it polls no more */
+    return 0;
+}
+
+/* ---- Moderation ------------------------------------------------------------------------------------------ */
+
+/* The engine comes for the period's end, in inline mode, too. */
+static int get_timer(struct soft_cq *cq)
+{
+    struct soft_context *context = to_soft_context(cq->ex.context);
+    int error = soft_engine_reserve(context);
+
+    if (error)
+        return error;
+    error = soft_engine_start(context);
+    if (error)
+        soft_engine_unreserve(context);
+    else
+        cq->timed = true;
+    return error;
+}
+
+int soft_modify_cq(struct ibv_cq *ibv_cq, struct ibv_modify_cq_attr *attr)
+{
+    struct soft_cq *cq = to_soft_cq(ibv_cq);
+    int error;
+
+    if (soft_stale(to_soft_context(ibv_cq->context)))
+        return ENODEV;
+    if (attr->attr_mask != IBV_CQ_ATTR_MODERATE)
+        return EINVAL;
+    error = soft_half_enter(&cq->half, "modify_cq");
+    if (error)
+        return error;
+    /* A queue without a channel has nothing to moderate. */
+    if (cq->channel && !cq->timed && attr->moderate.cq_count > 1 && attr->moderate.cq_period)
+        error = get_timer(cq);
+    if (!error) {
+        soft_lock_take(&cq->lock);
+        cq->moderate_count = attr->moderate.cq_count;
+        cq->moderate_period_us = attr->moderate.cq_period;
+        give_and_tell(cq, consider(cq));
+    }
+    soft_half_leave(&cq->half);
+    return error;
+}
+
+void soft_cq_expired(struct soft_cq *cq)
+{
+    /* Of several times the engine keeps the earliest, and the queue may have notified and begun a new count since:
+	 * so this may be too early, or for nothing. */
+    soft_lock_take(&cq->lock);
+    give_and_tell(cq, consider(cq));
+}

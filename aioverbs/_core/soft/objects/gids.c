@@ -1,0 +1,184 @@
+/* What a device is found by: its GIDs, and the address in its name. */
+#define _GNU_SOURCE
+#include "soft/soft.h"
+
+#include <arpa/inet.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "soft/base/address.h"
+#include "soft/base/fork_fds.h"
+
+/* ---- Addresses ------------------------------------------------------------------------------------------- */
+
+static bool is_zero(const uint8_t *bytes, size_t count)
+{
+    while (count && !*bytes) {
+        bytes++;
+        count--;
+    }
+    return !count;
+}
+
+/* A GID tells one interface from another by nothing but its address: link-local ones are on each of them. IPv6
+ * addresses that contain one of IPv4 are that one's GID. */
+bool soft_address_is_usable(const struct soft_address *address)
+{
+    const uint8_t *bytes = address->bytes;
+
+    if (!address->port)
+        return false;
+    switch (address->family) {
+    case AF_INET:
+        return bytes[0] && bytes[0] < 224 && !(bytes[0] == 169 && bytes[1] == 254);
+    case AF_INET6:
+        if (is_zero(bytes, 8) && bytes[10] == 0xff && bytes[11] == 0xff)
+            return false;
+        if (is_zero(bytes, 12))
+            return is_zero(bytes, 15) && bytes[15] == 1;
+        return bytes[0] != 0xff && !(bytes[0] == 0xfe && (bytes[1] & 0xc0) == 0x80);
+    default:
+        return false;
+    }
+}
+
+bool soft_address_is_same(const struct soft_address *one, const struct soft_address *other)
+{
+    size_t size = one->family == AF_INET ? 4 : 16;
+
+    if (one->family != other->family || !one->family)
+        return one->family == other->family;
+    return one->port == other->port && !memcmp(one->bytes, other->bytes, size);
+}
+
+void soft_device_name(const struct soft_address *address, char *name, size_t size)
+{
+    char text[INET6_ADDRSTRLEN] = "";
+
+    if (!address->family) {
+        snprintf(name, size, "soft0");
+        return;
+    }
+    inet_ntop(address->family, address->bytes, text, sizeof(text));
+    snprintf(name, size, address->family == AF_INET ? "soft0@%s:%u" : "soft0@[%s]:%u", text,
+             (unsigned int)address->port);
+}
+
+/* ---- GIDs ------------------------------------------------------------------------------------------------ */
+
+static void map_ipv4(union ibv_gid *gid, const uint8_t bytes[4])
+{
+    gid->raw[10] = gid->raw[11] = 0xff;
+    memcpy(gid->raw + 12, bytes, 4);
+}
+
+static void from_address(union ibv_gid *gid, const struct soft_address *address)
+{
+    if (address->family == AF_INET6) {
+        memcpy(gid->raw, address->bytes, sizeof(gid->raw));
+        return;
+    }
+    map_ipv4(gid, address->bytes);
+    /* Without a port those of the loopback network are of devices that have no address. */
+    if (address->port != SOFT_PORT || address->bytes[0] == 127) {
+        gid->raw[8] = (uint8_t)(address->port >> 8);
+        gid->raw[9] = (uint8_t)address->port;
+    }
+}
+
+static int fill(uint8_t *random, size_t size)
+{
+    ssize_t filled;
+
+    do
+        filled = getrandom(random, size, 0);
+    while (filled < 0 && errno == EINTR);
+    if (filled == (ssize_t)size) /* as much as 256 bytes come in one piece */
+        return 0;
+    return filled < 0 ? errno : EIO;
+}
+
+int soft_gid_reserve(const union ibv_gid *gid)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    int fd, error = 0;
+
+    /* An abstract name: no file that could be left, nobody else's while we live. */
+    memcpy(name.sun_path + 1, "aioverbs-", 9);
+    soft_gid_name(gid, name.sun_path + 10);
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    soft_descriptors_release();
+    if (fd < 0)
+        return -1;
+    if (bind(fd, (struct sockaddr *)&name, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 10 + 32)))
+        error = errno;
+    if (!error)
+        return fd;
+    soft_descriptor_close(fd);
+    errno = error;
+    return -1;
+}
+
+/* Without an address: one of the loopback network, but for 127.0.0.1, which everybody has. With so few bits two of some
+ * thousand devices of a host would have the same one: it is reserved before anybody is told of it. Where that cannot be,
+ * as there are no such sockets here, nobody connects to it either. */
+static int pick(struct soft_device *device)
+{
+    union ibv_gid *gid = &device->gids[1];
+    uint8_t random[3];
+    int attempts, error;
+
+    for (attempts = 0; attempts < 64; attempts++) {
+        error = fill(random, sizeof(random));
+        if (error)
+            return error;
+        map_ipv4(gid, (uint8_t[4]){127, random[0] ? random[0] : 1, random[1], random[2]});
+        device->reserved = soft_gid_reserve(gid);
+        if (device->reserved >= 0 || errno != EADDRINUSE)
+            return 0;
+    }
+    return EADDRINUSE;
+}
+
+/* Index 0 is the link-local address made from the GUID; index 1, as RoCE NICs have it for RoCE v2, one made from the
+ * device's address. A device that has none leads to no other host. */
+int soft_gids_init(struct soft_device *device)
+{
+    uint8_t *own = device->gids[0].raw, random[8];
+    int error = fill(random, sizeof(random));
+
+    if (!error)
+        error = soft_descriptors_watch_forks();
+    if (error)
+        return error;
+    memset(device->gids, 0, sizeof(device->gids));
+    device->reserved = -1;
+    own[0] = 0xfe;
+    own[1] = 0x80;
+    memcpy(own + 8, random, sizeof(random));
+    own[8] = (uint8_t)((own[8] & 0xfc) | 2); /* locally administered, of one device */
+    if (!device->address.family)
+        return pick(device);
+    from_address(&device->gids[1], &device->address);
+    return 0;
+}
+
+bool soft_gid_is_local(const struct soft_device *device, const union ibv_gid *gid)
+{
+    unsigned int i;
+
+    for (i = 0; i < SOFT_GIDS; i++)
+        if (!memcmp(gid->raw, device->gids[i].raw, sizeof(gid->raw)))
+            return true;
+    return false;
+}
+
+bool soft_gid_is_ipv4(const union ibv_gid *gid)
+{
+    return is_zero(gid->raw, 8) && gid->raw[10] == 0xff && gid->raw[11] == 0xff;
+}

@@ -1,0 +1,117 @@
+/* Memory regions: keys, rights and bounds. */
+#define _GNU_SOURCE
+#include "soft/transport/send_queue.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "soft/objects/shared.h"
+
+#define SOFT_ACCESS_KNOWN                                                                                   \
+    (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
+     IBV_ACCESS_MW_BIND | IBV_ACCESS_OPTIONAL_RANGE)
+
+/* Since Linux 5.14; headers may be older. */
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+static uintptr_t page_of(const void *address)
+{
+    return (uintptr_t)address & ~(uintptr_t)(soft_page() - 1);
+}
+
+/* As a NIC's driver pins the pages, this makes sure that they are there and allow what was asked for: an access later
+ * on must not be the program's end. Where the kernel cannot do so, it looks at the mappings only (MS_ASYNC starts no
+ * I/O). Nobody can help who unmaps what is registered. */
+static int populate(const void *address, size_t length, bool writable)
+{
+    static char probe;
+    uintptr_t first = page_of(address);
+    size_t size = (uintptr_t)address + length - first;
+
+    if (!madvise((void *)first, size, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
+        return 0;
+    if (errno == EINVAL && madvise((void *)page_of(&probe), 1, MADV_POPULATE_READ)) /* not this mapping: the kernel */
+        return msync((void *)first, size, MS_ASYNC) ? EFAULT : 0;
+    return errno == EAGAIN ? EAGAIN : EFAULT;
+}
+
+static int check_registration(struct soft_context *context, const void *address, size_t length, int access)
+{
+    if (soft_stale(context))
+        return ENODEV;
+    if ((access & IBV_ACCESS_ON_DEMAND) || (access & IBV_ACCESS_ZERO_BASED))
+        return EOPNOTSUPP;
+    if (access & ~SOFT_ACCESS_KNOWN)
+        return EINVAL;
+    /* The architecture's rule: who may write from afar may write from here. */
+    if ((access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) && !(access & IBV_ACCESS_LOCAL_WRITE))
+        return EINVAL;
+    if (!length || (uintptr_t)address + length < (uintptr_t)address)
+        return EINVAL;
+    return populate(address, length,
+                    access & (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
+}
+
+struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, int access)
+{
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_pd *pd = to_soft_pd(ibv_pd);
+    struct soft_mr *mr = NULL;
+    uint8_t use;
+    int error = check_registration(context, address, length, access);
+
+    if (!error && !(mr = calloc(1, sizeof(*mr))))
+        error = ENOMEM;
+    if (!error)
+        error = soft_key_reserve(pd, &mr->key, &use);
+    if (error) {
+        free(mr);
+        errno = error;
+        return NULL;
+    }
+    mr->pd = pd;
+    mr->access = access;
+    mr->mr.context = ibv_pd->context;
+    mr->mr.pd = ibv_pd;
+    mr->mr.addr = address;
+    mr->mr.length = length;
+    mr->mr.handle = mr->key.number;
+    /* The low byte differs from one use of a number to the next. How long an old key fits no new region is said in
+     * soft/base/id_table.h; where it does fit, its domain, rights and bounds are the new one's. */
+    mr->mr.lkey = mr->mr.rkey = mr->key.number << 8 | use;
+    soft_pd_adopt(pd, &mr->key);
+    atomic_fetch_add(&context->mrs, 1);
+    soft_key_publish(context->device, &mr->key);
+    return &mr->mr;
+}
+
+int soft_dereg_mr(struct ibv_mr *ibv_mr)
+{
+    struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
+    struct soft_context *context = to_soft_context(ibv_mr->context);
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (atomic_load(&mr->windows)) /* who uses it meanwhile is not to notice */
+        return EBUSY;
+    if (!grace_ready())
+        return ENOMEM;
+    soft_key_withdraw(context->device, &mr->key);
+    grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
+    if (mr->key.file)
+        soft_shared_wait(mr->key.file); /* in no other process either */
+    if (atomic_load(&mr->windows)) {
+        soft_pd_restore(mr->pd, &mr->key);
+        return EBUSY;
+    }
+    soft_licence_recall_key(context->device, mr->key.number);
+    soft_ask_without(context->device, mr);
+    soft_pd_release(mr->pd, &mr->key);
+    soft_key_release(context->device, &mr->key);
+    atomic_fetch_sub(&context->mrs, 1);
+    free(mr);
+    return 0;
+}

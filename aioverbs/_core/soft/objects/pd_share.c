@@ -1,0 +1,225 @@
+/* Protection domains that contexts of the device share: one domain, an instance of it for each who asked. */
+#define _GNU_SOURCE
+#include "soft/soft.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#include "soft/objects/shared.h"
+
+/* Under device->lock. */
+static struct soft_domain *find(const struct soft_device *device, uint32_t share)
+{
+    struct soft_domain *domain = device->shared;
+
+    assert_held(&device->lock);
+    while (domain && domain->share != share)
+        domain = domain->next;
+    return domain;
+}
+
+/* Under device->lock. It comes again when all others were given: an old one meets nothing rather than a stranger. */
+static uint32_t next_share(struct soft_device *device)
+{
+    do
+        device->next_share++;
+    while (!device->next_share || find(device, device->next_share));
+    return device->next_share;
+}
+
+int soft_alloc_shpd(struct ibv_pd *ibv_pd, uint64_t share_key, uint32_t *share)
+{
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_device *device = context->device;
+    struct soft_domain *domain = to_soft_pd(ibv_pd)->domain;
+    int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_alloc_shpd);
+
+    if (error)
+        return error;
+    soft_mutex_take(&device->lock);
+    if (domain->share) {
+        error = EEXIST;
+    } else {
+        *share = domain->share = next_share(device);
+        domain->share_key = share_key;
+        domain->next = device->shared;
+        device->shared = domain;
+    }
+    soft_mutex_give(&device->lock);
+    return error;
+}
+
+struct ibv_pd *soft_share_pd(struct ibv_context *ibv_context, uint32_t share, uint64_t share_key)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_device *device = context->device;
+    int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_share_pd);
+    struct soft_domain *domain;
+    struct soft_pd *pd = NULL;
+
+    if (!error) {
+        soft_mutex_take(&device->lock);
+        domain = share ? find(device, share) : NULL;
+        if (!domain)
+            error = ENOENT;
+        else if (domain->share_key != share_key)
+            error = EACCES;
+        else if (!(pd = soft_pd_new(context, domain)))
+            error = errno;
+        soft_mutex_give(&device->lock);
+    }
+    if (error) {
+        errno = error;
+        return NULL;
+    }
+    return &pd->pd;
+}
+
+void soft_domain_unlink(struct soft_device *device, struct soft_domain *domain)
+{
+    struct soft_shared *file = atomic_load(&domain->file);
+    struct soft_domain **link = &device->shared;
+
+    while (domain->share && *link != domain)
+        link = &(*link)->next;
+    if (domain->share)
+        *link = domain->next;
+    if (file)
+        soft_shared_part(file);
+}
+
+void soft_domain_free(struct soft_domain *domain)
+{
+    struct soft_shared *file = atomic_load(&domain->file);
+
+    if (file)
+        soft_shared_drop(file);
+    free(domain);
+}
+
+/* ---- Other processes ------------------------------------------------------------------------------------------- */
+
+/* Under device->lock. The domain's file, which is made where it has none yet; NULL and errno. */
+static struct soft_shared *file_of(struct soft_device *device, struct soft_domain *domain)
+{
+    struct soft_shared *file = atomic_load(&domain->file);
+
+    assert_held(&device->lock);
+    if (file)
+        return file;
+    if (!domain->share) {
+        errno = EINVAL;
+        return NULL;
+    }
+    file = soft_shared_make(device);
+    if (file && (errno = soft_shared_join(file, true))) {
+        int error = errno;
+
+        soft_mutex_give(&device->lock);
+        soft_shared_drop(file);
+        soft_mutex_take(&device->lock);
+        errno = error;
+        return NULL;
+    }
+    if (file)
+        atomic_store(&domain->file, file);
+    return file;
+}
+
+static struct soft_shared *file_of_pd(struct ibv_pd *ibv_pd)
+{
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_shared *file;
+
+    if (soft_stale(context)) {
+        errno = ENODEV;
+        return NULL;
+    }
+    soft_mutex_take(&context->device->lock);
+    file = file_of(context->device, to_soft_pd(ibv_pd)->domain);
+    soft_mutex_give(&context->device->lock);
+    return file;
+}
+
+int soft_export_shpd(struct ibv_pd *pd, int *fd)
+{
+    struct soft_shared *file = file_of_pd(pd);
+
+    if (!file)
+        return errno;
+    soft_shared_reap(file);
+    *fd = soft_shared_give(file);
+    return *fd < 0 ? errno : 0;
+}
+
+const struct alloc_area *soft_shared_area(struct ibv_pd *pd)
+{
+    struct soft_shared *file = file_of_pd(pd);
+
+    if (!file)
+        return NULL;
+    soft_shared_hold(file);
+    return &file->area;
+}
+
+/* Under device->lock: the domain of a file that an instance of this process is in. */
+static struct soft_domain *domain_of(const struct soft_device *device, const struct soft_shared *file)
+{
+    struct soft_domain *domain = device->shared;
+
+    assert_held(&device->lock);
+    while (domain && atomic_load(&domain->file) != file)
+        domain = domain->next;
+    return domain;
+}
+
+/* Under device->lock. An instance of a domain that this process has none of, which holds the file then. */
+static struct soft_pd *first_instance(struct soft_context *context, struct soft_shared *file, uint64_t share_key)
+{
+    struct soft_device *device = context->device;
+    struct soft_pd *pd;
+
+    errno = soft_shared_join(file, false);
+    if (errno)
+        return NULL;
+    pd = soft_pd_new(context, NULL);
+    if (!pd) {
+        int error = errno;
+
+        soft_shared_part(file);
+        errno = error;
+        return NULL;
+    }
+    soft_shared_hold(file);
+    pd->domain->share = next_share(device);
+    pd->domain->share_key = share_key;
+    pd->domain->next = device->shared;
+    atomic_store(&pd->domain->file, file);
+    device->shared = pd->domain;
+    return pd;
+}
+
+struct ibv_pd *soft_import_shpd(struct ibv_context *ibv_context, int fd, uint64_t share_key)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    struct soft_device *device = context->device;
+    int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_share_pd);
+    struct soft_shared *file = NULL;
+    struct soft_pd *pd = NULL;
+
+    if (!error && !(file = soft_shared_take(device, fd)))
+        error = errno;
+    if (file) {
+        struct soft_domain *domain;
+
+        soft_mutex_take(&device->lock);
+        domain = domain_of(device, file);
+        pd = domain ? soft_pd_new(context, domain) : first_instance(context, file, share_key);
+        if (!pd)
+            error = errno;
+        soft_mutex_give(&device->lock);
+        soft_shared_drop(file);
+    }
+    errno = error;
+    return pd ? &pd->pd : NULL;
+}

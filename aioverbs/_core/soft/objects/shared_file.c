@@ -1,0 +1,454 @@
+/* The file of a protection domain that processes share: how it is made, who is in it, and what the dead leave. */
+#define _GNU_SOURCE
+#include "soft/objects/shared.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "soft/soft.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/memfd.h"
+
+#define MAGIC "aioshpd1"
+#define MEMBERS 4096 /* the byte that all processes with an instance lock together */
+#define HUGE_PAGE ((size_t)2 << 20)
+#define MOST_BYTES ((uint64_t)1 << 44)
+
+_Static_assert(SOFT_SHARED_SLOTS <= 256 && SOFT_SHARED_SLOTS < MEMBERS, "a bit and a byte for each slot");
+_Static_assert((uint64_t)SOFT_SHARED_SLOTS *SOFT_SHARED_KEYS == (1u << 24) - SOFT_MAX_NUMBER, "all numbers are used");
+
+/* ---- Locks --------------------------------------------------------------------------------------------------- */
+
+static int lock(const struct soft_shared *file, short type, off_t byte)
+{
+    struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
+
+    return fcntl(file->fd, F_OFD_SETLK, &what) ? errno : 0;
+}
+
+static bool others_hold(const struct soft_shared *file, off_t byte)
+{
+    struct flock what = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
+
+    return fcntl(file->fd, F_OFD_GETLK, &what) || what.l_type != F_UNLCK;
+}
+
+bool soft_shared_is_there(const struct soft_shared *file, uint32_t slot)
+{
+    return slot == file->slot || others_hold(file, slot);
+}
+
+/* ---- Slots --------------------------------------------------------------------------------------------------- */
+
+static bool is_marked(const struct soft_shared *file, uint32_t slot)
+{
+    return atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1;
+}
+
+static void mark(struct soft_shared *file, uint32_t slot, bool taken)
+{
+    uint64_t bit = 1ull << slot % 64;
+
+    if (taken)
+        atomic_fetch_or(&file->page->taken[slot / 64], bit);
+    else
+        atomic_fetch_and(&file->page->taken[slot / 64], ~bit);
+}
+
+/* The chunks of a slot whose process is gone. */
+static void free_chunks(struct soft_shared *file, uint32_t slot)
+{
+    const struct alloc_area *area = &file->area;
+    size_t end = atomic_load(&file->page->slots[slot].highest), count = area->bytes / area->chunk_bytes, i, run;
+
+    if (end > count)
+        end = count;
+    for (i = 0; i < end; i += run + 1) {
+        for (run = 0; i + run < end && atomic_load(&area->owners[i + run]) == slot + 1; run++)
+            ;
+        if (run)
+            alloc_area_put(area, i, run);
+    }
+    atomic_store(&file->page->slots[slot].highest, 0);
+}
+
+/* Whoever has the slot's lock, and nothing of his own there, like the next one. Nobody waits for it or finds a key. */
+static void silence(struct soft_shared *file, uint32_t slot)
+{
+    unsigned int i;
+
+    for (i = 0; i < SOFT_SHARED_WORDS; i++)
+        atomic_store(&file->page->words[slot][i].inside, 0);
+    soft_shared_forget_keys(file, slot);
+}
+
+static void clear(struct soft_shared *file, const uint32_t *slots, uint32_t count)
+{
+    uint32_t i;
+
+    for (i = 0; i < count; i++)
+        silence(file, slots[i]);
+    if (count) {
+        grace_wait();
+        soft_shared_wait(file);
+    }
+    for (i = 0; i < count; i++)
+        free_chunks(file, slots[i]);
+}
+
+void soft_shared_reap(struct soft_shared *file)
+{
+    uint32_t slots[SOFT_SHARED_SLOTS], count = 0, slot, i;
+
+    soft_mutex_take(&file->reaping);
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
+        if (slot != file->slot && is_marked(file, slot) && !lock(file, F_WRLCK, slot))
+            slots[count++] = slot;
+    clear(file, slots, count);
+    for (i = 0; i < count; i++) {
+        mark(file, slots[i], false);
+        atomic_store(&file->overdue[slots[i]], false);
+        lock(file, F_UNLCK, slots[i]);
+    }
+    soft_mutex_give(&file->reaping);
+}
+
+/* A slot that nothing is left in, which waits for nobody; or any that is free, if need be. */
+static int take_slot(struct soft_shared *file, bool any)
+{
+    uint32_t slot;
+    int error = EAGAIN;
+
+    for (slot = 0; slot < SOFT_SHARED_SLOTS && error; slot++) {
+        if (!any && is_marked(file, slot))
+            continue;
+        error = lock(file, F_WRLCK, slot);
+        if (error && error != EAGAIN && error != EACCES)
+            return error;
+        if (!error && !any && is_marked(file, slot)) { /* its process died just now */
+            lock(file, F_UNLCK, slot);
+            error = EAGAIN;
+        }
+        if (!error)
+            file->slot = slot;
+    }
+    if (error)
+        return EMFILE;
+    if (is_marked(file, file->slot))
+        clear(file, &file->slot, 1);
+    else
+        silence(file, file->slot);
+    mark(file, file->slot, true);
+    file->area.owner = (uint16_t)(file->slot + 1);
+    file->area.highest = &file->page->slots[file->slot].highest;
+    return 0;
+}
+
+/* ---- Instances ------------------------------------------------------------------------------------------------- */
+
+int soft_shared_join(struct soft_shared *file, bool first)
+{
+    int error = file->member ? 0 : lock(file, F_RDLCK, MEMBERS);
+
+    if (error) /* the last one is just leaving */
+        return error == EAGAIN || error == EACCES ? ENOENT : error;
+    if (!file->member && !first && (atomic_load(&file->page->gone) || !others_hold(file, MEMBERS))) {
+        lock(file, F_UNLCK, MEMBERS);
+        return ENOENT;
+    }
+    file->member = true;
+    return 0;
+}
+
+void soft_shared_part(struct soft_shared *file)
+{
+    /* Of two that leave at once neither may be the last: who comes then finds nobody there. */
+    if (!lock(file, F_WRLCK, MEMBERS))
+        atomic_store(&file->page->gone, 1);
+    lock(file, F_UNLCK, MEMBERS);
+    file->member = false;
+}
+
+/* ---- Mapping --------------------------------------------------------------------------------------------------- */
+
+static size_t up(size_t size, size_t to)
+{
+    return (size + to - 1) & ~(to - 1);
+}
+
+/* Where the memory begins, and the file ends, that has so many bytes of memory. */
+static size_t memory_at(uint64_t bytes)
+{
+    return up(sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * sizeof(uint16_t), HUGE_PAGE);
+}
+
+static bool possible(uint64_t bytes)
+{
+    return bytes && bytes <= MOST_BYTES && bytes % HUGE_PAGE == 0;
+}
+
+/* As much as the machine has, so that it is never what there is too little of. The kernel gives pages for what is
+ * touched. */
+static uint64_t memory_bytes(void)
+{
+    uint64_t bytes = up((size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE), HUGE_PAGE);
+
+    return bytes < MOST_BYTES ? bytes : MOST_BYTES;
+}
+
+static void hold(void *file)
+{
+    soft_shared_hold(file);
+}
+
+static void drop(void *file)
+{
+    soft_shared_drop(file);
+}
+
+static void reap(void *file)
+{
+    soft_shared_reap(file);
+}
+
+/* At a multiple of a huge page, so that the memory is. No child of a fork has it, and no core file: of what was never
+ * touched the kernel would give pages for that. */
+static int map(struct soft_shared *file, uint64_t bytes)
+{
+    size_t size = file->size = memory_at(bytes) + bytes, head;
+    char *room = mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), *at;
+
+    if (room == MAP_FAILED)
+        return errno;
+    head = -(uintptr_t)room & (HUGE_PAGE - 1);
+    at = mmap(room + head, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, file->fd, 0);
+    if (at == MAP_FAILED || madvise(at, size, MADV_DONTFORK)) {
+        int error = errno;
+
+        munmap(room, size + HUGE_PAGE);
+        return error;
+    }
+    if (head)
+        munmap(room, head);
+    munmap(at + size, HUGE_PAGE - head);
+    madvise(at, size, MADV_DONTDUMP);
+    file->page = (void *)at;
+    file->area = (struct alloc_area){
+        .memory = at + memory_at(bytes),
+        .bytes = bytes,
+        .chunk_bytes = SOFT_SHARED_CHUNK,
+        .owners = (void *)(at + sizeof(struct soft_shared_page)),
+        .late = &file->late,
+        .handle = file,
+        .hold = hold,
+        .drop = drop,
+        .reap = reap,
+    };
+    return 0;
+}
+
+/* ---- Life -------------------------------------------------------------------------------------------------------- */
+
+static void end(struct soft_shared *file)
+{
+    if (file->slot < SOFT_SHARED_SLOTS)
+        mark(file, file->slot, false); /* nothing of this process is in it any more */
+    if (file->page)
+        munmap(file->page, file->size);
+    soft_descriptor_close(file->fd);
+    soft_table_destroy(&file->keys);
+    soft_mutex_destroy(&file->reaping);
+    free(file);
+}
+
+static struct soft_shared *begin(struct soft_device *device)
+{
+    struct soft_shared *file = calloc(1, sizeof(*file));
+
+    if (!file || soft_table_init(&file->keys, 0, SOFT_SHARED_KEYS)) {
+        free(file);
+        errno = ENOMEM;
+        return NULL;
+    }
+    soft_mutex_init(&file->reaping, SOFT_RANK_REAPING);
+    file->device = device;
+    file->generation = soft_generation;
+    file->fd = -1;
+    file->slot = SOFT_SHARED_SLOTS; /* none */
+    soft_lock_init(&file->waiting, SOFT_RANK_WAITED);
+    atomic_init(&file->references, 1);
+    return file;
+}
+
+/* Which file it is, so that it is found again. */
+static int identify(struct soft_shared *file)
+{
+    struct stat found;
+
+    if (fstat(file->fd, &found))
+        return errno;
+    file->dev = found.st_dev;
+    file->ino = found.st_ino;
+    return 0;
+}
+
+/* It has a slot, unless there was an error. */
+static struct soft_shared *finish(struct soft_shared *file, int error)
+{
+    assert_held(&file->device->lock);
+    if (error) {
+        end(file);
+        errno = error;
+        return NULL;
+    }
+    file->next = file->device->files;
+    file->device->files = file;
+    return file;
+}
+
+struct soft_shared *soft_shared_make(struct soft_device *device)
+{
+    struct soft_shared *file = begin(device);
+    uint64_t bytes = memory_bytes();
+    int error;
+
+    if (!file)
+        return NULL;
+    file->fd = soft_sealed_make("aioverbs-domain", (off_t)(memory_at(bytes) + bytes), F_SEAL_SEAL);
+    error = file->fd < 0 ? errno : map(file, bytes);
+    if (!error) {
+        memcpy(file->page->head.magic, MAGIC, sizeof(file->page->head.magic));
+        file->page->head.bytes = bytes;
+        error = identify(file);
+    }
+    if (!error)
+        error = take_slot(file, false);
+    return finish(file, error);
+}
+
+/* It is what soft_shared_make made, as far as it can be told: that it is never cut short is what counts. */
+static int check(const struct soft_shared *file, uint64_t *bytes)
+{
+    struct soft_shared_head head;
+    off_t size = soft_sealed_bytes(file->fd);
+
+    if (size < 0 || pread(file->fd, &head, sizeof(head), 0) != (ssize_t)sizeof(head) ||
+        memcmp(head.magic, MAGIC, sizeof(head.magic)) || !possible(head.bytes) ||
+        (uint64_t)size != memory_at(head.bytes) + head.bytes)
+        return EPROTO;
+    *bytes = head.bytes;
+    return 0;
+}
+
+/* It is the caller's to drop, or NULL. */
+static struct soft_shared *find(struct soft_device *device, int fd)
+{
+    struct soft_shared *file;
+    struct stat found;
+
+    assert_held(&device->lock);
+    if (fstat(fd, &found))
+        return NULL;
+    for (file = device->files; file; file = file->next)
+        if (file->dev == found.st_dev && file->ino == found.st_ino)
+            break;
+    if (file)
+        soft_shared_hold(file);
+    return file;
+}
+
+/* A description of its own, as locks belong to that; who gave the descriptor has the other one, too. */
+static int open_again(int fd)
+{
+    char path[64];
+
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+static int join(struct soft_shared *file, int fd)
+{
+    uint64_t bytes = 0;
+    int error = 0;
+
+    soft_descriptors_hold();
+    file->fd = soft_descriptor_own(open_again(fd));
+    if (file->fd < 0)
+        error = errno;
+    soft_descriptors_release();
+    if (!error)
+        error = check(file, &bytes);
+    if (!error)
+        error = identify(file);
+    if (!error)
+        error = map(file, bytes);
+    if (error)
+        return error;
+    error = take_slot(file, false);
+    return error == EMFILE ? take_slot(file, true) : error;
+}
+
+/* What others left, and they themselves, may have to be waited for, so it is made ready before device->lock is taken.
+ * */
+struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
+{
+    struct soft_shared *file, *found;
+    int error;
+
+    soft_mutex_take(&device->lock);
+    found = find(device, fd);
+    soft_mutex_give(&device->lock);
+    if (found)
+        return found;
+    file = begin(device);
+    if (!file)
+        return NULL;
+    error = join(file, fd);
+    soft_mutex_take(&device->lock);
+    found = find(device, fd); /* another thread was faster, and may have had the last slot */
+    if (found)
+        end(file);
+    else
+        file = finish(file, error);
+    soft_mutex_give(&device->lock);
+    if (found)
+        return found;
+    if (file)
+        soft_shared_reap(file);
+    return file;
+}
+
+int soft_shared_give(const struct soft_shared *file)
+{
+    return open_again(file->fd);
+}
+
+void soft_shared_hold(struct soft_shared *file)
+{
+    atomic_fetch_add(&file->references, 1);
+}
+
+void soft_shared_drop(struct soft_shared *file)
+{
+    struct soft_shared **link;
+    bool last;
+
+    if (file->generation != soft_generation) /* in a child, which has none of it but this */
+        return;
+    soft_mutex_take(&file->device->lock);
+    last = atomic_fetch_sub(&file->references, 1) == 1;
+    if (last) {
+        for (link = &file->device->files; *link != file; link = &(*link)->next)
+            ;
+        *link = file->next;
+    }
+    soft_mutex_give(&file->device->lock);
+    if (last)
+        end(file);
+}

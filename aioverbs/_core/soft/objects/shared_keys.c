@@ -1,0 +1,423 @@
+/* The keys of a protection domain that processes share: what a process tells others of its regions, and how it reaches
+ * theirs. */
+#define _GNU_SOURCE
+#include "soft/objects/shared.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "soft/soft.h"
+
+/* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
+#define BELIEVED_NS 10000000u
+
+/* As for leases: processes that were stopped between two instructions have the one time, in all. From then on each of
+ * them has no more than the other one, which is long enough for what is just being done. */
+#define STUCK_NS 2000000000u
+#define OVERDUE_NS 1000000u
+
+/* ---- Where a key is ------------------------------------------------------------------------------------------ */
+
+struct place {
+    uint32_t slot, key;
+};
+
+/* False: it is a number of the device's own. */
+static bool place_of(uint32_t key, struct place *place)
+{
+    uint32_t number = key >> 8;
+
+    if (number < SOFT_MAX_NUMBER)
+        return false;
+    place->slot = (number - SOFT_MAX_NUMBER) / SOFT_SHARED_KEYS;
+    place->key = (number - SOFT_MAX_NUMBER) % SOFT_SHARED_KEYS;
+    return true;
+}
+
+static struct soft_shared *file_of(const struct soft_pd *pd)
+{
+    return atomic_load_explicit(&pd->domain->file, memory_order_acquire);
+}
+
+static struct soft_shared_key *mine(struct soft_shared *file, uint32_t place)
+{
+    return &file->page->keys[file->slot][place];
+}
+
+int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use)
+{
+    struct soft_shared *file = file_of(pd);
+    uint64_t serial;
+    uint32_t place;
+    int error;
+
+    if (!file)
+        return soft_table_reserve(&to_soft_context(pd->pd.context)->device->keys, &key->number, use);
+    error = soft_table_reserve(&file->keys, &place, NULL);
+    if (error)
+        return error;
+    /* It goes on where the process stopped that had the slot before, so that no key of that one fits. */
+    serial = (atomic_load(&mine(file, place)->state) >> 32) + 1;
+    *use = (uint8_t)serial;
+    atomic_store(&mine(file, place)->state, serial << 32 | *use);
+    soft_shared_hold(file);
+    key->file = file;
+    key->number = SOFT_MAX_NUMBER + file->slot * SOFT_SHARED_KEYS + place;
+    return 0;
+}
+
+static struct soft_table *table_of(struct soft_device *device, const struct soft_key *key)
+{
+    return key->file ? &key->file->keys : &device->keys;
+}
+
+static uint32_t number_of(const struct soft_key *key)
+{
+    return key->file ? (key->number - SOFT_MAX_NUMBER) % SOFT_SHARED_KEYS : key->number;
+}
+
+/* At once, and not when it is given back: a process that dies has used up what it used. */
+void soft_key_use(struct soft_device *device, const struct soft_key *key, uint8_t use)
+{
+    struct soft_shared_key *told;
+    uint32_t serial;
+
+    if (!key->file) {
+        soft_table_use(&device->keys, key->number, use);
+        return;
+    }
+    told = mine(key->file, number_of(key));
+    serial = (uint32_t)(atomic_load(&told->state) >> 32);
+    serial += (uint8_t)(use - serial);
+    atomic_store(&told->state, (uint64_t)serial << 32 | use); /* it is a window's: never live */
+}
+
+void soft_key_publish(struct soft_device *device, struct soft_key *key)
+{
+    soft_table_publish(table_of(device, key), number_of(key), key);
+    if (key->file && !key->is_window)
+        soft_shared_tell(key->file, number_of(key), container_of(key, struct soft_mr, key));
+}
+
+void soft_key_withdraw(struct soft_device *device, struct soft_key *key)
+{
+    soft_table_withdraw(table_of(device, key), number_of(key));
+    if (key->file)
+        soft_shared_recall(key->file, number_of(key));
+}
+
+void soft_key_release(struct soft_device *device, struct soft_key *key)
+{
+    soft_table_release(table_of(device, key), number_of(key));
+    if (key->file)
+        soft_shared_drop(key->file);
+}
+
+struct soft_key *soft_far_find(const struct soft_pd *pd, uint32_t key)
+{
+    struct soft_shared *file = file_of(pd);
+    struct place place;
+
+    if (!file || !place_of(key, &place) || place.slot != file->slot)
+        return NULL;
+    return soft_table_find(&file->keys, place.key);
+}
+
+bool soft_far_find_others(const struct soft_pd *pd, uint32_t key)
+{
+    struct soft_shared *file = file_of(pd);
+    struct place place;
+
+    return file && place_of(key, &place) && place.slot != file->slot;
+}
+
+/* ---- What others are told ------------------------------------------------------------------------------------ */
+
+void soft_shared_tell(struct soft_shared *file, uint32_t place, const struct soft_mr *mr)
+{
+    struct soft_shared_key *key = mine(file, place);
+    const struct alloc_area *area = &file->area;
+    uint64_t offset = (uintptr_t)mr->mr.addr - (uintptr_t)area->memory;
+    atomic_uint *at = &file->page->slots[file->slot].used;
+    unsigned int used = atomic_load(at);
+
+    if (offset >= area->bytes || mr->mr.length > area->bytes - offset)
+        offset = UINT64_MAX;
+    atomic_store(&key->address, (uintptr_t)mr->mr.addr);
+    atomic_store(&key->length, mr->mr.length);
+    atomic_store(&key->offset, offset);
+    atomic_store(&key->access, (uint32_t)mr->access);
+    while (used <= place && !atomic_compare_exchange_weak(at, &used, place + 1))
+        ;
+    atomic_fetch_or(&key->state, SOFT_SHARED_LIVE);
+}
+
+void soft_shared_recall(struct soft_shared *file, uint32_t place)
+{
+    atomic_fetch_and(&mine(file, place)->state, ~(uint64_t)SOFT_SHARED_LIVE);
+}
+
+void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot)
+{
+    uint32_t used = atomic_load(&file->page->slots[slot].used), i;
+
+    for (i = 0; i < used && i < SOFT_SHARED_KEYS; i++)
+        atomic_fetch_and(&file->page->keys[slot][i].state, ~(uint64_t)SOFT_SHARED_LIVE);
+    atomic_store(&file->page->slots[slot].used, 0);
+}
+
+/* ---- What others told ---------------------------------------------------------------------------------------- */
+
+static bool is_there(struct soft_shared *file, uint32_t slot)
+{
+    uint64_t now = soft_now_ns();
+
+    if (now - atomic_load_explicit(&file->seen[slot], memory_order_relaxed) < BELIEVED_NS)
+        return true;
+    if (!soft_shared_is_there(file, slot))
+        return false;
+    atomic_store_explicit(&file->seen[slot], now, memory_order_relaxed);
+    return true;
+}
+
+static atomic_uint *word_of(struct soft_shared *file)
+{
+    return &file->page->words[file->slot][soft_thread() % SOFT_SHARED_WORDS].inside;
+}
+
+/* The section that the thread is in reaches what others registered from here on, to its end. One request is about no
+ * more than three domains: of more files, the one that was longest not reached is left. */
+static void enter(struct soft_shared *file)
+{
+    struct grace_reader *self = grace_self;
+    struct soft_shared *before = file, *at;
+    unsigned int i;
+
+    for (i = 0; i < SOFT_VISITS; i++) {
+        at = self->visits[i];
+        self->visits[i] = before;
+        if (at == file)
+            return;
+        before = at;
+        if (!at)
+            break;
+    }
+    if (i == SOFT_VISITS)
+        atomic_fetch_sub(word_of(before), 1);
+    atomic_fetch_add(word_of(file), 1);
+}
+
+void soft_shared_leave(struct grace_reader *self)
+{
+    unsigned int i;
+
+    for (i = 0; i < SOFT_VISITS && self->visits[i]; i++) {
+        atomic_fetch_sub(word_of(self->visits[i]), 1);
+        self->visits[i] = NULL;
+    }
+}
+
+struct told {
+    uint64_t address, length, offset;
+    uint32_t access;
+};
+
+/* What stands there; false: nothing, by that key. */
+static bool read_key(struct soft_shared *file, const struct place *at, uint32_t key, struct told *told)
+{
+    struct soft_shared_key *entry = &file->page->keys[at->slot][at->key];
+    uint64_t state = atomic_load(&entry->state);
+
+    if (!(state & SOFT_SHARED_LIVE) || (state & 0xff) != (key & 0xff) || !is_there(file, at->slot))
+        return false;
+    told->address = atomic_load(&entry->address);
+    told->length = atomic_load(&entry->length);
+    told->offset = atomic_load(&entry->offset);
+    told->access = atomic_load(&entry->access);
+    return atomic_load(&entry->state) == state;
+}
+
+/* Where that is here, whatever was told: in the memory, or nowhere. */
+static uint8_t *place_here(const struct soft_shared *file, uint64_t offset, uint64_t length)
+{
+    if (offset > file->area.bytes || length > file->area.bytes - offset)
+        return NULL;
+    return (uint8_t *)file->area.memory + offset;
+}
+
+/* Another process' region. Either it is found recalled here, or who recalls it finds the thread's word. */
+static uint8_t *reach(struct soft_shared *file, const struct place *at, uint32_t key, uint64_t address, uint64_t length,
+                      int access)
+{
+    struct told told;
+    uint64_t within;
+
+    enter(file);
+    if (!read_key(file, at, key, &told) || (told.access & (uint32_t)access) != (uint32_t)access)
+        return NULL;
+    within = address - told.address;
+    if (within > told.length || length > told.length - within || !place_here(file, told.offset, told.length))
+        return NULL;
+    return place_here(file, told.offset + within, length);
+}
+
+uint8_t *soft_far_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
+{
+    struct soft_shared *file = file_of(pd);
+    const struct soft_key *found;
+    struct place place;
+
+    if (!file || !place_of(key, &place))
+        return NULL;
+    if (place.slot != file->slot)
+        return reach(file, &place, key, address, length, access);
+    found = soft_table_find(&file->keys, place.key);
+    if (!found || found->is_window)
+        return NULL;
+    return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);
+}
+
+uint8_t *soft_far_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                       uint64_t address, uint64_t length, int access)
+{
+    struct soft_key *found = soft_far_find(pd, key);
+
+    if (found && found->is_window)
+        return soft_mw_open(container_of(found, struct soft_mw, key), remote, qp, pd, key, address, length, access);
+    return soft_far_resolve(pd, key, address, length, access);
+}
+
+/* ---- Regions of others, by name --------------------------------------------------------------------------------- */
+
+struct borrowed {
+    struct ibv_mr mr; /* with the address that its own process knows */
+    struct soft_pd *pd;
+};
+
+/* That of this process has its memory where it was registered; that of others, where the file is mapped. */
+static int look(const struct soft_pd *pd, uint32_t key, struct told *told, void **here)
+{
+    struct soft_key *found = soft_far_find(pd, key);
+    struct soft_shared *file = file_of(pd);
+    struct place place;
+
+    if (found && !found->is_window) {
+        const struct soft_mr *mr = container_of(found, struct soft_mr, key);
+
+        *told = (struct told){(uintptr_t)mr->mr.addr, mr->mr.length, 0, (uint32_t)mr->access};
+        *here = mr->mr.addr;
+        return mr->mr.lkey == key ? 0 : ENOENT;
+    }
+    if (!file || found || !place_of(key, &place) || place.slot == file->slot || !read_key(file, &place, key, told))
+        return ENOENT;
+    *here = place_here(file, told->offset, told->length);
+    return *here ? 0 : EFAULT;
+}
+
+struct ibv_mr *soft_import_mr(struct ibv_pd *ibv_pd, uint32_t key, void **here, int *access)
+{
+    struct soft_context *context = to_soft_context(ibv_pd->context);
+    struct soft_pd *pd = to_soft_pd(ibv_pd);
+    struct borrowed *borrowed = NULL;
+    struct grace_reader *grace;
+    struct told told;
+    int error = soft_stale(context) ? ENODEV : grace_ready() ? 0 : ENOMEM;
+
+    if (!error) {
+        grace = grace_enter();
+        error = look(pd, key, &told, here);
+        grace_leave(grace);
+    }
+    if (!error && !(borrowed = calloc(1, sizeof(*borrowed))))
+        error = ENOMEM;
+    if (error) {
+        errno = error;
+        return NULL;
+    }
+    *access = (int)told.access;
+    borrowed->mr = (struct ibv_mr){
+        .context = ibv_pd->context,
+        .pd = ibv_pd,
+        .addr = (void *)(uintptr_t)told.address,
+        .length = told.length,
+        .lkey = key,
+        .rkey = key,
+    };
+    borrowed->pd = pd;
+    atomic_fetch_add(&pd->references, 1);
+    atomic_fetch_add(&context->mrs, 1);
+    return &borrowed->mr;
+}
+
+int soft_unimport_mr(struct ibv_mr *mr)
+{
+    struct borrowed *borrowed = container_of(mr, struct borrowed, mr);
+    struct soft_context *context = to_soft_context(mr->context);
+
+    if (soft_stale(context))
+        return ENODEV;
+    atomic_fetch_sub(&borrowed->pd->references, 1);
+    atomic_fetch_sub(&context->mrs, 1);
+    free(borrowed);
+    return 0;
+}
+
+/* ---- Waiting for others --------------------------------------------------------------------------------------- */
+
+/* Somebody is still waited for, since `begin`. False: the other processes have had their time, in all. */
+static bool have_time(struct soft_shared *file, uint64_t begin, uint64_t now)
+{
+    bool have;
+
+    soft_lock_take(&file->waiting);
+    have = soft_waited_more(&file->waited, begin, now, STUCK_NS);
+    soft_lock_give(&file->waiting);
+    return have;
+}
+
+/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time: `soon`, and if it was
+ * never overdue, not before the others have had theirs. The word is the other process's to write. */
+static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint *inside, uint64_t begin, uint64_t soon)
+{
+    uint64_t now = soft_now_ns(), patient = now + SOFT_YIELD_NS;
+
+    for (; atomic_load(inside); now = soft_now_ns()) {
+        if (now < patient && now < soon) {
+            sched_yield();
+            continue;
+        }
+        if (!soft_shared_is_there(file, slot)) {
+            atomic_store(&file->overdue[slot], false); /* the next one that has the slot is another process */
+            return true;
+        }
+        if (now >= soon && (atomic_load(&file->overdue[slot]) || !have_time(file, begin, now)))
+            return false;
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+    }
+    return true;
+}
+
+/* All of the slot's words. Who was never overdue has a moment of its own, however long the others took. */
+static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t begin)
+{
+    uint64_t soon = (atomic_load(&file->overdue[slot]) ? begin : soft_now_ns()) + OVERDUE_NS;
+    uint32_t word = 0;
+
+    while (word < SOFT_SHARED_WORDS && wait_for(file, slot, &file->page->words[slot][word].inside, begin, soon))
+        word++;
+    if (word == SOFT_SHARED_WORDS)
+        return;
+    atomic_store(&file->late, true);
+    atomic_store(&file->overdue[slot], true);
+}
+
+void soft_shared_wait(struct soft_shared *file)
+{
+    uint64_t begin = soft_now_ns();
+    uint32_t slot;
+
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
+        if (slot != file->slot && atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1)
+            wait_for_slot(file, slot, begin);
+}

@@ -1,0 +1,293 @@
+/* XRC domains. What all handles of one inode's domain have in common is kept by the device.
+ *
+ * That an inode has a domain, other processes know by locks, on what the directory has for that: soft_directory_locks().
+ * Each device that has the domain holds a read lock on the inode's byte there, by a description of its own; whoever does
+ * not have it yet looks for such a lock, and takes one. The kernel takes locks back when their process ends, however it
+ * ends. The bytes need not be there, and nothing is ever written.
+ *
+ * Looking and taking is one step, as only who holds the flock() does it. Giving up needs no flock: who is just looking
+ * either sees the lock, and then the domain was there and is his, or he does not.
+ *
+ * In the child of a fork the descriptor is closed at once, and the lock stays the parent's. A child on its way to exec()
+ * has the description, too, for a moment. So locks are given back, and not left to close(). */
+#define _GNU_SOURCE
+#include "soft/soft.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "soft/base/fork_fds.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/hmac.h"
+
+/* How long to wait for the flock. Each holds it for a few system calls, and may stand still in there. */
+#define PATIENCE_NS 10000000000ull
+
+struct soft_xrc_inode {
+    dev_t device; /* const, like the next three */
+    ino_t inode;
+    int fd;                       /* keeps the inode from being another file's; -1: there is none */
+    off_t byte;                   /* what the inode's lock is on */
+    int locks;                    /* const once it is listed: has that lock; -1: there is no directory, or no inode */
+    uint32_t handles;             /* under device->xrcd_lock, like the next two */
+    struct soft_xrc_inode **link; /* NULL: not of device->xrcds */
+    struct soft_xrc_inode *next;
+};
+
+static int check_attr(const struct soft_context *context, const struct ibv_xrcd_init_attr *attr)
+{
+    const uint32_t needed = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (attr->comp_mask & ~needed)
+        return EOPNOTSUPP;
+    if (attr->comp_mask != needed || (attr->oflags & ~(O_CREAT | O_EXCL)))
+        return EINVAL;
+    return attr->fd == -1 && !(attr->oflags & O_CREAT) ? EINVAL : 0;
+}
+
+/* Another name for the inode behind `fd`. It is no further open file: neither keeps it a pipe or a lock open that the
+ * user closes, nor does closing it drop the process's record locks, as it would with a duplicate. -1 and errno. */
+static int hold_inode(int fd)
+{
+    int flags = fcntl(fd, F_GETFL), held, error;
+    char path[32];
+
+    if (flags < 0)
+        return -1;
+    if (flags & O_PATH) { /* the kernel takes none for an XRC domain either */
+        errno = EBADF;
+        return -1;
+    }
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    soft_descriptors_hold();
+    held = soft_descriptor_own(open(path, O_PATH | O_CLOEXEC));
+    error = errno;
+    soft_descriptors_release();
+    errno = error;
+    return held;
+}
+
+static void shared_free(struct soft_xrc_inode *shared)
+{
+    if (!shared)
+        return;
+    soft_descriptor_close(shared->locks);
+    soft_descriptor_close(shared->fd);
+    free(shared);
+}
+
+/* The byte that stands for an inode: two inodes have the same one by a chance of 2^-63. */
+static off_t byte_of(dev_t device, ino_t inode)
+{
+    const uint64_t numbers[2] = {device, inode};
+    uint8_t digest[SOFT_DIGEST];
+    struct soft_sha256 sha;
+    uint64_t byte;
+
+    soft_sha256_begin(&sha);
+    soft_sha256_add(&sha, numbers, sizeof(numbers));
+    soft_sha256_end(&sha, digest);
+    memcpy(&byte, digest, sizeof(byte));
+    return (off_t)(byte >> 1);
+}
+
+/* What a new domain would be, in no list yet. NULL and errno. */
+static struct soft_xrc_inode *shared_new(int fd)
+{
+    struct soft_xrc_inode *shared = calloc(1, sizeof(*shared));
+    struct stat status;
+    int error = 0;
+
+    if (!shared) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    shared->fd = shared->locks = -1;
+    if (fd == -1)
+        return shared;
+    shared->fd = hold_inode(fd);
+    if (shared->fd < 0 || fstat(shared->fd, &status))
+        error = errno;
+    if (error) {
+        shared_free(shared);
+        errno = error;
+        return NULL;
+    }
+    shared->device = status.st_dev;
+    shared->inode = status.st_ino;
+    shared->byte = byte_of(shared->device, shared->inode);
+    return shared;
+}
+
+/* ---- Between processes --------------------------------------------------------------------------------------- */
+
+static int lock(const struct soft_xrc_inode *shared, int command, short type, short *found)
+{
+    struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = shared->byte, .l_len = 1};
+    int error = fcntl(shared->locks, command, &what) ? errno : 0;
+
+    *found = what.l_type;
+    return error;
+}
+
+static int decide_begin(const struct soft_xrc_inode *shared)
+{
+    uint64_t end = soft_now_ns() + PATIENCE_NS;
+
+    while (flock(shared->locks, LOCK_EX | LOCK_NB)) {
+        if (errno != EWOULDBLOCK)
+            return errno;
+        if (soft_now_ns() > end)
+            return ETIMEDOUT;
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+    return 0;
+}
+
+/* The rules of the verb, where others have the domain or not. The errors are the kernel's. */
+static int judge(bool exists, int oflags)
+{
+    if (exists)
+        return oflags & O_EXCL ? EINVAL : 0;
+    return oflags & O_CREAT ? 0 : EAGAIN;
+}
+
+/* This device has no domain of the inode yet: from here on it has, if it may. Without a directory that can be used there
+ * are no others for this device; peers do not find it either. */
+static int associate(const struct soft_device *device, struct soft_xrc_inode *shared, int oflags)
+{
+    short found = F_UNLCK;
+    int error;
+
+    shared->locks = soft_directory_locks(soft_fabric_settings(device));
+    if (shared->locks < 0)
+        return errno == EMFILE || errno == ENFILE || errno == ENOMEM ? errno : judge(false, oflags);
+    error = decide_begin(shared);
+    if (error)
+        return error;
+    error = lock(shared, F_OFD_GETLK, F_WRLCK, &found);
+    if (!error)
+        error = judge(found != F_UNLCK, oflags);
+    if (!error)
+        error = lock(shared, F_OFD_SETLK, F_RDLCK, &found);
+    flock(shared->locks, LOCK_UN);
+    return error;
+}
+
+static void dissociate(const struct soft_xrc_inode *shared)
+{
+    short found;
+
+    if (shared->locks >= 0)
+        lock(shared, F_OFD_SETLK, F_UNLCK, &found);
+}
+
+/* ---- Within the process -------------------------------------------------------------------------------------- */
+
+static struct soft_xrc_inode *find(const struct soft_device *device, const struct soft_xrc_inode *like)
+{
+    struct soft_xrc_inode *shared = device->xrcds;
+
+    assert_held(&device->xrcd_lock);
+    while (shared && (shared->device != like->device || shared->inode != like->inode))
+        shared = shared->next;
+    return shared;
+}
+
+static void list(struct soft_device *device, struct soft_xrc_inode *shared)
+{
+    assert_held(&device->xrcd_lock);
+    shared->next = device->xrcds;
+    shared->link = &device->xrcds;
+    if (shared->next)
+        shared->next->link = &shared->next;
+    device->xrcds = shared;
+}
+
+/* Takes the domain that is there, or `fresh`. */
+static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int oflags, struct soft_xrc_inode **joined)
+{
+    struct soft_xrc_inode *shared;
+    int error = 0;
+
+    soft_mutex_take(&device->xrcd_lock);
+    shared = fresh->fd < 0 ? NULL : find(device, fresh);
+    if (shared)
+        error = judge(true, oflags);
+    else if (fresh->fd >= 0)
+        error = associate(device, fresh, oflags);
+    if (!error && !shared && fresh->fd >= 0)
+        list(device, fresh);
+    if (!error) {
+        *joined = shared ? shared : fresh;
+        (*joined)->handles++;
+    }
+    soft_mutex_give(&device->xrcd_lock);
+    return error;
+}
+
+/* Whether it was the domain's last handle: then it is the device's no more. */
+static bool leave(struct soft_device *device, struct soft_xrc_inode *shared)
+{
+    bool last;
+
+    soft_mutex_take(&device->xrcd_lock);
+    last = --shared->handles == 0;
+    if (last && shared->link) {
+        dissociate(shared);
+        *shared->link = shared->next;
+        if (shared->next)
+            shared->next->link = shared->link;
+    }
+    soft_mutex_give(&device->xrcd_lock);
+    return last;
+}
+
+struct ibv_xrcd *soft_open_xrcd(struct ibv_context *ibv_context, struct ibv_xrcd_init_attr *attr)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+    int error = check_attr(context, attr);
+    struct soft_xrc_inode *fresh = NULL;
+    struct soft_xrcd *xrcd = NULL;
+
+    if (!error && !(xrcd = calloc(1, sizeof(*xrcd))))
+        error = ENOMEM;
+    if (!error && !(fresh = shared_new(attr->fd)))
+        error = errno;
+    if (!error)
+        error = join(context->device, fresh, attr->oflags, &xrcd->shared);
+    if (error || xrcd->shared != fresh)
+        shared_free(fresh);
+    if (error) {
+        free(xrcd);
+        errno = error;
+        return NULL;
+    }
+    xrcd->xrcd.context = ibv_context;
+    atomic_fetch_add(&context->xrcds, 1);
+    return &xrcd->xrcd;
+}
+
+int soft_close_xrcd(struct ibv_xrcd *ibv_xrcd)
+{
+    struct soft_xrcd *xrcd = to_soft_xrcd(ibv_xrcd);
+    struct soft_context *context = to_soft_context(ibv_xrcd->context);
+
+    if (soft_stale(context))
+        return ENODEV;
+    if (atomic_load(&xrcd->references))
+        return EBUSY;
+    if (leave(context->device, xrcd->shared))
+        shared_free(xrcd->shared);
+    atomic_fetch_sub(&context->xrcds, 1);
+    free(xrcd);
+    return 0;
+}

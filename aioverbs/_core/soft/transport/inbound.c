@@ -1,0 +1,314 @@
+/* Requests of remote peers: who may do what is found out as for those of this device, by the owner of the memory. The
+ * peer is never trusted. All under fabric->progress and in a grace section.
+ *
+ * Acknowledgements are gathered: the last of a run of them tells of all. */
+#include "soft/transport/send_queue.h"
+
+#include <assert.h>
+
+/* What one request needs beside what those of this device do. */
+struct remote {
+    struct soft_carrier carrier;
+    struct soft_stream *stream;
+    struct soft_qp *peer; /* who is asked */
+    const struct soft_frame *frame;
+    const uint8_t *payload;
+    bool answered; /* with data */
+};
+
+/* ---- Answers ----------------------------------------------------------------------------------------------- */
+
+static struct soft_frame answer_to(const struct soft_frame *frame, uint8_t opcode)
+{
+    return (struct soft_frame){
+        .kind = SOFT_FRAME_RESPONSE,
+        .opcode = opcode,
+        .to = frame->from,
+        .from = frame->to,
+        .token = frame->token,
+        .psn = frame->psn,
+    };
+}
+
+static uint32_t last_psn(const struct soft_frame *frame)
+{
+    return (frame->psn + frame->packets - 1) & SOFT_PSN_MASK;
+}
+
+/* What was gathered goes out, over the stream that asked: the fabric ends a batch before it reads from another one, and
+ * also where it refuses the stream. A frame that went out over another one would be believed there. */
+static void batch_ends(struct soft_stream *stream)
+{
+    struct soft_gathered *gathered = &soft_stream_device(stream)->gathered;
+
+    assert(!gathered->stream || gathered->stream == stream);
+    if (gathered->stream)
+        soft_stream_answer(stream, &gathered->frame, NULL, 0);
+    gathered->stream = NULL;
+}
+
+static void acknowledge(struct soft_stream *stream, const struct soft_frame *frame, uint32_t psn)
+{
+    struct soft_gathered *gathered = &soft_stream_device(stream)->gathered;
+
+    if (gathered->stream && (gathered->frame.to != frame->from || gathered->frame.from != frame->to ||
+                             gathered->frame.token != frame->token))
+        batch_ends(stream);
+    gathered->stream = stream;
+    gathered->frame = answer_to(frame, SOFT_FRAME_ACK);
+    gathered->frame.psn = psn;
+}
+
+static void answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                   unsigned int count)
+{
+    batch_ends(stream);
+    soft_stream_answer(stream, frame, data, count);
+}
+
+static void refuse(struct soft_stream *stream, const struct soft_frame *frame, const struct soft_reply *reply)
+{
+    struct soft_frame refusal = answer_to(frame, reply->kind == SOFT_NAK ? SOFT_FRAME_NAK : SOFT_FRAME_RNR);
+
+    if (reply->kind == SOFT_NAK)
+        refusal.status = (uint8_t)reply->status;
+    else
+        refusal.address = reply->rnr_ns;
+    answer(stream, &refusal, NULL, 0);
+}
+
+/* ---- Bytes ------------------------------------------------------------------------------------------------- */
+
+static int bring(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length)
+{
+    const struct remote *remote = container_of(carrier, struct remote, carrier);
+    struct iovec here[SOFT_MAX_SGE];
+    unsigned int count;
+
+    for (count = 0; length; count++) {
+        uint32_t part = to[count].length < length ? to[count].length : length;
+
+        here[count] = (struct iovec){to[count].address, part};
+        length -= part;
+    }
+    return soft_direct_move(remote->stream, remote->frame, remote->payload, here, count, true);
+}
+
+/* Of atomics: what is answered is kept, since they cannot be done a second time. */
+static void keep(struct soft_qp *peer, const struct soft_frame *frame, const struct soft_segment *from)
+{
+    struct soft_kept *kept = &peer->kept[peer->kept_next++ % SOFT_MAX_RD_ATOMIC];
+
+    *kept = (struct soft_kept){.valid = true, .psn = frame->psn};
+    memcpy(&kept->value, from->address, sizeof(kept->value));
+}
+
+/* Further reads there the peer may do alone. */
+static void license(const struct remote *remote, struct soft_frame *made)
+{
+    if (remote->frame->opcode == IBV_WR_RDMA_READ && made->part && soft_stream_licenses(remote->stream) &&
+        soft_licence_give(remote->peer, remote->frame->key, &made->address, &made->compare_add))
+        made->flags |= SOFT_FRAME_LICENCE;
+}
+
+static int give(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)
+{
+    struct remote *remote = container_of(carrier, struct remote, carrier);
+    struct soft_frame made = answer_to(remote->frame, SOFT_FRAME_ACK);
+    struct iovec here = {from->address, length};
+    int error;
+
+    made.psn = last_psn(remote->frame);
+    made.part = length;
+    if (remote->frame->flags & SOFT_FRAME_DIRECT) {
+        error = soft_direct_move(remote->stream, remote->frame, remote->payload, &here, 1, false);
+        if (error)
+            return error;
+        made.flags = SOFT_FRAME_DIRECT;
+        license(remote, &made);
+        answer(remote->stream, &made, NULL, 0);
+    } else {
+        if (soft_is_atomic(remote->frame->opcode))
+            keep(remote->peer, remote->frame, from);
+        made.size = length;
+        license(remote, &made);
+        answer(remote->stream, &made, &here, length ? 1 : 0);
+    }
+    remote->answered = true;
+    return 0;
+}
+
+/* ---- Requests ---------------------------------------------------------------------------------------------- */
+
+/* As the local ones are written down. */
+static struct soft_wqe request_of(const struct soft_frame *frame)
+{
+    struct soft_wqe wqe = {
+        .opcode = frame->opcode,
+        .flags = frame->flags & SOFT_FRAME_SOLICITED ? IBV_SEND_SOLICITED : 0,
+        .imm_data = frame->imm,
+        .remote_addr = frame->address,
+        .rkey = frame->key,
+    };
+
+    if (frame->transport == IBV_QPT_UD) {
+        memcpy(wqe.dgid.raw, frame->dgid, sizeof(wqe.dgid.raw));
+        wqe.path.flow_label = frame->flow_label;
+        wqe.path.sgid_index = frame->sgid_index;
+        wqe.path.hop_limit = frame->hop_limit;
+        wqe.path.traffic_class = frame->traffic_class;
+    } else {
+        wqe.compare_add = frame->compare_add;
+        wqe.swap = frame->swap;
+        wqe.remote_srqn = frame->srqn;
+    }
+    return wqe;
+}
+
+/* Whether it is for this queue pair at all. */
+static bool is_for(const struct soft_qp *peer, const struct soft_stream *stream, const struct soft_frame *frame)
+{
+    enum ibv_qp_type type = peer->qp.qp_type;
+    union ibv_gid dgid;
+
+    if (frame->transport == IBV_QPT_UD) {
+        memcpy(dgid.raw, frame->dgid, sizeof(dgid.raw));
+        return type == IBV_QPT_UD && peer->attr.qkey == frame->key &&
+               soft_gid_is_local(soft_stream_device(stream), &dgid);
+    }
+    return type == (frame->transport == IBV_QPT_XRC_SEND ? IBV_QPT_XRC_RECV : (enum ibv_qp_type)frame->transport) &&
+           peer->attr.dest_qp_num == frame->from && !peer->leads_here &&
+           soft_stream_is_from(stream, &peer->attr.ah_attr.grh.dgid);
+}
+
+/* Does it, under rq_lock. */
+static void execute(struct remote *remote, struct soft_reply *reply, bool again)
+{
+    const struct soft_frame *frame = remote->frame;
+    struct soft_wqe wqe = request_of(frame);
+    struct soft_segment payload = {(uint8_t *)(uintptr_t)remote->payload, frame->size};
+    struct soft_request request = {
+        .wqe = &wqe,
+        .src_qp = frame->from,
+        .sgid = soft_stream_gid(remote->stream, frame->sgid_index),
+        .carrier = &remote->carrier,
+        .total = frame->total,
+        .offset = frame->offset,
+        .psn = frame->psn,
+        .packets = frame->packets,
+        .reads = frame->reads,
+        .again = again,
+        .length = frame->part,
+        .local = &payload,
+        .local_count = 1,
+    };
+
+    assert_held(&remote->peer->rq_lock);
+    remote->carrier = (struct soft_carrier){frame->flags & SOFT_FRAME_DIRECT ? bring : NULL, give};
+    soft_respond(remote->peer, &request, reply);
+}
+
+/* It was done before, and the answer was lost: reads are done again, and others not. */
+static void execute_again(struct remote *remote, struct soft_reply *reply)
+{
+    const struct soft_frame *frame = remote->frame;
+    struct soft_qp *peer = remote->peer;
+    unsigned int i;
+
+    if (frame->opcode == IBV_WR_RDMA_READ) {
+        execute(remote, reply, true);
+        return;
+    }
+    if (!soft_is_atomic(frame->opcode)) {
+        acknowledge(remote->stream, frame, (peer->expected_psn - 1) & SOFT_PSN_MASK);
+        return;
+    }
+    for (i = 0; i < SOFT_MAX_RD_ATOMIC; i++) {
+        struct soft_frame made = answer_to(frame, SOFT_FRAME_ACK);
+        struct iovec value = {&peer->kept[i].value, sizeof(peer->kept[i].value)};
+
+        if (!peer->kept[i].valid || peer->kept[i].psn != frame->psn)
+            continue;
+        made.part = made.size = sizeof(peer->kept[i].value);
+        answer(remote->stream, &made, &value, 1);
+        return;
+    }
+}
+
+/* An unreliable connection takes up the sequence with each message, and drops one of which a part is missing. */
+static bool is_next(struct soft_qp *peer, const struct soft_frame *frame)
+{
+    if (frame->transport == IBV_QPT_UC && (frame->flags & SOFT_FRAME_FIRST))
+        peer->expected_psn = frame->psn;
+    return frame->transport == IBV_QPT_UD || peer->expected_psn == frame->psn;
+}
+
+static bool is_repeated(const struct soft_qp *peer, const struct soft_frame *frame)
+{
+    return frame->transport != IBV_QPT_UC && frame->transport != IBV_QPT_UD &&
+           ((peer->expected_psn - frame->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2;
+}
+
+static bool request(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct soft_device *device = soft_stream_device(stream);
+    struct remote remote = {.stream = stream, .frame = frame, .payload = payload};
+    struct soft_reply reply = {.kind = SOFT_SILENT};
+    struct soft_qp *peer = soft_table_find(&device->qps, frame->to);
+
+    if (!peer)
+        return true;
+    remote.peer = peer;
+    soft_lock_take(&peer->rq_lock);
+    if (soft_listens(peer) && is_for(peer, stream, frame)) {
+        if (is_next(peer, frame)) {
+            execute(&remote, &reply, false);
+            if (reply.kind == SOFT_ACK)
+                peer->expected_psn = (frame->psn + frame->packets) & SOFT_PSN_MASK;
+        } else if (is_repeated(peer, frame)) {
+            execute_again(&remote, &reply);
+            reply.kind = reply.kind == SOFT_ACK ? SOFT_SILENT : reply.kind;
+        }
+    }
+    soft_lock_give(&peer->rq_lock);
+    if (soft_is_reliable(peer)) {
+        if (reply.kind == SOFT_ACK && !remote.answered)
+            acknowledge(stream, frame, last_psn(frame));
+        else if (reply.kind == SOFT_NAK || reply.kind == SOFT_RNR)
+            refuse(stream, frame, &reply);
+    }
+    if (reply.broken)
+        soft_kick(reply.broken);
+    return true;
+}
+
+/* It waited for its way: a datagram is tried at once. */
+static void kick(struct soft_qp *qp)
+{
+    if (qp->qp.qp_type == IBV_QPT_UD) {
+        soft_lock_take(&qp->sq_lock);
+        qp->retry_ns = 0;
+        soft_lock_give(&qp->sq_lock);
+    }
+    soft_kick(qp);
+}
+
+static bool expects(const struct soft_stream *stream)
+{
+    struct soft_device *device = soft_stream_device(stream);
+    uint32_t number, end = soft_table_end(&device->qps);
+    bool found = false;
+
+    for (number = SOFT_FIRST_QPN; number < end && !found; number++) {
+        struct soft_qp *qp = soft_table_find(&device->qps, number);
+
+        if (!qp || qp->qp.qp_type == IBV_QPT_UD)
+            continue;
+        soft_lock_take(&qp->rq_lock);
+        found = soft_listens(qp) && !qp->leads_here && soft_stream_is_from(stream, &qp->attr.ah_attr.grh.dgid);
+        soft_lock_give(&qp->rq_lock);
+    }
+    return found;
+}
+
+const struct soft_fabric_user soft_remote_user = {request, soft_answered, batch_ends, kick, expects};

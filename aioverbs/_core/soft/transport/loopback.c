@@ -1,0 +1,66 @@
+/* Delivery: finds the peer of a queue pair and has a request done there.
+ *
+ * Peers of this device only: how others are reached is in soft/transport/requester.c. */
+#include "soft/soft.h"
+
+bool soft_is_up(const struct soft_qp *qp)
+{
+    return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
+           !(atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST);
+}
+
+/* Whether it receives at all. */
+bool soft_listens(const struct soft_qp *peer)
+{
+    unsigned int state = atomic_load(&peer->state);
+
+    return soft_is_up(peer) &&
+           (state == IBV_QPS_RTR || state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_SQE);
+}
+
+/* A datagram comes from anywhere, with the right key. One that is sent with the highest bit set bears the key of its
+ * queue pair instead. */
+static bool accepts_datagram(const struct soft_qp *peer, const struct soft_request *request)
+{
+    uint32_t qkey = request->wqe->rkey;
+
+    if (qkey & 0x80000000u)
+        qkey = request->from->attr.qkey;
+    return peer->qp.qp_type == IBV_QPT_UD && peer->attr.qkey == qkey;
+}
+
+/* Connected to somebody else, or out of sequence: such packets are dropped. An unreliable connection takes up the
+ * sequence with each message. */
+static bool accepts_connected(const struct soft_qp *peer, const struct soft_request *request)
+{
+    enum ibv_qp_type from = request->from->qp.qp_type;
+
+    return peer->qp.qp_type == (from == IBV_QPT_XRC_SEND ? IBV_QPT_XRC_RECV : from) &&
+           peer->attr.dest_qp_num == request->from->qp.qp_num && peer->leads_here &&
+           (peer->expected_psn == request->psn || from == IBV_QPT_UC);
+}
+
+void soft_link_deliver(const struct soft_request *request, struct soft_reply *reply)
+{
+    struct soft_qp *from = request->from, *peer;
+    bool datagram = from->qp.qp_type == IBV_QPT_UD;
+
+    reply->kind = SOFT_SILENT;
+    if (!(datagram ? soft_gid_is_local(from->context->device, &request->wqe->dgid) : from->leads_here) ||
+        !soft_is_up(from))
+        return;
+    if ((atomic_load_explicit(&from->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
+        soft_fault_loses(from))
+        return;
+    peer = soft_table_find(&from->context->device->qps,
+                           datagram ? (uint32_t)request->wqe->remote_addr : from->attr.dest_qp_num);
+    if (!peer)
+        return;
+    soft_lock_take(&peer->rq_lock);
+    if (soft_listens(peer) && (datagram ? accepts_datagram(peer, request) : accepts_connected(peer, request))) {
+        soft_respond(peer, request, reply);
+        if (reply->kind == SOFT_ACK)
+            peer->expected_psn = (request->psn + request->packets) & SOFT_PSN_MASK;
+    }
+    soft_lock_give(&peer->rq_lock);
+}

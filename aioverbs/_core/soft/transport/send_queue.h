@@ -1,0 +1,90 @@
+/* What the execution of send queues consists of: for peers of this device (soft/transport/send_queue.c), and for others, which
+ * answer later (soft/transport/requester.c). All under sq_lock, in a grace section. */
+#ifndef AIOVERBS_SOFT_EXECUTE_H
+#define AIOVERBS_SOFT_EXECUTE_H
+
+#include "soft/soft.h"
+
+/* One queue's turn, in bytes, where a request counts for its data and for SOFT_REQUEST_COST. Whoever posts as fast as
+ * we execute must keep neither other queue pairs waiting nor those who wait for a grace period. */
+#define SOFT_QUEUE_TURN (1 << 20)
+#define SOFT_REQUEST_COST 4096
+
+static inline bool soft_is_atomic(uint8_t opcode)
+{
+    return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
+}
+
+/* The peer has something to say beyond that it was done. */
+static inline bool soft_is_answered(uint8_t opcode)
+{
+    return opcode == IBV_WR_RDMA_READ || soft_is_atomic(opcode);
+}
+
+static inline bool soft_is_local(uint8_t opcode)
+{
+    return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
+}
+
+/* Look at the doorbell: whether a request was posted that did not leave whole yet. */
+static inline bool soft_has_posted(struct soft_qp *qp)
+{
+    return soft_window_post(&qp->window, atomic_load_explicit(qp->sq.posted, memory_order_acquire));
+}
+
+/* Complete the request before window.taken, which is over. An error completes whether or not the request was signalled,
+ * and breaks the queue; so does a completion that found no room, and then an event tells what it would have told. */
+void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
+                           uint32_t vendor_err, uint32_t byte_len);
+
+/* The same for the request at window.taken, where nothing is in flight: it is over, and took so many packets. */
+void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
+                      uint32_t byte_len, uint32_t packets);
+
+/* Checks the local side of a request and finds its memory. */
+enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                struct soft_request *request);
+
+/* What the fault plan makes of a request, the first time that it is tried; else whether it can be sent at all. What no
+ * peer hears of is done. */
+enum ibv_wc_status soft_begin_request(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                      struct soft_request *request, uint32_t *vendor_err);
+
+/* How many packets a message, or a read's answer, takes: sequence numbers count them. */
+uint32_t soft_packets(const struct soft_qp *qp, uint32_t length);
+
+/* In SQD with no request under way. */
+void soft_drained(struct soft_qp *qp);
+
+/* ---- Remote peers (soft/transport/requester.c) ----------------------------------------------------------------------------- */
+
+/* Whether the peer is not of this device. */
+static inline bool soft_asks(const struct soft_qp *qp)
+{
+    return qp->link && qp->qp.qp_type != IBV_QPT_UD;
+}
+
+/* Sends what there is to send, repeats, flushes. When to come again: 0 when its turn is over but not its work. */
+uint64_t soft_ask(struct soft_qp *qp);
+
+/* 0: it left, or was dropped. Else it waits for the way, until then. */
+uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request);
+
+/* In a state in which nothing is sent, outside of grace sections, no lock held but driver halves: waits until the peer
+ * moves no byte of it any more, which takes SOFT_LEASE_NS at most. Whoever comes to these halves waits as long. */
+void soft_ask_settle(struct soft_qp *qp);
+
+/* Nothing is under way any more, and the peer has left all memory. Its answers find nothing. */
+void soft_ask_no_more(struct soft_qp *qp);
+
+/* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
+ * it fails when it is repeated. Waits as soft_ask_settle does, in the same place: once for all queue pairs. */
+void soft_ask_without(struct soft_device *device, const struct soft_mr *mr);
+
+/* The context is lost, so its queue pairs send nothing: no peer moves bytes for them from here on. Waits likewise. */
+void soft_ask_end(const struct soft_context *context);
+
+/* An answer came by a link. False: no honest peer gives it. */
+bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
+
+#endif

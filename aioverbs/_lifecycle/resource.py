@@ -1,0 +1,173 @@
+"""What all resources have in common for their users: opening, closing, owners, statistics."""
+
+import sys
+import weakref
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Generic, Self, TypeVar
+
+import anyio.abc
+
+from aioverbs._core.handles.handles import Affinity
+from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Life, Site, State
+from aioverbs._lifecycle.turns import OPENING, go_round, spend
+from aioverbs.errors import ClosedResourceError, ForkedProcessError
+
+__all__ = ["Handled", "Resource", "ResourceStatistics"]
+
+
+@dataclass(frozen=True)
+class ResourceStatistics:
+    """Counts of a resource, at one moment.
+
+    :param children: how many open resources were made from it.
+    """
+
+    children: int
+
+
+def creation_site() -> Site | None:
+    """Of the innermost frame that is the user's: its code and instruction, of which `line_of` makes a line."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
+        frame = frame.f_back
+    return (frame.f_code, frame.f_lasti) if frame is not None else None
+
+
+class Resource(anyio.abc.AsyncResource):
+    """Base of everything that is opened and closed: devices, domains, queues, regions.
+
+    ``async with`` opens it and closes it; outside of a block `open` and `aclose` do the same. It keeps its parents
+    open: closing one of those closes what was made from it, with a `ResourceWarning` for each.
+    """
+
+    def __init__(self, *parents: "Resource") -> None:
+        for parent in parents:
+            if not isinstance(parent, Resource):
+                raise TypeError(f"{type(self).__name__} is made from domains, queues and the like, not from {parent!r}")
+        self._life = Life(type(self).__name__, creation_site(), weakref.ref(self))
+        self._parents = parents
+
+    def __repr__(self) -> str:
+        label = f" {self._life.label}" if self._life.label else ""
+        return f"<{type(self).__name__}{label} ({self._life.state.value})>"
+
+    # ---- What a kind of resource says of itself
+
+    def _owner(self) -> Affinity | None:
+        """Who is to own it; called when it is opened."""
+        return None
+
+    def _open(self) -> None:
+        """Make its handles, each given to ``self._life.hold`` at once; what fails undoes those."""
+        raise NotImplementedError
+
+    def _drop_parents(self) -> None:
+        self._parents = ()  # a whole and its parts hold each other: no garbage is left
+
+    # ---- Life
+
+    @property
+    def state(self) -> State:
+        """Where it is in its life."""
+        return self._life.state
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or is of the process that this one was forked from."""
+        return self._life.state is CLOSED or self._life.inherited
+
+    @property
+    def owner(self) -> Affinity | None:
+        """The event loop and thread that it belongs to; None where anyone may use it."""
+        return self._life.owner
+
+    def statistics(self) -> ResourceStatistics:
+        """Its counts as they are now."""
+        return ResourceStatistics(len(self._life.children))
+
+    def _check_open(self) -> None:
+        if self._life.inherited:
+            raise ForkedProcessError(repr(self))
+        if self._life.state is not OPEN:
+            advice = ": its opening failed, and it can only be closed" if self._life.state is FAILED else ""
+            raise ClosedResourceError(f"{self!r} is not open{advice}")
+
+    async def open(self) -> Self:
+        """Open it; what its block would do at its beginning.
+
+        :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
+        :raises ForkedProcessError: so it was in the process that this one was forked from.
+        """
+        if turn := spend(OPENING):
+            await go_round(turn)
+        self._open_now()
+        return self
+
+    def _open_now(self) -> None:
+        # Without an await: a cancellation finds it either unopened or open.
+        life = self._life
+        life.begin(tuple([parent._life for parent in self._parents]), self._owner())
+        try:
+            self._open()
+        except BaseException as error:
+            try:
+                life.undo()
+            except Exception as another:
+                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed")
+            raise
+        life.opened()
+
+    async def aclose(self) -> None:
+        """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
+
+        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless,
+        memory as soon as no work request has the use of it; where a verb fails then, too, the cancellation is raised,
+        with the error as its context and in a note.
+        In the child of a fork nothing is done: it is the parent's.
+
+        :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
+        :raises AffinityError: another event loop owns it; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside of its domain; it is still open.
+        :raises VerbsError: a verb failed; it is still open, and can be closed again.
+        """
+        await self._life.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+            return
+        # What went wrong in the block is what the caller is to hear of.
+        try:
+            await self.aclose()
+        except Exception as another:
+            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
+
+    def __del__(self) -> None:
+        life = getattr(self, "_life", None)
+        if life is not None:  # a subclass refused its arguments
+            life.forget()
+
+
+H = TypeVar("H", bound=Destroyable)
+
+
+class Handled(Resource, Generic[H]):
+    """A resource that one object of the compiled core stands for."""
+
+    _handle: H | None = None
+
+    @property
+    def handle(self) -> H:
+        """The verbs object.
+
+        :raises ClosedResourceError: it is not open.
+        """
+        self._check_open()
+        assert self._handle is not None
+        return self._handle

@@ -1,0 +1,1 @@
+"""Registered memory: regions, buffer pools and the registration cache."""

@@ -1,0 +1,1 @@
+"""What a process shows to `aioverbs top` while it runs."""

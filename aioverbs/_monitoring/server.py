@@ -1,0 +1,299 @@
+"""A socket that others look at this process by, and the thread that answers there.
+
+What goes over it are lines of JSON. The first one says who this is, and is sent to whoever connects. The other end asks
+by a line, as ``{"interval_s": 1.0}``, and is sent a sample at once and then one after each interval, as
+`aioverbs._monitoring.snapshot` has them, until it closes its end. A sample that would have to wait for the one before
+is left out.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from aioverbs._monitoring.directory import MonitorDirectory, peer_user
+from aioverbs._monitoring.snapshot import encoded, sample
+
+__all__ = ["INTERVALS_S", "VERSION", "MonitorServer"]
+
+logger = logging.getLogger("aioverbs")
+
+VERSION = 1
+INTERVALS_S = (0.05, 3600.0)  # that may be asked for
+_MOST = 8  # who may look at once
+_ASK_S = 5.0  # the longest that one may take to ask
+_LONGEST = 4096  # bytes of a question
+_DEAF_S = 1.0  # after which somebody is let in again, where there was no descriptor for one
+_JOIN_S = 5.0
+_FORK_S = 1.0  # the longest that a fork waits for a sample, which may be waiting for what the forking thread holds
+
+
+class _Viewer:
+    """Somebody who looks."""
+
+    def __init__(self, connected: socket.socket, due: float) -> None:
+        self.socket = connected
+        self.question = b""
+        self.unsent = memoryview(b"")
+        self.interval_s: float | None = None  # None: it has not asked yet
+        self.due = due  # when it is to be sent a sample, or sent away
+
+    def send(self, line: bytes) -> None:
+        """Send as much as goes at once, and keep the rest. What is sent before that is out is left out.
+
+        :raises OSError: it is gone.
+        """
+        if not self.unsent:
+            self.unsent = memoryview(line)
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is left, as much of it as goes.
+
+        :raises OSError: it is gone.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                self.unsent = self.unsent[self.socket.send(self.unsent) :]
+
+    def hear(self) -> None:
+        """Take what it asks for.
+
+        :raises OSError: it is gone.
+        :raises ValueError: it asked for something else.
+        """
+        try:
+            heard = self.socket.recv(_LONGEST)
+        except BlockingIOError:
+            return
+        if not heard:
+            raise ConnectionResetError
+        if self.interval_s is not None:
+            raise ValueError("it asks more than once")
+        self.question += heard
+        line, newline, rest = self.question.partition(b"\n")
+        if newline and not rest:
+            self.interval_s = _interval_of(line)
+            self.due = time.monotonic()
+        elif newline or len(self.question) > _LONGEST:
+            raise ValueError("it asks for more than one thing")
+
+
+def _interval_of(line: bytes) -> float:
+    try:
+        asked = json.loads(line)
+    except RecursionError:
+        raise ValueError("it asks for no interval") from None
+    interval = asked.get("interval_s") if isinstance(asked, dict) else None
+    least, most = INTERVALS_S
+    if isinstance(interval, bool) or not isinstance(interval, (int, float)) or not least <= interval <= most:
+        raise ValueError(f"an interval is from {least} to {most} seconds")
+    return float(interval)
+
+
+class MonitorServer:
+    """The socket, and the thread that serves it.
+
+    :raises OSError: there can be none.
+    :raises RuntimeError: there can be no thread.
+    """
+
+    def __init__(self) -> None:
+        self._directory = MonitorDirectory(make=True)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._directory.close)
+            self._directory.sweep()
+            self._listening, self._name = self._directory.listen(_MOST)
+            undo.callback(self._listening.close)
+            undo.callback(self._directory.remove, self._name)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            self._wake, self._awake = socket.socketpair()
+            undo.callback(self._wake.close)
+            undo.callback(self._awake.close)
+            self._viewers: dict[socket.socket, _Viewer] = {}
+            self._deaf_until = 0.0
+            self._stopping = False
+            self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._awake, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name="aioverbs-monitor", daemon=True)
+            self._start()
+            undo.pop_all()
+
+    def _start(self) -> None:
+        # Signals are the program's: the thread has this one's mask, from its beginning.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def path(self) -> Path:
+        """The socket."""
+        return self._directory.path / self._name
+
+    @property
+    def alive(self) -> bool:
+        """Whether it goes on: an error in its thread ends that."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Be found by nobody any more, and end."""
+        self._directory.remove(self._name)
+        self._stopping = True
+        self._wake.send(b"!")
+
+    def join(self) -> None:
+        """Wait for its end, and let go of its descriptors."""
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():  # it is in a sample; its descriptors go with the process
+            logger.error("the thread that lets others look at this process does not end")
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of its descriptors. Its thread has ended, or is another process's."""
+        for each in (self._listening, self._wake, self._awake, *self._viewers):
+            each.close()
+        self._selector.close()
+        self._directory.close()
+
+    # ---- In the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, events in self._selector.select(self._rest_s()):
+                    if key.data is not None:
+                        key.data(events)
+                self._serve()
+        except Exception:
+            logger.exception("nobody can look at this process any more")
+            self._directory.remove(self._name)
+            self._listening.close()
+            for viewer in tuple(self._viewers.values()):
+                viewer.socket.close()
+
+    def _rest_s(self) -> float | None:
+        """Until there is something to do."""
+        times = [viewer.due for viewer in self._viewers.values()]
+        if self._deaf_until:
+            times.append(self._deaf_until)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _accept(self, events: int) -> None:
+        try:
+            connected, _ = self._listening.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # the program may have no descriptor left; that is not to be asked again and again
+            logger.warning("nobody is let in to look at this process for %g s: %s", _DEAF_S, error)
+            self._selector.unregister(self._listening)
+            self._deaf_until = time.monotonic() + _DEAF_S
+            return
+        connected.setblocking(False)
+        user = peer_user(connected)
+        if user != os.geteuid():
+            logger.warning("a process of user %d wanted to look at this process, and may not", user)
+            connected.close()
+            return
+        viewer = _Viewer(connected, time.monotonic() + _ASK_S)
+        if len(self._viewers) >= _MOST:
+            with contextlib.suppress(OSError):
+                viewer.send(_line({**_greeting(), "refused": f"{_MOST} others look already"}))
+            connected.close()
+            return
+        self._viewers[connected] = viewer
+        self._selector.register(connected, selectors.EVENT_READ, lambda events: self._attend(viewer, events))
+        self._try(viewer, lambda: viewer.send(_line(_greeting())))
+
+    def _attend(self, viewer: _Viewer, events: int) -> None:
+        if events & selectors.EVENT_READ:
+            self._try(viewer, viewer.hear)
+        if events & selectors.EVENT_WRITE and viewer.socket in self._viewers:
+            self._try(viewer, viewer.flush)
+
+    def _try(self, viewer: _Viewer, act: Callable[[], None]) -> None:
+        """Do something with a viewer, which goes where that fails."""
+        try:
+            act()
+        except (OSError, ValueError) as error:
+            logger.debug("who looked at this process is gone: %s", error)
+            self._selector.unregister(viewer.socket)
+            del self._viewers[viewer.socket]
+            viewer.socket.close()
+        else:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if viewer.unsent else 0)
+            key = self._selector.get_key(viewer.socket)
+            if key.events != wanted:
+                self._selector.modify(viewer.socket, wanted, key.data)
+
+    def _serve(self) -> None:
+        now = time.monotonic()
+        if self._deaf_until and now >= self._deaf_until:
+            self._deaf_until = 0.0
+            self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        due = [viewer for viewer in self._viewers.values() if viewer.due <= now]
+        line = self._sample() if any(viewer.interval_s is not None for viewer in due) else b""
+        now = time.monotonic()
+        for viewer in due:
+            if viewer.interval_s is None:
+                self._try(viewer, _too_late)
+                continue
+            viewer.due += viewer.interval_s
+            if viewer.due <= now:  # it was not awake in time, or the sample took as long: others have the process first
+                viewer.due = now + viewer.interval_s
+            self._try(viewer, functools.partial(viewer.send, line))
+
+    def _sample(self) -> bytes:
+        with _sampling:
+            return encoded(sample()).encode() + b"\n"
+
+
+def _too_late() -> None:
+    raise TimeoutError("it asked for nothing")
+
+
+def _line(told: dict[str, object]) -> bytes:
+    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+
+
+def _greeting() -> dict[str, object]:
+    command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+    return {"aioverbs-monitor": VERSION, "pid": os.getpid(), "program": os.fsdecode(command)[:1000]}
+
+
+# ---- Forks
+
+_sampling = threading.Lock()  # a fork waits for the end of a sample, which takes locks
+_forker: int | None = None  # the thread that holds it for a fork
+
+
+def _before_fork() -> None:
+    global _forker
+    if _sampling.acquire(timeout=_FORK_S):
+        _forker = threading.get_ident()
+
+
+def _after_fork() -> None:
+    global _forker
+    if _forker == threading.get_ident():
+        _forker = None
+        _sampling.release()
+
+
+def _forked() -> None:
+    global _forker, _sampling
+    _sampling, _forker = threading.Lock(), None
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)

@@ -1,0 +1,96 @@
+"""How the workers of a pool are made: threads or processes."""
+
+import asyncio
+import errno
+import functools
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from aioverbs._lifecycle.affinity import Affinity, running_loop
+from aioverbs._pool.process_main import ProcessSettings
+from aioverbs._pool.process_worker import ProcessWorker, Visit, pickled_call
+from aioverbs._pool.supervisor import Counts, Crew, Hand
+from aioverbs._pool.thread_worker import ThreadWorker
+from aioverbs._pool.worker import WorkerSettings
+from aioverbs._verbs.device import Device
+from aioverbs._verbs.protection_domain import ProtectionDomain, SharedProtectionDomain
+from aioverbs.errors import VerbsError
+
+__all__ = ["Errand", "Processes", "Threads"]
+
+Errand = Callable[[socket.socket, Callable[[bool], object]], object]
+"""Makes a call, as workers take it, of a socket, and of what is told on the way: see `Visit`."""
+
+
+class Threads:
+    """How workers are made that are threads. It knows nothing of the pool, or that could not be forgotten."""
+
+    def __init__(self, device: Device, pd: ProtectionDomain, settings: WorkerSettings) -> None:
+        self._device = device
+        self._pd = pd
+        self._settings = settings
+
+    def owner(self) -> Affinity | None:
+        """Any loop may close the pool."""
+        return None
+
+    def open(self) -> None:
+        """Nothing is to be done before."""
+        running_loop()
+
+    def hire(self, crew: Crew, number: int, counts: Counts) -> Hand:
+        """A worker."""
+        return ThreadWorker(crew, number, counts, self._device, self._pd, self._settings)
+
+    def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
+        """A call as workers take it."""
+        return function, args
+
+    def errand(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Errand:
+        """What makes calls of a function that get a socket first."""
+        return lambda sock, tell: (function, (sock, tell, *args))
+
+
+class Processes(Threads):
+    """How workers are made that are processes."""
+
+    _home: asyncio.AbstractEventLoop
+    _sent: ProcessSettings
+
+    def __init__(self, device: Device, pd: ProtectionDomain, settings: WorkerSettings) -> None:
+        super().__init__(device, pd, settings)
+        self._shared: SharedProtectionDomain | None = None
+
+    def owner(self) -> Affinity | None:
+        """The loop that speaks with them."""
+        return Affinity.of_running_loop()
+
+    def open(self) -> None:
+        """Share the protection domain, where its device can do that between processes."""
+        self._home = running_loop()
+        key = secrets.randbits(64)
+        shared = self._pd.share(key)
+        try:
+            shared._open_now()
+            shared._life.quiet = True
+        except VerbsError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+        else:
+            # What is shared inside of one process only has nothing to be sent.
+            self._shared = shared if shared._share is not None else None
+        self._sent = ProcessSettings.of(self._device, self._settings, (shared.id, key) if self._shared else None)
+
+    def hire(self, crew: Crew, number: int, counts: Counts) -> Hand:
+        """A worker."""
+        return ProcessWorker(crew, number, counts, self._home, self._sent, self._shared)
+
+    def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
+        """A call as workers take it."""
+        return pickled_call(function, args)
+
+    def errand(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Errand:
+        """What makes calls of a function that get a socket first."""
+        return functools.partial(Visit, pickled_call(function, args))

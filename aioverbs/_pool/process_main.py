@@ -1,0 +1,257 @@
+"""Workers that are processes, from within: what the interpreter runs that a pool spawned."""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import multiprocessing
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import socket
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from aioverbs._lifecycle.cross_loop import Call
+from aioverbs._pool.pickled_errors import pickled_error
+from aioverbs._pool.process_protocol import Kind, Link, frame, receive_frame, receive_socket
+from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, working
+from aioverbs._verbs.device import Device, open_device
+from aioverbs._verbs.imported_device import import_device
+from aioverbs._verbs.protection_domain import ProtectionDomain
+
+__all__ = ["ProcessSettings", "Ready", "main"]
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What a worker is to be, as it goes to its process.
+
+    :param shared: the id and the key of the pool's protection domain, where processes can share it; then the worker
+        is sent the device's context over a socket of its own.
+    """
+
+    device: str
+    engine_mode: bool
+    delay_ns: int
+    max_native_thread_domains: int | None
+    shared: tuple[int, int] | None
+    worker: WorkerSettings
+
+    @staticmethod
+    def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
+        """For workers of a pool on an open device."""
+        limit = device._budget.limit
+        name = device.name.partition("@")[0] if device.software else device.name  # its address is this process's
+        return ProcessSettings(name, device._engine_mode, device._delay_ns, limit, shared, worker)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a worker says of itself when it is at work."""
+
+    native: bool
+
+
+def main(link: int, share: int, door: int) -> None:
+    """Be a worker, until the pool says otherwise or is gone.
+
+    :param link: the descriptor of a socket to the pool.
+    :param share: that of another one, over which the pool shares its protection domain, where it does.
+    :param door: that of another one, over which sockets come.
+    """
+    sock, sockets = socket.socket(fileno=link), socket.socket(fileno=door)
+    for each in (sock, sockets):
+        os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
+    try:
+        _, payload = receive_frame(sock)
+        preparation, pickled = pickle.loads(payload)
+        _prepare(preparation)
+        settings: ProcessSettings
+        number, settings = pickle.loads(pickled)
+        factory = loop_factory(settings.worker.loop)
+    except Exception as error:
+        sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))
+        return
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_Child(number, settings, sock, share, sockets).serve())
+
+
+def _prepare(preparation: dict[str, Any]) -> None:
+    """Paths, arguments and the main module, as multiprocessing has them in the processes that it spawns."""
+    process = multiprocessing.process.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # a main module that opens a pool is told what it lacks
+    try:
+        multiprocessing.spawn.prepare(preparation)
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+
+
+class _ChildCall(Call[Any]):
+    """A call that came over the link."""
+
+    __slots__ = ("_child", "_number")
+
+    def __init__(self, child: "_Child", number: int, payload: bytes) -> None:
+        super().__init__(self._call, (payload,), self, child.worker)
+        self._child = child
+        self._number = number
+        self.loop = child.worker.loop
+
+    @staticmethod
+    def _call(payload: bytes) -> Any:
+        function, args = pickle.loads(payload)
+        return function(*args)
+
+    def settle(self, result: object, error: BaseException | None) -> None:
+        if self._child.is_ending():
+            return  # the pool is told of that
+        self._child.calls.pop(self._number, None)
+        link = self._child.link
+        assert link is not None
+        if error is None:
+            try:
+                payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+            except Exception as why:
+                why.add_note("what a worker process returns goes by pickle")
+                error = why
+            else:
+                link.send(Kind.RESULT, self._number, payload)
+                return
+        if isinstance(error, asyncio.CancelledError):
+            link.send(Kind.CANCELLED, self._number)
+        else:
+            link.send(Kind.ERROR, self._number, pickled_error(error))
+
+    def cancellation(self) -> BaseException:
+        return asyncio.CancelledError()  # the pool knows whether it asked for it
+
+    def leave(self, error: BaseException) -> None:
+        """The process ends, which the pool is told of."""
+
+
+class _ChildVisit(_ChildCall):
+    """One whose function gets a socket, which it takes out of its object."""
+
+    __slots__ = ("_visitor",)
+
+    def __init__(self, child: "_Child", number: int, payload: bytes, visitor: socket.socket) -> None:
+        super().__init__(child, number, payload)
+        self._visitor = visitor
+        self._function = self._visit
+
+    def _visit(self, payload: bytes) -> Any:
+        function, args = _unpickled(payload)
+        return function(self._visitor, self._tell, *args)
+
+    def _tell(self, what: bool) -> None:
+        if self._child.link is not None:
+            self._child.link.send(Kind.NEWS, self._number, b"1" if what else b"")
+
+    def settle(self, result: object, error: BaseException | None) -> None:
+        self._visitor.close()  # where it was not called
+        super().settle(result, error)
+
+
+@functools.lru_cache(maxsize=16)
+def _unpickled(payload: bytes) -> Any:
+    """What all visits to one server have in common: it is made once."""
+    return pickle.loads(payload)
+
+
+class _Child:
+    """A worker in its process."""
+
+    worker: Worker
+
+    def __init__(
+        self, number: int, settings: ProcessSettings, sock: socket.socket, share: int, door: socket.socket
+    ) -> None:
+        self._number = number
+        self._settings = settings
+        self._sock = sock
+        self._share = share
+        self._door = door
+        self._stop = asyncio.Event()
+        self._main_task: asyncio.Task[None] | None = None
+        self.link: Link | None = None
+        self.calls: dict[int, _ChildCall] = {}
+
+    async def serve(self) -> None:
+        """Until the end."""
+        self._main_task = asyncio.current_task()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._hang_up)
+            try:
+                device, pd = await stack.enter_async_context(self._domain())
+                self.worker = await stack.enter_async_context(working(self._number, device, pd, self._settings.worker))
+            except Exception as error:
+                self._sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))  # it is small, and blocks for no time
+                return
+            loop = asyncio.get_running_loop()
+            self._sock.setblocking(False)
+            _, link = await loop.create_unix_connection(lambda: Link(self._received), sock=self._sock)
+            link.lost.add_done_callback(lambda _: self._stop.set())
+            link.send(Kind.READY, 0, pickle.dumps(Ready(self.worker.domain.native)))
+            self.link = link
+            await self._stop.wait()
+
+    async def _hang_up(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            await asyncio.wait([self.link.lost])
+
+    @contextlib.asynccontextmanager
+    async def _domain(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
+        """The device, and the pool's protection domain; where that cannot be shared, one of its own."""
+        settings = self._settings
+        if settings.shared is None:
+            async with (
+                open_device(
+                    settings.device,
+                    max_native_thread_domains=settings.max_native_thread_domains,
+                    engine_mode=settings.engine_mode,
+                    delay_ns=settings.delay_ns,
+                ) as device,
+                device.protection_domain() as pd,
+            ):
+                yield device, pd
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            with socket.socket(fileno=self._share) as sock:
+                sock.setblocking(False)
+                device = await stack.enter_async_context(
+                    import_device(sock, *settings.shared, max_native_thread_domains=settings.max_native_thread_domains)
+                )
+            pd = await stack.enter_async_context(device.shared_protection_domain(*settings.shared))
+            yield device, pd
+
+    def _received(self, kind: Kind, number: int, payload: bytes) -> None:
+        if kind is Kind.CALL:
+            self._begin(number, _ChildCall(self, number, payload))
+        elif kind is Kind.VISIT:
+            assert self.link is not None
+            try:
+                visitor = receive_socket(self._door)
+            except OSError as error:
+                self.link.send(Kind.ERROR, number, pickled_error(error))
+            else:
+                self._begin(number, _ChildVisit(self, number, payload, visitor))
+        elif kind is Kind.CANCEL:
+            if (waiting := self.calls.get(number)) is not None:
+                waiting.withdraw()
+        elif kind is Kind.STOP:
+            self._stop.set()
+
+    def _begin(self, number: int, call: _ChildCall) -> None:
+        self.calls[number] = call
+        self.worker.loop.call_soon(call.start, context=contextvars.Context())
+
+    def is_ending(self) -> bool:
+        """Whether its loop cancels everything because something ended it."""
+        assert self._main_task is not None
+        return self._main_task.done() or self._main_task.cancelling() > 0

@@ -1,0 +1,128 @@
+"""Workers that are threads of this process."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aioverbs._lifecycle.cross_loop import Call, Outcome
+from aioverbs._pool.supervisor import Counts, Crew, Hand, Job
+from aioverbs._pool.worker import WorkerSettings, loop_factory, working
+from aioverbs._verbs.device import Device
+from aioverbs._verbs.protection_domain import ProtectionDomain
+
+__all__ = ["ThreadWorker"]
+
+
+class _ThreadJob(Call[Any]):
+    """A call of a worker's."""
+
+    __slots__ = ("hand", "is_stopped")
+
+    hand: "ThreadWorker"
+
+    def __init__(
+        self, hand: "ThreadWorker", function: Callable[..., Any], args: tuple[object, ...], outcome: Outcome[Any]
+    ) -> None:
+        super().__init__(function, args, outcome, hand)
+        self.hand = hand
+        self.is_stopped = False
+
+    def post(self) -> None:
+        self.send_to(self.hand.loop)
+
+    def withdraw(self) -> None:
+        self.is_withdrawn = True
+        if self.hand.crew.withdraw(self):
+            return
+        if self.hand.is_ready:
+            self.loop = self.hand.loop  # another thread may be just about to post it
+            super().withdraw()
+        # Else it is over.
+
+    def start(self) -> None:
+        if not self.hand.is_ending():
+            super().start()
+
+    def settle(self, result: object, error: BaseException | None) -> None:
+        if not self.hand.is_ending():  # else the crew tells of its end
+            self.hand.over(self, result, error)
+
+    def cancellation(self) -> BaseException:
+        return self.hand.crew.stopped() if self.is_stopped else super().cancellation()
+
+    def leave(self, error: BaseException) -> None:
+        """The crew tells of it."""
+
+
+class ThreadWorker(Hand):
+    """A thread with an event loop and a resource domain.
+
+    Its thread is a daemon: a program that ends without closing the pool does not wait for it.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(
+        self, crew: Crew, number: int, counts: Counts, device: Device, pd: ProtectionDomain, settings: WorkerSettings
+    ) -> None:
+        super().__init__(crew, number, counts)
+        self._main_task: asyncio.Task[None] | None = None
+        self._device = device
+        self._pd = pd
+        self._settings = settings
+        self._to_stop = False
+        self._thread = threading.Thread(target=self._run, name=f"{crew.name}, worker {number}", daemon=True)
+        self._stop: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        how, cause = "it was told to end", None
+        try:
+            with asyncio.Runner(loop_factory=loop_factory(self._settings.loop)) as runner:
+                runner.run(self._main())
+        except BaseException as error:
+            how, cause = f"its event loop ended by {error!r}", error
+        self.crew.ended(self, how, cause)
+
+    async def _main(self) -> None:
+        self._main_task = asyncio.current_task()
+        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if self._to_stop:
+            return
+        async with working(self.number, self._device, self._pd, self._settings, self.crew) as worker:
+            self.native = worker.domain.native
+            self.came_up()
+            await self._stop.wait()
+
+    def is_ending(self) -> bool:
+        """Whether its loop cancels everything because something ended it. On that loop."""
+        task = self._main_task
+        return task is None or task.cancelling() > 0 or task.done()
+
+    def stop(self) -> None:
+        """Have the loop end."""
+        self._to_stop = True
+        if self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                self.loop.call_soon_threadsafe(self._stop.set)
+
+    def kill(self) -> bool:
+        """A thread ends by itself only."""
+        return False
+
+    def job(self, payload: object, outcome: Outcome[Any]) -> Job:
+        """A call of a function with arguments."""
+        assert isinstance(payload, tuple)
+        function, args = payload
+        return _ThreadJob(self, function, args, outcome)

@@ -1,0 +1,44 @@
+"""The software devices: a verbs provider in this process, always there."""
+
+import os
+
+from aioverbs._core.handles import handles
+from aioverbs._providers.software_names import is_software, parse_name
+from aioverbs._providers.software_settings import SoftSettings
+from aioverbs.errors import DeviceNotFoundError
+from aioverbs.gid_selection import Gid
+from aioverbs.types import GidType
+
+__all__ = ["gid_table", "is_software", "names", "open_context"]
+
+_NAME = "soft0"
+
+
+def names() -> list[str]:
+    """The software device that is there without anybody's word; each address makes one more."""
+    return [_NAME]
+
+
+def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int = 0) -> handles.Context:
+    """Open a software device.
+
+    :param name: ``"soft0"``: the one that the environment variable AIOVERBS_SOFT_ADDRESS tells, else the one without an
+        address; or with an address, as in ``"soft0@10.0.0.1:7470"``.
+    :param engine_mode: a C thread executes requests, as hardware does; otherwise the call that posts one does.
+    :param delay_ns: in engine mode, how long after its posting a request is executed at the earliest.
+    :raises DeviceNotFoundError: it is no software device's name.
+    :raises ValueError: the address is none, or an environment variable cannot be understood: see `SoftSettings`.
+    :raises VerbsError: it does not open, or nobody can connect to its address: the error says why.
+    """
+    if not is_software(name):
+        raise DeviceNotFoundError(name, names())
+    settings = SoftSettings.read(os.environ, os.geteuid())
+    address = parse_name(name) or settings.address
+    where = None if address is None else (address.host.packed, address.port)
+    return handles.Context.open_software(engine=engine_mode, delay_ns=delay_ns, address=where, settings=settings)
+
+
+def gid_table(context: handles.Context, port: int) -> list[Gid]:
+    """The GIDs of a port; they are as those of RoCE v2."""
+    length = context.query_port(port).gid_tbl_len
+    return [Gid(index, context.query_gid(port, index), GidType.ROCE_V2) for index in range(length)]

@@ -1,0 +1,1 @@
+"""Servers: accepting connections, limits, and a handler for each connection."""

@@ -1,0 +1,94 @@
+"""What is done with a peer of a server, where its connection is to be: on the server's loop, or on a pool's worker."""
+
+import contextlib
+import functools
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from aioverbs._connection.connection import Connection, Line
+from aioverbs._connection.tcp_control import adopt
+from aioverbs._lifecycle.affinity import to_the_end
+from aioverbs._pool.pickled_errors import pickled_error, unpickled_error
+from aioverbs._pool.worker import current_worker
+from aioverbs._server.accept import Terms, answered, peer_of
+from aioverbs._verbs.base_domain import Domain
+from aioverbs.errors import BrokenResourceError
+
+__all__ = ["Handled", "Handler", "Service", "Tell", "handle", "handle_on_worker"]
+
+logger = logging.getLogger("aioverbs")
+
+Handler = Callable[[Connection], Awaitable[object]]
+"""What a server calls with each connection."""
+
+Tell = Callable[[bool], object]
+"""Is told True when the peer has become a connection, and False when that is closed. It blocks nobody."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What peers get. With a handler, and a `TlsContext`, that can be pickled it goes to other processes."""
+
+    handler: Handler
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Handled:
+    """How it ended.
+
+    :param why: what kept it from being a connection; empty where it was one.
+    :param failure: what the handler raised that is not how a peer's end is told.
+    """
+
+    why: str = ""
+    failure: BaseException | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its traceback cannot be pickled, but what it says can.
+        return _remade, (self.why, self.failure and pickled_error(self.failure))
+
+
+def _remade(why: str, failure: bytes | None) -> Handled:
+    return Handled(why, failure and unpickled_error(failure))  # type: ignore[arg-type]  # bytes are not empty
+
+
+async def handle(line: Awaitable[Line], peer: str, tell: Tell, domain: Domain, service: Service) -> Handled:
+    """Make a connection, on the running loop, and have the handler called with it; it is closed at the end."""
+    connection, why = await answered(line, peer, domain, service.terms)
+    if connection is None:
+        return Handled(why)
+    assert connection._end is not None
+    connection._end.when_closed = functools.partial(tell, False)
+    tell(True)
+    try:
+        await service.handler(connection)
+    except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
+        logger.debug("%r ended: %s", connection, error)
+    except Exception as error:
+        await connection.abort()
+        return Handled(failure=error)
+    except BaseException:
+        await to_the_end(connection.abort())
+        raise
+    else:
+        with contextlib.suppress(BrokenResourceError):
+            await connection.aclose()
+        return Handled()
+    await connection.abort()
+    return Handled()
+
+
+async def handle_on_worker(sock: socket.socket, tell: Tell, service: Service) -> Handled:
+    """`handle` on the worker that this is called by, with its domain.
+
+    :param sock: of the peer, non-blocking; it is taken out of this object.
+    """
+    peer, own = peer_of(sock), socket.socket(fileno=sock.detach())
+    line = adopt(own, service.terms.context, service.terms.handshake_timeout_s)
+    return await handle(line, peer, tell, current_worker().domain, service)

@@ -1,0 +1,1 @@
+"""Protection domains that are shared between processes."""

@@ -1,0 +1,217 @@
+"""How another process gets an instance of a protection domain: a request over a socket, a reply with descriptors."""
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.affinity import ready, running_loop
+from aioverbs._providers import software
+from aioverbs._sharing.messages import Reply, Request
+from aioverbs._sharing.shared_pd import (
+    ImportedShare,
+    Share,
+    SoftShare,
+    check_device,
+    import_context,
+    other_device,
+    refusal,
+)
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
+
+__all__ = ["Given", "GivenSoft", "answer", "receive"]
+
+_INT = array.array("i").itemsize
+_TAKEN = 253  # all that a message may have (SCM_MAX_FD): what is beyond would be closed by the kernel, in this thread
+
+
+class Given:
+    """What a process was given: the way into another one's context, and a protection domain there.
+
+    :param command: the descriptor of that context's commands; `close` closes it.
+    :param device: what its device is called there.
+    """
+
+    def __init__(self, shared_id: int, share: Share, command: int, device: str) -> None:
+        self.share = share
+        self._shared_id = shared_id
+        self._command = command
+        self._device = device
+
+    def open_context(self, name: str | None) -> handles.Context:
+        """A context over that one, which may open instances.
+
+        :param name: None: it is that one's.
+        :raises ValueError: there is a name.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded.
+        :raises VerbsError: with EOPNOTSUPP where the provider cannot, with EXDEV where it is of another device than it
+            was said to be.
+        """
+        if name is not None:
+            raise ValueError(f"the device is the peer's, {self._device}: a name is for software devices")
+        context = import_context(self._command, self._device)
+        try:
+            check_device(context, self._shared_id)
+            self.share.tell(context)
+        except BaseException:
+            context.destroy()
+            raise
+        return context
+
+    def close(self) -> None:
+        """Its context has a descriptor of its own."""
+        os.close(self._command)
+
+
+class GivenSoft:
+    """What a process was given of a software device: a protection domain, in a file that both have."""
+
+    def __init__(self, share: ImportedShare) -> None:
+        self.share = share
+
+    def open_context(self, name: str | None) -> handles.Context:
+        """A context of a software device of this process, which may open instances.
+
+        :param name: of the device; None: ``"soft0"``.
+        :raises DeviceNotFoundError: it is no software device's.
+        :raises ValueError: the address in it is none.
+        :raises VerbsError: it does not open.
+        """
+        context = software.open_context() if name is None else software.open_context(name)
+        self.share.tell(context)
+        return context
+
+    def close(self) -> None:
+        """The file is the share's."""
+
+
+@contextlib.contextmanager
+def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
+    """A list of descriptors; those that are in it at the end are closed.
+
+    :param close: how: those of a peer by `engine.discard_descriptor`, as their close may take as long as he likes.
+    """
+    held: list[int] = []
+    try:
+        yield held
+    finally:
+        for each in held:
+            close(each)
+
+
+async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given | GivenSoft:
+    """Ask the process at the other end of a socket, where `answer` is called.
+
+    :raises VerbsError: with ENOENT, EACCES or EXDEV where it refuses; with EPROTO or EPROTONOSUPPORT where it says
+        something else.
+    :raises BrokenResourceError: it went.
+    :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    _check(sock)
+    request = Request.make(shared_id, share_key, os.urandom(16))
+    await _send(sock, request.pack(), [])
+    with _descriptors(handles.discard_descriptor) as attached:
+        reply = Reply.parse(await _receive(sock, Reply.SIZE, attached))
+        if reply.status == errno.EXDEV:
+            raise other_device(shared_id, reply.device)
+        if reply.status:
+            raise refusal(reply.status)
+        if not reply.proves(share_key, request):
+            raise refusal(errno.EACCES, "the peer does not know the share key")
+        kinds = [stat.S_IFMT(os.fstat(each).st_mode) for each in attached]
+        soft = software.is_software(reply.device)
+        if kinds != ([stat.S_IFREG] if soft else [stat.S_IFCHR, stat.S_IFREG]):
+            raise refusal(errno.EPROTO, f"the peer attached {len(kinds)} descriptors, or others than it should have")
+        *commands, file = attached
+        attached.clear()
+    if soft:
+        return GivenSoft(ImportedShare(shared_id, share_key, file))
+    (command,) = commands
+    return Given(shared_id, Share(shared_id & 0xFFFFFFFF, share_key, reply.pd_handle, file), command, reply.device)
+
+
+async def answer(sock: socket.socket, context: handles.Context, shared: Share | SoftShare) -> None:
+    """Answer one request of the process at the other end of a socket, which calls `receive`.
+
+    :raises VerbsError: with ENOENT, EACCES, EXDEV, EPROTO or EPROTONOSUPPORT where it was refused.
+    :raises BrokenResourceError: it went.
+    :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    _check(sock)
+    refused: VerbsError | ClosedResourceError | None = None
+    with _descriptors(handles.discard_descriptor) as attached:
+        data = await _receive(sock, Request.SIZE, attached)
+        strays = len(attached)
+    with _descriptors(os.close) as given:
+        try:
+            request = Request.parse(data)
+            if strays:
+                raise refusal(errno.EPROTO, f"the peer attached {strays} descriptors to its request")
+            if check_device(context, request.shared_id) != shared.number:
+                raise refusal(errno.ENOENT)
+            if not request.proves(shared.share_key):
+                raise refusal(errno.EACCES)
+            shared.attach(context, given)
+            reply = Reply.make(request, shared.share_key, context.name, shared.pd_handle)
+        except (VerbsError, ClosedResourceError) as error:
+            refused = error
+            reply = Reply.refuse(error.errno if isinstance(error, VerbsError) else errno.ENOENT, context.name)
+        await _send(sock, reply.pack(), given if refused is None else [])
+    if refused is not None:
+        raise refused
+
+
+def _check(sock: socket.socket) -> None:
+    running_loop()
+    if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
+        raise ValueError("descriptors go over stream sockets of the Unix domain: socket.socket(socket.AF_UNIX)")
+    if sock.gettimeout() != 0:
+        raise ValueError("the socket would block the event loop: call its setblocking(False)")
+
+
+async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
+    """All of it, the descriptors with the first byte."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    left = memoryview(data)
+    while left:
+        try:
+            sent = sock.sendmsg([left], rights)
+        except BlockingIOError:
+            await ready(sock, writing=True)
+        except ConnectionError as error:
+            raise BrokenResourceError(f"the peer is gone: {error}") from error
+        else:
+            left, rights = left[sent:], []
+
+
+async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
+    """So many bytes, and not one more; the descriptors that came with them are put into the list.
+
+    :raises VerbsError: with EPROTO where there were more than are taken, or more than this process may have.
+    """
+    data = b""
+    room = socket.CMSG_LEN(_TAKEN * _INT)
+    while len(data) < size:
+        try:
+            # Not socket.recv_fds: that one forgets the flags.
+            piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            await ready(sock)
+            continue
+        except ConnectionError as error:
+            raise BrokenResourceError(f"the peer is gone: {error}") from error
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors += array.array("i", content[: len(content) - len(content) % _INT])
+        if flags & socket.MSG_CTRUNC:
+            raise refusal(errno.EPROTO, "more descriptors were attached than this process can take")
+        if not piece:
+            raise BrokenResourceError(f"the peer closed the socket after {len(data)} of {size} bytes")
+        data += piece
+    return data

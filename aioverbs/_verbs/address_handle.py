@@ -1,0 +1,85 @@
+"""Address handles: the ways that datagrams take."""
+
+import asyncio
+from typing import Self
+
+from aioverbs._core.data_path.data_path import Way
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.resource import Handled, Resource
+from aioverbs._memory.region import Pins
+from aioverbs._verbs import neighbour_lookup
+from aioverbs._verbs.endpoint import Endpoint
+from aioverbs._verbs.ports import check_port, gid_index
+from aioverbs.attributes import AddressVector
+from aioverbs.types import LinkLayer
+
+__all__ = ["AddressHandle", "Way"]
+
+
+class AddressHandle(Handled[handles.AddressHandle]):
+    """The way to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
+
+    Closing waits for datagrams that are on their way by it; where it is cancelled, it is closed after them.
+
+    :param to: a queue pair's endpoint, whose number and key then need not be said, or just a path.
+    """
+
+    def __init__(
+        self, pd: Resource, handle: handles.ProtectionDomain, to: Endpoint | AddressVector, port: int, index: int | None
+    ) -> None:
+        super().__init__(pd)
+        self._life.late = True
+        self._pd_handle = handle
+        self._to = to
+        self._port = port
+        self._gid_index = index
+        self.pins = Pins()
+
+    async def open(self) -> Self:
+        """Make it.
+
+        On RDMA devices the kernel looks for the neighbour that it leads to, for seconds where nobody answers. A helper
+        thread calls that verb, one of those of `QueuePair.establish`; a cancellation waits for its end.
+
+        :raises ClosedResourceError: it was opened before, or its protection domain is closed.
+        :raises ValueError: the port has no GID, or no path leads there from it.
+        :raises VerbsError: the device refuses, as where it finds no neighbour.
+        """
+        if not neighbour_lookup.may_block(self._pd_handle.context):
+            return await super().open()
+        try:
+            await neighbour_lookup.in_helper("ibv_create_ah", self._open_now)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        return self
+
+    def _open(self) -> None:
+        path = self._to
+        if isinstance(path, Endpoint):
+            context = self._pd_handle.context
+            check_port(context, self._port, self._gid_index)
+            if self._gid_index is None:
+                self._gid_index = gid_index(context, self._port)
+            port, gid = context.query_port(self._port), context.query_gid(self._port, self._gid_index)
+            here = Endpoint(gid, 0, 0, port.active_mtu, lid=port.lid if port.link_layer is LinkLayer.INFINIBAND else 0)
+            path = here.path_to(path, port_num=self._port, sgid_index=self._gid_index)
+        self._handle = handles.AddressHandle(self._pd_handle, path)
+        self._life.hold(self._handle)
+        self._life.drain = self.pins.end
+        self._life.lasting = True
+        self._life.resume = self.pins.reopen
+
+    def to(self, qp_num: int | None = None, qkey: int | None = None) -> Way:
+        """Where datagrams go by it: what `QueuePair.send` takes as ``to``.
+
+        :param qp_num: of the queue pair there; None: that of the endpoint that it was made for.
+        :param qkey: that it takes datagrams with; None: that of the endpoint.
+        :raises ValueError: there is no endpoint to take them from.
+        """
+        if isinstance(self._to, Endpoint):
+            qp_num = self._to.qp_num if qp_num is None else qp_num
+            qkey = self._to.qkey if qkey is None else qkey
+        if qp_num is None or qkey is None:
+            raise ValueError(f"{self!r} was made for a path alone: say qp_num and qkey of the queue pair there")
+        return Way(self.handle, self.pins, qp_num, qkey)

@@ -1,0 +1,361 @@
+"""Identifiers of connections: what is awaited on them."""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Self, Unpack
+
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Affinity, running_loop
+from aioverbs._lifecycle.resource import Handled
+from aioverbs._verbs.qp_defaults import RETRIES
+from aioverbs._verbs.qp_modify import limits_for
+from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.errors import StateError, UnreachableError, VerbsError
+from aioverbs.rdma_cm.events import CmEventType, EventChannel
+from aioverbs.rdma_cm.negotiation import check_queue_pair
+from aioverbs.rdma_cm.state_machine import Conversation, Stage
+from aioverbs.types import AccessFlags
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Address", "Identifier", "look_up", "written"]
+
+Address = tuple[str, int] | tuple[str, int, int, int]
+"""As those of sockets: host and port, for IPv6 with flow information and scope."""
+
+# What the InfiniBand architecture leaves of its messages, after librdmacm's own header in the first.
+_REQUEST_BYTES, _REPLY_BYTES, _REJECT_BYTES = 56, 196, 148
+_LONGEST_MS = 60_000  # for the kernel; who waits has a limit of its own
+
+
+async def look_up(host: str, port: int) -> Address:
+    """The first address of a host.
+
+    :raises OSError: it has none.
+    """
+    if not 0 <= port <= 0xFFFF:
+        raise ValueError(f"a port is from 0 to 65535, not {port}")
+    try:  # what is a number waits for no resolver
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return found[0][4]  # type: ignore[return-value]  # of IPv4 or IPv6
+
+
+@contextlib.contextmanager
+def _as_unreachable() -> Iterator[None]:
+    try:
+        yield
+    except VerbsError as error:
+        raise UnreachableError(error.verb, error.errno) from None
+
+
+def _private(data: "Buffer", most: int) -> bytes:
+    taken = bytes(data)
+    if len(taken) > most:
+        raise ValueError(f"private data is {most} bytes at most here, not {len(taken)}")
+    return taken
+
+
+def written(address: Address | None) -> str:
+    """An address as people write it."""
+    if address is None:
+        return "nowhere"
+    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+
+
+class Identifier(Handled[core.Identifier]):
+    """One end of a connection, or of one to be: ``rdma_create_id``. Made by `Channel.identifier`, or by a `Listener`.
+
+    Each method that waits takes `timeout_s`, None for no limit. One that fails, is cancelled or takes too long leaves
+    it with no other use than to be closed; the queue pair is then in INIT, where that is as far as it came, else in
+    ERR: at once, or when a verb is over that a thread calls for it, as for `QueuePair.establish`; that is not awaited.
+    When the peer disconnects or the device is removed the queue pair goes to ERR, so that who waits there is told.
+
+    Where the peer rejects the connection, the queue pair is in INIT, and `connect` may be called again, which finds
+    the way there anew, or `resolve` before it.
+    """
+
+    _conversation: Conversation | None = None
+    _way: tuple[Address, Address | None] | None = None  # whom it was resolved to, and from where
+
+    def __init__(self, channel: EventChannel, request: core.Event | None = None) -> None:
+        super().__init__(channel)
+        self._channel = channel
+        self._request = request
+        self._came_open = request is not None
+
+    def _owner(self) -> Affinity | None:
+        return self._channel.owner
+
+    async def open(self) -> Self:
+        """Open it; one that a listener gave is open already, and its block closes it."""
+        if not self._came_open:
+            return await super().open()
+        self._use("open")
+        self._came_open = False
+        return self
+
+    def _open(self) -> None:
+        request, self._request = self._request, None
+        if request is not None and request.identifier is not None:
+            self._handle = request.identifier
+        else:
+            self._handle = core.Identifier(self._channel.handle)
+        self._life.hold(self._handle)
+        stage = Stage.REQUESTED if request is not None else Stage.NEW
+        self._conversation = Conversation(self._handle, self._channel._dispatcher, self._life.bell(), stage)
+        self._life.hold(self._conversation)
+        self._life.drain = self._conversation.drain
+        if request is not None:
+            self._conversation.private_data = request.private_data
+            self._life.label = f"with {written(self._handle.peer_address)}"
+
+    def _now(self) -> Conversation:
+        self._check_open()
+        assert self._conversation is not None
+        return self._conversation
+
+    def _use(self, verb: str) -> Conversation:
+        """The conversation, for the owner to go on with it by `verb`; who is refused has changed nothing."""
+        conversation = self._now()
+        assert self.owner is not None
+        self.owner.check(self, verb)
+        return conversation
+
+    def _anew(self, conversation: Conversation) -> Conversation:
+        """One that may begin: the same, or where that was rejected another one, with an identifier of its own.
+
+        :raises VerbsError: there cannot be another one; nothing was done.
+        """
+        if conversation.stage is not Stage.REJECTED:
+            return conversation
+        life, handle, used_up = self._life, core.Identifier(self._channel.handle), self.handle
+        try:
+            used_up.destroy()
+        except BaseException:
+            handle.destroy()
+            raise
+        conversation.destroy()
+        life.detach(conversation)
+        life.detach(used_up)
+        self._handle = handle
+        life.attach(handle)
+        self._conversation = Conversation(handle, self._channel._dispatcher, life.bell())
+        life.attach(self._conversation)
+        life.drain = self._conversation.drain
+        return self._conversation
+
+    # ---- What is known
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is."""
+        return self._conversation is not None and self._conversation.stage is Stage.CONNECTED and not self.closed
+
+    @property
+    def device_name(self) -> str | None:
+        """The device that leads to the peer, of which the queue pair is to be; None before `resolve`."""
+        return self.handle.device_name
+
+    @property
+    def port_num(self) -> int:
+        """The port of that device; 0 before `resolve`."""
+        return self.handle.port_num
+
+    @property
+    def local_address(self) -> Address | None:
+        """Its own address; None before `resolve`."""
+        return self.handle.local_address
+
+    @property
+    def peer_address(self) -> Address | None:
+        """The peer's; None before `resolve`."""
+        return self.handle.peer_address
+
+    @property
+    def private_data(self) -> bytes:
+        """What the peer said in asking or answering: as many bytes as its message has, filled up with zeros."""
+        return self._now().private_data
+
+    # ---- The side that asks
+
+    async def resolve(self, host: str, port: int, *, source: str | None = None, timeout_s: float | None = 5.0) -> None:
+        """Find the device and the route to an address: ``rdma_resolve_addr`` and ``rdma_resolve_route``.
+
+        :param host: an address, or a name, of which the first address is taken.
+        :param source: the address of this machine to come from.
+        :raises UnreachableError: there is no way.
+        :raises TimeoutError: that was not known in time.
+        :raises OSError: the name has no address.
+        """
+        conversation = self._use("rdma_resolve_addr")
+        conversation.check("resolve", Stage.NEW)
+        conversation = self._anew(conversation)
+        async with conversation.step("resolve", Stage.NEW, timeout_s):
+            address = await look_up(host, port)
+            own = await look_up(source, 0) if source is not None else None
+            await self._find_way(conversation, address, own)
+        self._way = address, own
+        self._life.label = f"with {written(self.peer_address)}"
+
+    async def _find_way(self, conversation: Conversation, address: Address, own: Address | None) -> None:
+        await self._resolve_address(conversation, address, own)
+        with _as_unreachable():
+            self.handle.resolve_route(_LONGEST_MS)
+        await conversation.hear(CmEventType.ROUTE_RESOLVED, "rdma_resolve_route")
+        conversation.stage = Stage.RESOLVED
+
+    async def _resolve_address(self, conversation: Conversation, address: Address, own: Address | None) -> None:
+        # A neighbour may answer before the kernel has begun to wait for that, as over a veth interface. Then it looks
+        # again only when the time is over, and therefore is given little, and more each time.
+        for wait_ms in itertools.chain((100, 200, 400, 800, 1600), itertools.repeat(3200)):
+            with _as_unreachable():
+                self.handle.resolve_addr(address, wait_ms, own)
+            try:
+                await conversation.hear(CmEventType.ADDR_RESOLVED, "rdma_resolve_addr")
+            except TimeoutError:
+                continue
+            return
+
+    async def connect(
+        self,
+        qp: QueuePair,
+        access: AccessFlags | None = None,
+        *,
+        private_data: "Buffer" = b"",
+        timeout_s: float | None = 10.0,
+        **attributes: Unpack[Changes],
+    ) -> bytes:
+        """Connect a queue pair with the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
+
+        It comes from RESET, or from INIT with receives that were posted there, to RTS.
+
+        :param qp: of type RC, of the device that `device_name` names.
+        :param access: what the peer may do through it, as in `QueuePair.connect`.
+        :param private_data: for the peer to see before it answers, 56 bytes at most.
+        :param attributes: instead of what the connection managers agree on, as ``timeout``, ``retry_cnt``,
+            ``rnr_retry`` (both 6 at most without it), ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``.
+        :returns: what the peer said with its answer, filled up with zeros; it is `private_data` from then on.
+        :raises ConnectionRejectedError: the peer refused; nobody listens there; or its program said so. This may be
+            called again.
+        :raises UnreachableError: its connection manager does not answer.
+        :raises TimeoutError: nor did it within `timeout_s`.
+        :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
+        """
+        conversation, data = self._ready("connect", Stage.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
+        limits = limits_for(qp, self.handle.port_num)
+        conversation = self._anew(conversation)
+        async with conversation.step("connect", conversation.stage, timeout_s):
+            if conversation.stage is Stage.NEW:
+                assert self._way is not None
+                await self._find_way(conversation, *self._way)
+                conversation.check_device(qp)
+            conversation.to_init(qp, access)
+            self.handle.connect(
+                qp_num=qp.qp_num,
+                private_data=data,
+                responder_resources=attributes.get("max_dest_rd_atomic", limits.max_dest_rd_atomic),
+                initiator_depth=attributes.get("max_rd_atomic", limits.max_rd_atomic),
+                retry_count=attributes.get("retry_cnt", RETRIES["retry_cnt"]),
+                rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
+                srq=qp.handle.srq is not None,
+            )
+            answer = await conversation.hear(CmEventType.CONNECT_RESPONSE, "rdma_connect")
+            await conversation.to_rts(qp, attributes)
+            self.handle.establish()
+            conversation.private_data = answer.private_data
+            conversation.connected()
+        return answer.private_data
+
+    # ---- The side that answers
+
+    async def accept(
+        self,
+        qp: QueuePair,
+        access: AccessFlags | None = None,
+        *,
+        private_data: "Buffer" = b"",
+        timeout_s: float | None = 10.0,
+        **attributes: Unpack[Changes],
+    ) -> None:
+        """Give the peer the connection that it asked for: ``rdma_init_qp_attr``, ``rdma_accept``.
+
+        :param qp: as for `connect`; receives that the peer needs at once are posted in INIT, before this.
+        :param private_data: for the peer, 196 bytes at most.
+        :raises UnreachableError: the peer does not answer any more.
+        :raises TimeoutError: nor did it within `timeout_s`.
+        :raises ConnectionRejectedError: it gave up.
+        :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
+        """
+        conversation, data = self._ready("accept", Stage.REQUESTED, qp, attributes, private_data, _REPLY_BYTES)
+        async with conversation.step("accept", Stage.REQUESTED, timeout_s):
+            conversation.to_init(qp, access)
+            made = await conversation.to_rts(qp, attributes)
+            self.handle.accept(
+                qp_num=qp.qp_num,
+                private_data=data,
+                responder_resources=made["max_dest_rd_atomic"],
+                initiator_depth=made["max_rd_atomic"],
+                rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
+                srq=qp.handle.srq is not None,
+            )
+            await conversation.hear(CmEventType.ESTABLISHED, "rdma_accept")
+            conversation.connected()
+
+    async def reject(self, private_data: "Buffer" = b"") -> None:
+        """Refuse it: ``rdma_reject``. So does closing it unanswered.
+
+        :param private_data: for the peer, 148 bytes at most.
+        """
+        conversation = self._use("rdma_reject")
+        conversation.check("reject", Stage.REQUESTED)
+        self.handle.reject(_private(private_data, _REJECT_BYTES))
+        conversation.stage = Stage.ENDED
+
+    # ---- The end
+
+    async def disconnect(self, *, timeout_s: float | None = 5.0) -> None:
+        """Send the queue pair to ERR, tell the peer, and wait until it heard: ``rdma_disconnect``.
+
+        Nothing happens where the peer was first.
+
+        :raises StateError: it was not connected.
+        :raises TimeoutError: the peer does not answer; it can only be closed.
+        """
+        conversation = self._over("rdma_disconnect")
+        conversation.hang_up()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await conversation.wait_over()
+        except TimeoutError:
+            raise TimeoutError(f"disconnect: the peer did not answer within {timeout_s} s") from None
+
+    async def wait_disconnected(self) -> None:
+        """Wait until the peer or this side has disconnected, or it is closed.
+
+        :raises DeviceRemovedError: the device was removed.
+        :raises StateError: it was not connected.
+        """
+        await self._over("rdma_get_cm_event").wait_over()
+
+    def _over(self, verb: str) -> Conversation:
+        conversation = self._use(verb)
+        if conversation.stage in (Stage.NEW, Stage.RESOLVED, Stage.REQUESTED, Stage.REJECTED):
+            raise StateError(f"{self!r} is not connected")
+        return conversation
+
+    def _ready(
+        self, what: str, stage: Stage, qp: QueuePair, attributes: Changes, private_data: "Buffer", most: int
+    ) -> tuple[Conversation, bytes]:
+        """What can be seen before the peer is told anything."""
+        conversation = self._use(f"rdma_{what}")
+        conversation.check(what, stage)
+        check_queue_pair(qp, attributes)
+        conversation.check_device(qp)
+        return conversation, _private(private_data, most)

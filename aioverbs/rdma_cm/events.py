@@ -1,0 +1,115 @@
+"""Events of librdmacm, taken by a channel's loop and told to whom they are about."""
+
+import enum
+from pathlib import Path
+from typing import Protocol
+
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, running_loop
+from aioverbs._lifecycle.resource import Handled
+from aioverbs._providers.sysfs import check_node
+from aioverbs.errors import ForkedProcessError, VerbsError
+
+__all__ = ["CmEventType", "Dispatcher", "EventChannel", "Listening"]
+
+_MANAGER_NODE = Path("/dev/infiniband/rdma_cm")
+_PER_TURN = 64  # events that are taken in one turn of the loop
+
+
+class CmEventType(enum.IntEnum):
+    """What librdmacm tells: ``RDMA_CM_EVENT_*``."""
+
+    ADDR_RESOLVED = 0
+    ADDR_ERROR = 1
+    ROUTE_RESOLVED = 2
+    ROUTE_ERROR = 3
+    CONNECT_REQUEST = 4
+    CONNECT_RESPONSE = 5
+    CONNECT_ERROR = 6
+    UNREACHABLE = 7
+    REJECTED = 8
+    ESTABLISHED = 9
+    DISCONNECTED = 10
+    DEVICE_REMOVAL = 11
+    MULTICAST_JOIN = 12
+    MULTICAST_ERROR = 13
+    ADDR_CHANGE = 14
+    TIMEWAIT_EXIT = 15
+
+
+class Listening(Protocol):
+    """Who is told of the events of an identifier."""
+
+    def heard(self, event: core.Event) -> None:
+        """On the channel's loop."""
+
+    def broke(self, error: Exception) -> None:
+        """There will be no more events."""
+
+    def hang_up(self) -> None:
+        """The channel is about to be closed."""
+
+
+class Dispatcher:
+    """Takes the events of a channel on the loop that opens it, and tells whom they are about.
+
+    It knows no user's object, so that those can be forgotten.
+    """
+
+    def __init__(self, channel: core.EventChannel) -> None:
+        self._channel = channel
+        self.loop = running_loop()
+        self.listening: dict[core.Identifier, Listening] = {}
+        self._fd = channel.fd
+        self.loop.add_reader(self._fd, self._readable)
+
+    def destroy(self) -> None:
+        """Hear no more."""
+        if not self.loop.is_closed():
+            self.loop.remove_reader(self._fd)
+
+    def hang_up(self) -> None:
+        """Say goodbye to all peers at once, so that none has to be waited for by itself."""
+        for each in tuple(self.listening.values()):
+            each.hang_up()
+
+    def _readable(self) -> None:
+        for _ in range(_PER_TURN):
+            try:
+                event = self._channel.take_event()
+            except ForkedProcessError:  # the parent's loop runs on in a child: these are the parent's events
+                return
+            except VerbsError as error:
+                self.loop.remove_reader(self._fd)
+                for each in tuple(self.listening.values()):
+                    each.broke(error)
+                return
+            if event is None:
+                return
+            asked = event.event_type == CmEventType.CONNECT_REQUEST
+            about = event.listener if asked else event.identifier
+            listening = self.listening.get(about) if about is not None else None
+            if listening is not None:
+                listening.heard(event)
+            elif asked and event.identifier is not None:
+                event.identifier.destroy()
+
+
+class EventChannel(Handled[core.EventChannel]):
+    """What a `Channel` is for its identifiers."""
+
+    _dispatcher: Dispatcher  # from its opening on
+
+    def _owner(self) -> Affinity | None:
+        return owner_for(ThreadModel.SINGLE)
+
+    def _open(self) -> None:
+        try:
+            self._handle = core.EventChannel(self._life.owner)
+        except VerbsError as error:
+            check_node(error.verb, _MANAGER_NODE)
+            raise
+        self._life.hold(self._handle)
+        self._dispatcher = Dispatcher(self._handle)
+        self._life.hold(self._dispatcher)
+        self._life.stop = self._dispatcher.hang_up

@@ -1,0 +1,148 @@
+"""Listeners: where peers ask for connections."""
+
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Self
+
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Affinity
+from aioverbs._lifecycle.lifecycle import Life
+from aioverbs._lifecycle.resource import Handled
+from aioverbs.errors import ClosedResourceError
+from aioverbs.rdma_cm.cm_id import Address, Identifier, look_up, written
+from aioverbs.rdma_cm.events import CmEventType, EventChannel
+from aioverbs.rdma_cm.state_machine import error_of
+
+__all__ = ["Listener"]
+
+
+class _Requests:
+    """Connections that were asked of a listener. Its life keeps this, and not the user's object."""
+
+    def __init__(self, handle: core.Identifier, channel: EventChannel, life: Life) -> None:
+        self._handle = handle
+        self._channel = weakref.ref(channel)
+        self._dispatcher = channel._dispatcher
+        self._life = life
+        self._bell = life.bell()
+        self._waiting: deque[Identifier] = deque()  # no more than the backlog: the kernel counts them
+        self._failure: Exception | None = None
+        self.closed = False
+        self._dispatcher.listening[handle] = self
+
+    def heard(self, event: core.Event) -> None:
+        """On the channel's loop."""
+        if event.event_type == CmEventType.CONNECT_REQUEST:
+            self._asked(event)
+        elif event.event_type == CmEventType.DEVICE_REMOVAL:
+            self.broke(error_of("the listener", event))
+
+    def _asked(self, event: core.Event) -> None:
+        assert event.identifier is not None
+        channel = self._channel()
+        if channel is None or self.closed:
+            event.identifier.destroy()
+            return
+        identifier = Identifier(channel, event)
+        identifier._life.came_from(self._life)
+        try:
+            identifier._open_now()
+        except ClosedResourceError:  # the channel is being closed
+            event.identifier.destroy()
+            return
+        identifier._life.quiet = True  # nobody's fault that it is open, before somebody took it
+        self._waiting.append(identifier)
+        self._bell.ring()
+
+    def broke(self, error: Exception) -> None:
+        """There are no more."""
+        self._failure = error
+        self._bell.ring()
+
+    def hang_up(self) -> None:
+        """Those who asked have no connection yet."""
+
+    async def next(self) -> Identifier:
+        await self._bell.wait_while(lambda: not (self._waiting or self._failure or self.closed))
+        if self.closed:
+            raise StopAsyncIteration
+        if not self._waiting:
+            assert self._failure is not None
+            raise self._failure
+        identifier = self._waiting.popleft()
+        identifier._life.quiet = False
+        return identifier
+
+    async def drain(self) -> None:
+        """Those that nobody took are refused."""
+        self.closed = True
+        self._bell.ring()
+        while self._waiting:
+            await self._waiting.popleft().aclose()
+
+    def destroy(self) -> None:
+        """It is about to go."""
+        self.closed = True
+        self._dispatcher.listening.pop(self._handle, None)
+
+
+class Listener(Handled[core.Identifier]):
+    """Where peers ask for connections: ``rdma_bind_addr`` and ``rdma_listen``. Made by `Channel.listener`.
+
+    ``async for`` gives an `Identifier` for each, open, to `Identifier.accept`, `Identifier.reject` or close; those
+    stay when the listener is closed, which ends the loop. Those that nobody took by then are refused. Where the device
+    of its address is removed the loop ends by `DeviceRemovedError`.
+
+    Opening raises `VerbsError`, with EADDRINUSE, EADDRNOTAVAIL, or with ENODEV where no RDMA device has the address.
+    """
+
+    _requests: _Requests | None = None
+
+    def __init__(self, channel: EventChannel, host: str | None, port: int, backlog: int) -> None:
+        if backlog < 1:
+            raise ValueError(f"a backlog is 1 or more, not {backlog}")
+        super().__init__(channel)
+        self._channel = channel
+        self._host = host
+        self._port = port
+        self._backlog = backlog
+        self._wanted: Address = ("0.0.0.0", port)
+
+    def _owner(self) -> Affinity | None:
+        return self._channel.owner
+
+    async def open(self) -> Self:
+        """Open it, after looking its name up."""
+        if self._host is not None:
+            self._wanted = await look_up(self._host, self._port)
+        return await super().open()
+
+    def _open(self) -> None:
+        self._handle = core.Identifier(self._channel.handle)
+        self._life.hold(self._handle)
+        self._handle.bind_addr(self._wanted)
+        self._requests = _Requests(self._handle, self._channel, self._life)
+        self._life.hold(self._requests)
+        self._life.drain = self._requests.drain
+        self._handle.listen(self._backlog)
+        self._life.label = f"at {written(self._handle.local_address)}"
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        address = self.handle.local_address
+        assert address is not None
+        return address
+
+    def __aiter__(self) -> AsyncIterator[Identifier]:
+        return self
+
+    async def __anext__(self) -> Identifier:
+        if self._requests is None:
+            self._check_open()
+        assert self._requests is not None
+        owner = self._life.owner
+        if owner is not None and not self._requests.closed:
+            owner.check(self._life, "__anext__")
+        return await self._requests.next()

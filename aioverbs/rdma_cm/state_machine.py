@@ -1,0 +1,300 @@
+"""What two connection managers say to each other about an identifier, and what has become of it."""
+
+import asyncio
+import contextlib
+import enum
+import errno
+import functools
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+import anyio
+
+from aioverbs._core.handles import rdma_cm as core
+from aioverbs._lifecycle.affinity import Bell
+from aioverbs._verbs import qp_state_machine
+from aioverbs._verbs.qp_modify import limits_for
+from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    ConnectionRejectedError,
+    DeviceRemovedError,
+    StateError,
+    UnreachableError,
+    VerbsError,
+)
+from aioverbs.rdma_cm.events import CmEventType, Dispatcher
+from aioverbs.rdma_cm.negotiation import settle
+from aioverbs.types import AccessFlags, QpState, QpType
+
+__all__ = ["Conversation", "Stage", "error_of"]
+
+_ANSWER = "the peer did not answer"
+_GOODBYE_S = 1.0  # the longest that closing waits for a peer to hear of it
+
+
+class Stage(enum.Enum):
+    """How far an identifier has come."""
+
+    NEW = "new"
+    RESOLVED = "resolved"
+    REQUESTED = "asked for by a peer"
+    REJECTED = "rejected"
+    """By the peer that was asked: the kernel's identifier is used up, and another one may ask again."""
+    CONNECTED = "connected"
+    DISCONNECTING = "disconnecting"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+# What needs no answer: the address of a bonded interface moved, or the queue pair's number may be used again.
+_NEWS = {CmEventType.ADDR_CHANGE, CmEventType.TIMEWAIT_EXIT}
+
+
+def error_of(verb: str, event: core.Event) -> Exception:
+    """What is raised for an event that is not the one that was hoped for."""
+    kind, number = event.event_type, abs(event.status)
+    if kind == CmEventType.REJECTED:
+        return ConnectionRejectedError(event.status, event.private_data)
+    if kind in (CmEventType.ADDR_ERROR, CmEventType.ROUTE_ERROR) and number == errno.ETIMEDOUT:
+        return TimeoutError(f"{verb}: no answer in time")
+    if kind in (CmEventType.ADDR_ERROR, CmEventType.ROUTE_ERROR, CmEventType.UNREACHABLE, CmEventType.CONNECT_ERROR):
+        return UnreachableError(verb, number or errno.EIO)
+    if kind == CmEventType.DEVICE_REMOVAL:
+        return DeviceRemovedError(f"{verb}: the device was removed")
+    if kind == CmEventType.DISCONNECTED:
+        return BrokenResourceError(f"{verb}: the peer disconnected")
+    return BrokenResourceError(f"{verb}: librdmacm told of event {kind}, status {event.status}")
+
+
+class Conversation:
+    """An identifier's way from its making to its end. The identifier's life keeps this, and not the user's object.
+
+    :param handle: of the identifier.
+    :param dispatcher: that of its channel.
+    :param bell: what those who wait are woken by.
+    :param stage: where it begins.
+    """
+
+    def __init__(self, handle: core.Identifier, dispatcher: Dispatcher, bell: Bell, stage: Stage = Stage.NEW) -> None:
+        self.handle = handle
+        self.stage = stage
+        self.private_data = b""
+        self._dispatcher = dispatcher
+        self._bell = bell
+        self._busy = False
+        self._awaits = _ANSWER
+        self._closed = False
+        self._events: deque[core.Event] = deque()  # for who waits for one
+        self._failure: Exception | None = None
+        self._qp: QueuePair | None = None  # one that left INIT for this connection
+        self._when_over: Callable[[Exception], object] | None = None
+        self._goodbye_until = 0.0
+        dispatcher.listening[handle] = self
+
+    def destroy(self) -> None:
+        """It is about to go: nothing is heard any more."""
+        self._closed = True
+        self._dispatcher.listening.pop(self.handle, None)
+        self._flush()
+        self._bell.ring()
+
+    # ---- What is heard
+
+    def heard(self, event: core.Event) -> None:
+        """On the channel's loop."""
+        if event.event_type == CmEventType.DEVICE_REMOVAL:
+            self.broke(error_of("the connection", event))
+        elif event.event_type not in _NEWS:
+            self._events.append(event)
+            if not self._busy:
+                self._take_what_nobody_awaits()
+        self._bell.ring()
+
+    def broke(self, error: Exception) -> None:
+        """The device, or the channel, is gone."""
+        self._end(Stage.FAILED, error)
+
+    def _take_what_nobody_awaits(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            over = self.stage in (Stage.CONNECTED, Stage.DISCONNECTING)
+            if over and event.event_type == CmEventType.DISCONNECTED:
+                if self.stage is Stage.CONNECTED:
+                    with contextlib.suppress(VerbsError):  # the peer waits for no answer any more
+                        self.handle.disconnect()
+                self._end(Stage.ENDED)
+            elif event.event_type not in (CmEventType.ESTABLISHED, CmEventType.DISCONNECTED):
+                self._end(Stage.FAILED, error_of("the connection", event))
+
+    def _end(self, stage: Stage, failure: Exception | None = None) -> None:
+        if self.stage not in (Stage.ENDED, Stage.FAILED):
+            self.stage, self._failure = stage, failure
+        if self._when_over is not None:
+            self._when_over(self._cause())
+        else:
+            self._flush()
+        self._bell.ring()
+
+    def watch(self, when_over: Callable[[Exception], object] | None) -> None:
+        """Call this with the cause when the peer or the device is gone. It ends the queue pair then, this does not.
+
+        :param when_over: None: as if nobody had watched.
+        """
+        self._when_over = when_over
+        if when_over is not None and self.stage in (Stage.ENDED, Stage.FAILED):
+            when_over(self._cause())
+
+    def _cause(self) -> Exception:
+        return self._failure or BrokenResourceError("the peer disconnected")
+
+    def _flush(self) -> None:
+        """Whoever waits for the peer on its queue pair waits no longer."""
+        qp, self._qp = self._qp, None
+        if qp is not None:
+            self._to_error(qp)
+
+    def _to_error(self, qp: QueuePair) -> None:
+        try:
+            if qp.query().qp_state not in (QpState.RESET, QpState.ERR):
+                qp.to_error()
+        except ConcurrentAccessError:  # a thread is inside of a domain that any may use
+            self._dispatcher.loop.call_soon(self._to_error, qp)
+        except BusyResourceError:  # another thread changes its state: when that is over
+            assert qp._work is not None
+            assert qp._work.send_queue is not None
+            qp._work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
+        except (ClosedResourceError, VerbsError, AffinityError):
+            return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
+
+    # ---- What is said
+
+    @contextlib.asynccontextmanager
+    async def step(self, what: str, needed: Stage, timeout_s: float | None) -> AsyncIterator[None]:
+        """Go from a stage to another one; what fails, is cancelled or takes too long ends the conversation."""
+        self.check(what, needed)
+        self._busy = True
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                yield
+        except BaseException as error:
+            is_rejected = isinstance(error, ConnectionRejectedError) and self.stage is Stage.RESOLVED
+            stage = Stage.REJECTED if is_rejected else Stage.FAILED
+            self._end(stage, error if isinstance(error, Exception) else None)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise TimeoutError(f"{what}: {self._awaits} within {timeout_s} s") from None
+            raise
+        finally:
+            self._busy = False
+            self._take_what_nobody_awaits()
+
+    def check(self, what: str, needed: Stage) -> None:
+        """See that it is at a stage, and that nothing else is under way. One that was rejected may begin anew.
+
+        :raises StateError: it is at another one.
+        :raises BrokenResourceError: it failed.
+        :raises BusyResourceError: another step is under way.
+        """
+        if self._busy:
+            raise BusyResourceError(f"{what}: another call is under way on this identifier")
+        if self.stage is needed or (self.stage is Stage.REJECTED and needed in (Stage.NEW, Stage.RESOLVED)):
+            return
+        if self._failure is not None and self.stage is not Stage.REJECTED:
+            raise BrokenResourceError(f"{what}: it failed before, close it: {self._failure}") from self._failure
+        raise StateError(f"{what}: it is {self.stage.value}, and is to be {needed.value} for that")
+
+    async def hear(self, kind: CmEventType, verb: str) -> core.Event:
+        """The next event, which is to be of that kind.
+
+        :raises ClosedResourceError: it was closed meanwhile.
+        :raises Exception: `error_of` another event.
+        """
+        await self._bell.wait_while(lambda: not (self._events or self._failure or self._closed))
+        self._check_going_on(verb)
+        event = self._events.popleft()
+        if event.event_type != kind:
+            raise error_of(verb, event)
+        return event
+
+    def _check_going_on(self, verb: str) -> None:
+        if self._closed:
+            raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
+        if self._failure is not None:
+            raise self._failure
+
+    def check_device(self, qp: QueuePair) -> None:
+        """See that a queue pair is of the device that this leads to."""
+        name = self.handle.device_name
+        if name != qp.handle.context.name:
+            raise ValueError(f"{qp!r} is of {qp.handle.context.name}, and the peer is reached by {name}")
+
+    def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
+        """Take a queue pair to INIT, where it can have receives."""
+        told = self.handle.init_qp_attr(QpState.INIT)
+        changes = Changes(pkey_index=told.get("pkey_index", 0), port_num=told.get("port_num", 1))
+        if access is not None:
+            changes["qp_access_flags"] = access
+        qp.to_init(**changes)
+
+    async def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
+        """Take it to RTS, by what the managers agreed on; what it was given.
+
+        The event loop goes on meanwhile, as with `QueuePair.establish`, but a cancellation does not wait for the verb.
+
+        :raises ClosedResourceError: it was closed meanwhile.
+        :raises Exception: the conversation failed meanwhile, by this.
+        """
+        limits = limits_for(qp, self.handle.port_num)
+        self._qp = qp
+        made = Changes()
+        for before, after in itertools.pairwise((QpState.INIT, QpState.RTR, QpState.RTS)):
+            takes = qp_state_machine.needs(QpType.RC, before, after)
+            names = takes.required | takes.optional
+            told = self.handle.init_qp_attr(after)
+            fit = cast(Changes, {name: value for name, value in given.items() if name in names})
+            changes = settle(told, fit, limits)
+            self._awaits = "the device did not find the peer's neighbour"
+            await qp._follow_in_time(qp._plan(qp.query().qp_state, (after,), changes, None))
+            self._awaits = _ANSWER
+            self._check_going_on("ibv_modify_qp")
+            made.update(changes)
+        return made
+
+    def connected(self) -> None:
+        """It is. What the peer said since is found when the step ends."""
+        self.stage = Stage.CONNECTED
+
+    # ---- How it ends
+
+    def hang_up(self) -> None:
+        """Flush the queue pair and tell the peer, if it is connected."""
+        if self.stage is not Stage.CONNECTED:
+            return
+        self.stage = Stage.DISCONNECTING
+        self._goodbye_until = time.monotonic() + _GOODBYE_S
+        self._flush()
+        try:
+            self.handle.disconnect()
+        except VerbsError:  # the peer did already, or the device is gone: an event tells
+            self._end(Stage.ENDED)
+
+    async def wait_over(self) -> None:
+        """Until it is not connected any more, whoever ended that."""
+        await self._bell.wait_while(lambda: self.stage in (Stage.CONNECTED, Stage.DISCONNECTING) and not self._closed)
+        if isinstance(self._failure, DeviceRemovedError):
+            raise self._failure
+
+    async def drain(self) -> None:
+        """Let the peer hear of it, for a while."""
+        self.hang_up()
+        with anyio.move_on_after(max(0.0, self._goodbye_until - time.monotonic())):
+            await self._bell.wait_while(lambda: self.stage is Stage.DISCONNECTING)

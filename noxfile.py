@@ -328,7 +328,7 @@ def fuzz(session: nox.Session) -> None:
     checks = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all")
     core = ["aioverbs/_core/abi/verbs_ops.c", *sorted(map(str, Path("aioverbs/_core/soft").rglob("*.c")))]
     support = sorted(map(str, (*Path("aioverbs/_core/alloc").glob("*.c"), *Path("tests/native").glob("support_*.c"))))
-    pure = [f"aioverbs/_core/soft/fabric/{name}.c" for name in ("frame", "handshake_wire", "hmac")]
+    pure = [f"aioverbs/_core/soft/{name}.c" for name in ("base/hmac", "fabric/frame", "fabric/handshake_wire")]
     for name, sources in (("frame", pure), ("stream", core)):
         program = folder(session, "programs") / name
         source = f"tests/fuzz/fuzz_{name}.c"

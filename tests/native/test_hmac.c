@@ -1,7 +1,7 @@
 /* SHA-256 and HMAC, against what other implementations say. */
 #include "support.h"
 
-#include "soft/fabric/hmac.h"
+#include "soft/base/hmac.h"
 
 static void to_hex(const uint8_t digest[SOFT_DIGEST], char out[2 * SOFT_DIGEST + 1])
 {

@@ -10,7 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "soft/transport/inbound_message.h"
+#include "soft/objects/inbound_message.h"
 
 enum kind { RC, RC_SHARED, UC, UC_SHARED, XRC, KINDS };
 

@@ -5,7 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft/transport/psn_window.h"
+#include "soft/objects/psn_window.h"
 
 #include "support_check.h"
 

@@ -13,11 +13,11 @@
 #include "soft/api/device.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fault/fault.h"
-#include "soft/transport/inbound_message.h"
+#include "soft/objects/inbound_message.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/base/epoch.h"
 #include "soft/base/id_table.h"
-#include "soft/transport/psn_window.h"
+#include "soft/objects/psn_window.h"
 #include "abi/libibverbs.h"
 
 #define container_of(pointer, type, member) ((type *)(void *)((char *)(pointer) - offsetof(type, member)))

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "soft/fabric/hmac.h"
+#include "soft/base/hmac.h"
 
 #define SOFT_VERSION 1u    /* counted up with each change of the handshake or of frames that the other side must know */
 #define SOFT_HEAD_SIZE 16u /* how HELLO and WELCOME begin in all versions: magic, version, flags, a number */

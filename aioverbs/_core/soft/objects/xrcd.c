@@ -24,7 +24,7 @@
 
 #include "soft/base/fork_fds.h"
 #include "soft/fabric/directory.h"
-#include "soft/fabric/hmac.h"
+#include "soft/base/hmac.h"
 
 /* How long to wait for the flock. Each holds it for a few system calls, and may stand still in there. */
 #define PATIENCE_NS 10000000000ull

@@ -2,7 +2,7 @@
  * from the oldest one on where answers do not come (go-back-N), as by reliable connections of the architecture.
  *
  * All under sq_lock and in a grace section, but for what says that it waits. Which requests are in flight is said by the
- * queue pair's window, and its counters move by the functions of soft/transport/psn_window.h alone: what an answer tells is first
+ * queue pair's window, and its counters move by the functions of soft/objects/psn_window.h alone: what an answer tells is first
  * looked up there. */
 #include "soft/transport/send_queue.h"
 

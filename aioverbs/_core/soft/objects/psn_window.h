@@ -12,8 +12,8 @@
  * half of all, so that an old one is never taken for a new one.
  *
  * Part of a queue pair, under its sq_lock. */
-#ifndef AIOVERBS_SOFT_WINDOW_H
-#define AIOVERBS_SOFT_WINDOW_H
+#ifndef AIOVERBS_SOFT_OBJECTS_PSN_WINDOW_H
+#define AIOVERBS_SOFT_OBJECTS_PSN_WINDOW_H
 
 #include <assert.h>
 #include <stdbool.h>

@@ -1,4 +1,4 @@
-#include "soft/fabric/hmac.h"
+#include "soft/base/hmac.h"
 
 #include <string.h>
 

@@ -4,8 +4,8 @@
  * operation, the length and the place that the first one named. Nobody else sends on the connection meanwhile. What a
  * hostile peer sends out of this order never reaches a receive or a completion, so that whatever a completion counts as
  * received was sent. */
-#ifndef AIOVERBS_SOFT_INBOUND_H
-#define AIOVERBS_SOFT_INBOUND_H
+#ifndef AIOVERBS_SOFT_OBJECTS_INBOUND_MESSAGE_H
+#define AIOVERBS_SOFT_OBJECTS_INBOUND_MESSAGE_H
 
 #include <assert.h>
 #include <stdbool.h>

@@ -1,6 +1,6 @@
 /* SHA-256 (FIPS 180-4) and HMAC (RFC 2104) with it. Pure. */
-#ifndef AIOVERBS_SOFT_HMAC_H
-#define AIOVERBS_SOFT_HMAC_H
+#ifndef AIOVERBS_SOFT_BASE_HMAC_H
+#define AIOVERBS_SOFT_BASE_HMAC_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "soft/fabric/stream.h"
+#include "soft/objects/cq.h"
 
 enum {
     ROOM = 40 + 5 * 4096, /* bytes of a receive */

@@ -12,7 +12,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
+#include "soft/base/hmac.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/objects/device.h"
+#include "soft/objects/qp.h"
 #include "soft/base/fork_fds.h"
 #include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/stream.h"

@@ -8,6 +8,8 @@
 #include <stdint.h>
 
 #include "soft/api/device.h"
+#include "soft/fault/fault.h"
+#include "soft/objects/pd_share.h"
 
 struct check_variant {
     const char *name;

@@ -4,7 +4,10 @@
 
 #include <stdatomic.h>
 
-#include "soft/soft.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/objects/device.h"
+#include "soft/objects/qp.h"
 #include "soft/fabric/directory.h"
 #include "soft/fabric/handshake_wire.h"
 #include "soft/base/settings.h"

@@ -2,7 +2,10 @@
 #include "support_scene.h"
 #include "support_types.h"
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/pd_share.h"
 
 #include <fcntl.h>
 

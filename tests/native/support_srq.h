@@ -2,7 +2,7 @@
 #ifndef AIOVERBS_TESTS_SUPPORT_SRQ_H
 #define AIOVERBS_TESTS_SUPPORT_SRQ_H
 
-#include "soft/soft.h"
+#include "soft/objects/srq.h"
 #include "support_home.h"
 
 /* The verb's answer. */

@@ -6,7 +6,11 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/worker_thread.h"
 
 uint64_t now_ns(void)
 {

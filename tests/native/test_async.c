@@ -10,7 +10,12 @@
 #include <signal.h>
 #include <stdatomic.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/srq.h"
 
 static struct soft_context *soft_of(struct home *home)
 {

@@ -1,7 +1,11 @@
 /* Devices of one process: one without an address, and one for each address. */
 #include "support.h"
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/address.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/pd_share.h"
 
 #include <arpa/inet.h>
 #include <stdio.h>

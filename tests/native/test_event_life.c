@@ -6,7 +6,11 @@
 #include <signal.h>
 #include <stdatomic.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/lock_order.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/worker_thread.h"
 
 /* An event that nobody took goes with its queue, and so does the readiness of the descriptor. */
 static void events_go_with_their_queue(void)

@@ -4,7 +4,12 @@
 #include "support_fork.h"
 #include "support_verbs.h"
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/settings.h"
+#include "soft/fault/fault.h"
+#include "soft/objects/context.h"
+#include "soft/objects/pd_share.h"
+#include "soft/objects/verbs.h"
 
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 #define ALWAYS ((struct soft_strike){.first = 1, .every = 1})

@@ -5,7 +5,9 @@
 
 #include <stdatomic.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/fault/fault.h"
+#include "soft/objects/context.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define OWN_MEMORY 0 /* the sanitizers have theirs */

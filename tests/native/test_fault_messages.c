@@ -2,7 +2,10 @@
  * late. */
 #include "support.h"
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/settings.h"
+#include "soft/fault/fault.h"
+#include "soft/objects/context.h"
 
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 #define ALWAYS ((struct soft_strike){.first = 1, .every = 1})

@@ -7,7 +7,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
 #include "soft/base/fork_fds.h"
 
 /* What is drawn, one byte for all of a call; then bytes that are. */

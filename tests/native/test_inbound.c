@@ -11,6 +11,10 @@
 #include <unistd.h>
 
 #include "soft/objects/inbound_message.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/qp.h"
+#include "soft/transport/request.h"
+#include "soft/transport/responder.h"
 
 enum kind { RC, RC_SHARED, UC, UC_SHARED, XRC, KINDS };
 

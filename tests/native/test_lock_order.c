@@ -6,7 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
 
 #ifdef NDEBUG
 #error "without assertions nothing is checked"

@@ -7,7 +7,10 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/id_table.h"
+#include "soft/objects/context.h"
+#include "soft/objects/qp.h"
 
 static void open_pair(struct pair *pair, enum ibv_qp_type type)
 {

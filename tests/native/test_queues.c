@@ -3,7 +3,10 @@
 
 #include <sched.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/objects/qp.h"
 
 /* Sends until there is no room; how many went in. The requests are signalled where `signalled` is true. */
 static int fill_send_queue(struct pair *pair, bool signalled)

@@ -11,7 +11,12 @@
 #include <unistd.h>
 
 #include "alloc/alloc.h"
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/address.h"
+#include "soft/objects/context.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/pd_share.h"
 #include "soft/objects/shared.h"
 
 #define KEY 0x1122334455667788ull

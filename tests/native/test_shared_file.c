@@ -13,7 +13,14 @@
 #include <unistd.h>
 
 #include "alloc/alloc.h"
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/lock_order.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/pd_share.h"
+#include "soft/objects/shared_keys.h"
 #include "soft/base/memfd.h"
 #include "soft/objects/shared.h"
 

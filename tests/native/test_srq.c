@@ -9,6 +9,10 @@
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_push.h"
+
 /* ---- Creation ---------------------------------------------------------------------------------------------- */
 
 /* At least what was asked for is granted, and told. */

@@ -12,6 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "soft/objects/xrcd.h"
+
 /* NULL and errno, as the verb answers. */
 static struct ibv_xrcd *try_open(struct ibv_context *context, int fd, int oflags)
 {

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "soft/api/device.h"
+#include "soft/objects/pd_share.h"
 
 #define FD_AND_FLAGS (IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS)
 

@@ -54,9 +54,8 @@ class Reason:
 
 def verbs() -> dict[str, list[str]]:
     """The verbs that need rows, by the heading of their part: all that the seam's headers name."""
-    seam, abi, device = (
-        (CORE / name).read_text() for name in ("abi/verbs_ops.h", "abi/libibverbs.h", "soft/api/device.h")
-    )
+    headers = ("abi/verbs_ops.h", "abi/libibverbs.h", "soft/objects/pd_share.h")
+    seam, abi, shared = ((CORE / name).read_text() for name in headers)
     listed = seam.partition("define VERBS_EXPORTED(X)")[2].partition("struct verbs_table {")[0].replace("\\\n", " ")
     exported = re.findall(r"\bX\([^(]*?[ *](\w+),\s*\(", listed)
     return {
@@ -64,7 +63,7 @@ def verbs() -> dict[str, list[str]]:
         "Inline verbs of `struct ibv_context`": _ops(abi, "ibv_context_ops"),
         "Inline verbs of `struct verbs_context`": _ops(abi, "verbs_context"),
         "Extended completion queues": ["start_poll"],  # with next_poll and end_poll, the rest of a session
-        "Shared protection domains": re.findall(r"\bsoft_(alloc_shpd|share_pd)\(", device),
+        "Shared protection domains": re.findall(r"\bsoft_(alloc_shpd|share_pd)\(", shared),
         "Beyond the seam": ["rereg_mr", "reg_dmabuf_mr"],
     }
 

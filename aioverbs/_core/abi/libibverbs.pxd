@@ -499,6 +499,15 @@ cdef extern from "abi/verbs_ops.h" nogil:
 
 
 cdef extern from "soft/base/settings.h" nogil:
+    enum soft_mode:
+        SOFT_INLINE
+        SOFT_ENGINE
+
+    struct soft_address:
+        int family
+        uint16_t port
+        uint8_t bytes[16]
+
     enum:
         SOFT_MAX_USERS
         SOFT_MAX_SECRET
@@ -562,15 +571,6 @@ cdef extern from "alloc/area.h" nogil:
         void (*drop)(void *) noexcept
 
 cdef extern from "soft/api/device.h" nogil:
-    enum soft_mode:
-        SOFT_INLINE
-        SOFT_ENGINE
-
-    struct soft_address:
-        int family
-        uint16_t port
-        uint8_t bytes[16]
-
     struct soft_options:
         soft_mode mode
         uint64_t delay_ns
@@ -603,13 +603,6 @@ cdef extern from "soft/api/device.h" nogil:
     bint soft_has_fabric(const ibv_context *)
     void soft_count(ibv_context *, soft_counts *)
     int soft_set_delay(ibv_context *, uint64_t)
-    int soft_alloc_shpd(ibv_pd *, uint64_t, uint32_t *)
-    ibv_pd *soft_share_pd(ibv_context *, uint32_t, uint64_t)
-    int soft_export_shpd(ibv_pd *, int *)
-    ibv_pd *soft_import_shpd(ibv_context *, int, uint64_t)
-    const alloc_area *soft_shared_area(ibv_pd *)
-    ibv_mr *soft_import_mr(ibv_pd *, uint32_t, void **, int *)
-    int soft_unimport_mr(ibv_mr *)
     int soft_set_port(ibv_context *, bint)
     int soft_lose(ibv_context *)
     int soft_break_qp(ibv_qp *)
@@ -618,6 +611,19 @@ cdef extern from "soft/api/device.h" nogil:
     void soft_halt(ibv_context *)
     int soft_watch_forks()
     uint32_t soft_fork_count()
+
+
+cdef extern from "soft/objects/pd_share.h" nogil:
+    int soft_alloc_shpd(ibv_pd *, uint64_t, uint32_t *)
+    ibv_pd *soft_share_pd(ibv_context *, uint32_t, uint64_t)
+    int soft_export_shpd(ibv_pd *, int *)
+    ibv_pd *soft_import_shpd(ibv_context *, int, uint64_t)
+    const alloc_area *soft_shared_area(ibv_pd *)
+
+
+cdef extern from "soft/objects/shared_keys.h" nogil:
+    ibv_mr *soft_import_mr(ibv_pd *, uint32_t, void **, int *)
+    int soft_unimport_mr(ibv_mr *)
 
 
 cdef extern from "soft/base/fork_fds.h" nogil:

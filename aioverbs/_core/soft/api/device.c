@@ -1,12 +1,32 @@
 /* The devices of this process, their contexts, and what happens to them. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
-#include "soft/base/fork_fds.h"
-#include "soft/transport/send_queue.h"
-#include "soft/base/settings.h"
+#include "soft/api/device.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "soft/api/ops.h"
+#include "soft/api/qp.h"
+#include "soft/base/address.h"
+#include "soft/base/epoch.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_push.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/srq.h"
+#include "soft/objects/worker_thread.h"
+#include "soft/transport/inbound.h"
 
 /* ---- Devices --------------------------------------------------------------------------------------------- */
 

@@ -1,31 +1,15 @@
 /* The software device, as its users see it: a verbs provider in this process that needs no kernel, no rdma-core
  * and no root. What it opens is an ordinary `struct ibv_context` inside of a `struct verbs_context`; the verbs
  * that libibverbs exports are in its `verbs_table`. */
-#ifndef AIOVERBS_SOFT_DEVICE_H
-#define AIOVERBS_SOFT_DEVICE_H
+#ifndef AIOVERBS_SOFT_API_DEVICE_H
+#define AIOVERBS_SOFT_API_DEVICE_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "soft/fault/fault.h"
 #include "abi/verbs_ops.h"
-
-enum soft_mode {
-    SOFT_INLINE, /* a request is executed in the call that posts it */
-    SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
-};
-
-#define SOFT_PORT 7470u /* of TCP, where no other one is said */
-
-/* Where other hosts find a device. */
-struct soft_address {
-    int family; /* AF_INET or AF_INET6; 0: nowhere */
-    uint16_t port;
-    uint8_t bytes[16]; /* of IPv4 the first 4; network byte order */
-};
-
-struct soft_settings;
+#include "soft/base/settings.h"
 
 struct soft_options {
     enum soft_mode mode;
@@ -50,6 +34,7 @@ extern const struct verbs_table soft_verbs;
  * network interface only), ENOMEM, EMFILE; with an address, why nobody can be let in there,
  * such as EADDRINUSE and EADDRNOTAVAIL. */
 struct ibv_context *soft_open(const struct soft_options *options);
+int soft_close_device(struct ibv_context *context);
 
 /* Counts forks from here on (soft_open does it by itself): how many lie between the first process that asked and
  * this one. 0 or an errno. */
@@ -83,42 +68,6 @@ void soft_tell_problem(struct ibv_context *context, char *why);
 
 /* Whether there may be peers: from the first queue pair that has one, until the last context is closed. */
 bool soft_has_fabric(const struct ibv_context *context);
-
-/* ---- Shared protection domains ---------------------------------------------------------------------------- */
-
-/* As ibv_alloc_shpd and ibv_share_pd of Solaris: gives a protection domain a share key, and opens a further instance
- * of it in any context of the device. An instance goes by ibv_dealloc_pd: regions and windows made with it die with
- * it (what is left of them is to be given back to dereg_mr and dealloc_mw), anything else makes it EBUSY. The domain
- * itself goes with its last instance.
- *
- * EINVAL: it is a parent domain; EEXIST: it is shared already. `*share` is its identifier. */
-int soft_alloc_shpd(struct ibv_pd *pd, uint64_t share_key, uint32_t *share);
-
-/* NULL and errno: ENOENT (no such identifier), EACCES (not its key), ENOMEM. */
-struct ibv_pd *soft_share_pd(struct ibv_context *context, uint32_t share, uint64_t share_key);
-
-/* Between processes: a descriptor of what they have in common (soft/objects/shared.h), for who is to have an instance, too; it
- * is the caller's to close. The other process makes an instance of it, for as long as there is another one. Regions of
- * one process may be used by queue pairs of another one where their memory is that of soft_shared_area; windows serve
- * in their own process. A process that dies is none any more, and takes its own with it.
- *
- * 0, or EINVAL: it has no share key; what memfd_create and mmap answer. */
-int soft_export_shpd(struct ibv_pd *pd, int *fd);
-
-/* NULL and errno: ENOENT (the last instance went), EPROTO (it is no such descriptor), EMFILE (too many processes have
- * it), ENOMEM. `share_key`: for further instances in this process, by soft_share_pd. */
-struct ibv_pd *soft_import_shpd(struct ibv_context *context, int fd, uint64_t share_key);
-
-/* The memory of a domain that has a share key, held once for the caller, who drops it; NULL and errno, as above. */
-struct alloc_area;
-const struct alloc_area *soft_shared_area(struct ibv_pd *pd);
-
-/* A region of the domain by its key, which another process registered: for scatter/gather entries, its address is what
- * that process knows it by, and `*here` where it is in this one. It can be used until that process gives it back; it is
- * given back itself by soft_unimport_mr, before the domain. NULL and errno: ENOENT (no region has this key), EFAULT
- * (its memory is that process' alone), ENOMEM. */
-struct ibv_mr *soft_import_mr(struct ibv_pd *pd, uint32_t key, void **here, int *access);
-int soft_unimport_mr(struct ibv_mr *mr);
 
 /* ---- What happens to a device ------------------------------------------------------------------------------ */
 

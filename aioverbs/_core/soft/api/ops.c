@@ -1,7 +1,27 @@
 /* The doors of the device: the two tables by which verbs come in. At each door is decided whether the call is to fail
  * before it does anything, since the device is lost or since the fault plan has it so; on the usual path that is one
  * relaxed load. What lies behind a door is called from inside of the device without passing it. */
-#include "soft/soft.h"
+#include "soft/api/ops.h"
+
+#include "soft/api/device.h"
+#include "soft/api/post.h"
+#include "soft/api/qp.h"
+#include "soft/api/query.h"
+#include "soft/api/unsupported.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/ah.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/comp_channel.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_poll.h"
+#include "soft/objects/cq_push.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/mw.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/srq.h"
+#include "soft/objects/verbs.h"
+#include "soft/objects/xrcd.h"
 
 /* DOOR(result, failed, name, context, (arguments), parameters...): a verb, `failed` being what it returns where it is
  * refused with `error`. The others are the usual manners of that. Asking is apart, so that the usual path saves no

@@ -1,8 +1,18 @@
 /* Posting: the driver halves of the send and the receive queue. A work request is written into the queue's memory
  * and made known by the doorbell record; from there on it is the device half's. */
-#include "soft/soft.h"
+#include "soft/api/post.h"
 
 #include <string.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/util.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/ah.h"
+#include "soft/objects/context.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/shared_keys.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/send_queue.h"
 
 /* ---- Sending --------------------------------------------------------------------------------------------- */
 

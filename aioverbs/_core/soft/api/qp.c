@@ -1,10 +1,36 @@
 /* Queue pairs: creation, destruction, queries, and changes of state. */
 #define _GNU_SOURCE
-#include "soft/transport/send_queue.h"
+#include "soft/api/qp.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/objects/ah.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_poll.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/qp_state.h"
+#include "soft/objects/srq.h"
+#include "soft/objects/work_queue.h"
+#include "soft/objects/worker_thread.h"
+#include "soft/objects/xrcd.h"
+#include "soft/transport/requester.h"
+#include "soft/transport/responder.h"
+#include "soft/transport/send_queue.h"
 
 /* ---- Sizes ----------------------------------------------------------------------------------------------- */
 

@@ -1,8 +1,14 @@
 /* What the device tells of itself: attributes, its port, addresses, its clock. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/api/query.h"
 
 #include <string.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/util.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/limits.h"
 
 #define SOFT_CLOCK_KHZ 1000000u /* timestamps are CLOCK_MONOTONIC's nanoseconds */
 

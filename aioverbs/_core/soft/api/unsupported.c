@@ -2,7 +2,7 @@
  * limits, tag matching, receive work queues, queue pairs shared by number, multicast, contexts over another's
  * descriptor. Such an op answers EOPNOTSUPP, as with libibverbs' providers, and is never NULL: who wants to know calls
  * it. */
-#include "soft/soft.h"
+#include "soft/api/unsupported.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter" /* their types are all that these functions have of them */
 

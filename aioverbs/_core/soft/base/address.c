@@ -6,8 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "soft/api/device.h"
 #include "abi/libibverbs.h"
+#include "soft/api/device.h"
 
 void soft_gid_name(const union ibv_gid *gid, char name[SOFT_GID_NAME])
 {

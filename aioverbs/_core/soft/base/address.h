@@ -1,6 +1,6 @@
 /* What a GID tells of where its device is. Pure. */
-#ifndef AIOVERBS_SOFT_ADDRESS_H
-#define AIOVERBS_SOFT_ADDRESS_H
+#ifndef AIOVERBS_SOFT_BASE_ADDRESS_H
+#define AIOVERBS_SOFT_BASE_ADDRESS_H
 
 #include <stdint.h>
 #include <sys/socket.h>

@@ -1,6 +1,6 @@
 /* Numbers as they stand in frames: little-endian, at any address. */
-#ifndef AIOVERBS_SOFT_BYTES_H
-#define AIOVERBS_SOFT_BYTES_H
+#ifndef AIOVERBS_SOFT_BASE_ENDIAN_H
+#define AIOVERBS_SOFT_BASE_ENDIAN_H
 
 #include <endian.h>
 #include <stdint.h>

@@ -10,7 +10,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/lock_order.h"
+#include "soft/objects/context.h"
 
 uint64_t soft_now_ns(void)
 {

@@ -9,8 +9,8 @@
  *
  * soft/base/lock_order.h has the locks and their order, in which grace sections have their place, too.
  */
-#ifndef AIOVERBS_SOFT_SYNC_H
-#define AIOVERBS_SOFT_SYNC_H
+#ifndef AIOVERBS_SOFT_BASE_EPOCH_H
+#define AIOVERBS_SOFT_BASE_EPOCH_H
 
 #include <sched.h>
 #include <stdatomic.h>
@@ -37,6 +37,9 @@ uint64_t soft_now_ns(void); /* CLOCK_MONOTONIC */
  * where they differ, the caller is a child that inherited a context whose threads and file descriptors belong
  * to its parent. Written only in the atfork handler of a child, when it has one thread. */
 extern uint32_t soft_generation;
+
+/* In the child of a fork, which has one thread: what the other threads of the parent were inside of is abandoned. */
+void soft_sync_after_fork(void);
 
 /* The kernel's number of the calling thread: unique among the threads that live, which is all that telling an
  * overlap takes, and what a debugger shows. Kept in thread-local memory, since asking costs a system call. */

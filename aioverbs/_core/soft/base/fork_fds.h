@@ -1,7 +1,7 @@
 /* File descriptors that a child of a fork must not keep: as long as it has a socket open, no peer learns that the
  * parent is gone. */
-#ifndef AIOVERBS_SOFT_DESCRIPTORS_H
-#define AIOVERBS_SOFT_DESCRIPTORS_H
+#ifndef AIOVERBS_SOFT_BASE_FORK_FDS_H
+#define AIOVERBS_SOFT_BASE_FORK_FDS_H
 
 #include <stdbool.h>
 #include <sys/types.h>

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "soft/base/lock_order.h"
+
 int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit)
 {
     memset(table, 0, sizeof(*table));

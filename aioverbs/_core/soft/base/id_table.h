@@ -8,8 +8,8 @@
  * A window's binding is a use as well: one, by ibv_inc_rkey, else as many as it takes the low byte on. So a window that
  * is bound 256 times has its first key again.
  * Whoever keeps an old key for longer than that may reach what was registered since, of the same protection domain. */
-#ifndef AIOVERBS_SOFT_TABLE_H
-#define AIOVERBS_SOFT_TABLE_H
+#ifndef AIOVERBS_SOFT_BASE_ID_TABLE_H
+#define AIOVERBS_SOFT_BASE_ID_TABLE_H
 
 #include <stdatomic.h>
 #include <stddef.h>

@@ -9,8 +9,8 @@
  *
  * The locks of `struct ibv_qp` and the like, which users wait for acknowledgements with, are taken alone.
  */
-#ifndef AIOVERBS_SOFT_LOCK_H
-#define AIOVERBS_SOFT_LOCK_H
+#ifndef AIOVERBS_SOFT_BASE_LOCK_ORDER_H
+#define AIOVERBS_SOFT_BASE_LOCK_ORDER_H
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,6 +1,6 @@
 /* Files without a name whose size is settled: who was handed one by a peer and has mapped it is never cut short. */
-#ifndef AIOVERBS_SOFT_SEALED_H
-#define AIOVERBS_SOFT_SEALED_H
+#ifndef AIOVERBS_SOFT_BASE_MEMFD_H
+#define AIOVERBS_SOFT_BASE_MEMFD_H
 
 #include <fcntl.h>
 #include <sys/types.h>

@@ -1,13 +1,27 @@
-/* What a device's user says of its fabric. Python reads it from the environment: SoftSettings in soft_settings.py. */
-#ifndef AIOVERBS_SOFT_SETTINGS_H
-#define AIOVERBS_SOFT_SETTINGS_H
+/* What a device's user says of it and its fabric. Python reads the latter from the environment: SoftSettings in soft_settings.py. */
+#ifndef AIOVERBS_SOFT_BASE_SETTINGS_H
+#define AIOVERBS_SOFT_BASE_SETTINGS_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/types.h>
 
+#define SOFT_PORT 7470u /* of TCP, where no other one is said */
+
+/* Where other hosts find a device. */
+struct soft_address {
+    int family; /* AF_INET or AF_INET6; 0: nowhere */
+    uint16_t port;
+    uint8_t bytes[16]; /* of IPv4 the first 4; network byte order */
+};
+
 enum { SOFT_MAX_USERS = 64, SOFT_MAX_SECRET = 256, SOFT_MAX_PATH = 108 };
+
+enum soft_mode {
+    SOFT_INLINE, /* a request is executed in the call that posts it */
+    SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
+};
 
 struct soft_settings {
     char directory[SOFT_MAX_PATH];   /* where devices of this host find each other; 33 bytes of it stay free */

@@ -1,7 +1,5 @@
 /* Peers that connect: who may, and how many at a time. All under progress. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -10,8 +8,11 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-#include "soft/base/fork_fds.h"
 #include "soft/base/epoch.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/fabric/stream.h"
 
 enum {
     AT_ONCE = 16, /* in one turn */

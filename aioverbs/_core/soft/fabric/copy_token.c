@@ -17,15 +17,17 @@
  * That holds for an honest peer. One that is not honest needs neither lease nor gate to write to this process's memory:
  * it is of this user, or it would have none, and the kernel lets it. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
 
-#include "soft/base/fork_fds.h"
-#include "soft/base/memfd.h"
 #include "soft/base/epoch.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/memfd.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/stream.h"
 
 enum { FREE, OPEN, BUSY };
 _Static_assert(sizeof(struct soft_lease_page) == 4096, "one page");

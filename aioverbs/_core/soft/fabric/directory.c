@@ -10,6 +10,7 @@
 
 #include "soft/base/address.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/settings.h"
 
 /* A path in the directory. The settings leave room for a GID's name, which is the longest. */
 static void path_of(const struct soft_settings *settings, const char *name, char path[SOFT_MAX_PATH])

@@ -1,6 +1,6 @@
 /* The directory in which devices of one host find each other: a Unix socket for each, by the names of its GIDs. */
-#ifndef AIOVERBS_SOFT_DIRECTORY_H
-#define AIOVERBS_SOFT_DIRECTORY_H
+#ifndef AIOVERBS_SOFT_FABRIC_DIRECTORY_H
+#define AIOVERBS_SOFT_FABRIC_DIRECTORY_H
 
 #include <sys/stat.h>
 #include <sys/un.h>

@@ -1,6 +1,6 @@
 /* A device's fabric: how it starts, how peers find it, and how it stops. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
+#include "soft/fabric/fabric.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -14,9 +14,14 @@
 #include <sys/timerfd.h>
 #include <time.h>
 
-#include "soft/soft.h"
 #include "soft/base/address.h"
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/stream.h"
+#include "soft/objects/device.h"
 
 int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *user)
 {

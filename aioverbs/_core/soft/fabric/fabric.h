@@ -5,8 +5,8 @@
  * side has a lock of its own. A peer is never trusted: what no honest one sends closes its stream, with a reason that
  * is counted and kept.
  */
-#ifndef AIOVERBS_SOFT_FABRIC_H
-#define AIOVERBS_SOFT_FABRIC_H
+#ifndef AIOVERBS_SOFT_FABRIC_FABRIC_H
+#define AIOVERBS_SOFT_FABRIC_FABRIC_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -41,16 +41,6 @@ struct soft_fabric_user {
     void (*kick)(struct soft_qp *qp);
     /* In a grace section: whether a queue pair is connected to the peer. */
     bool (*expects)(const struct soft_stream *from);
-};
-
-extern const struct soft_fabric_user soft_remote_user;
-
-/* Embedded in struct soft_qp. Under the sending lock of the link that it waits for. */
-struct soft_waiter {
-    struct soft_link *link; /* or NULL: it does not wait */
-    struct soft_waiter *next, *before;
-    uint64_t ticket;   /* its place among those who wait; kept until its turn is over */
-    int64_t allowance; /* bytes that it may still send in its turn */
 };
 
 /* ---- A device's fabric -------------------------------------------------------------------------------------- */

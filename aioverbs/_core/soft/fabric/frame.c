@@ -5,8 +5,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "soft/base/endian.h"
 #include "abi/libibverbs.h"
+#include "soft/base/endian.h"
 
 /* Where each field stands. */
 enum {

@@ -3,8 +3,8 @@
  * A frame is a header of fixed size, little-endian, and `size` bytes of payload. What was parsed holds together: each
  * number is in its range, each field that the kind and opcode leave without a meaning is 0. What it is about (queue
  * pairs, keys, bounds, sequence) is for who executes it to check. */
-#ifndef AIOVERBS_SOFT_FRAME_H
-#define AIOVERBS_SOFT_FRAME_H
+#ifndef AIOVERBS_SOFT_FABRIC_FRAME_H
+#define AIOVERBS_SOFT_FABRIC_FRAME_H
 
 #include <stddef.h>
 #include <stdint.h>

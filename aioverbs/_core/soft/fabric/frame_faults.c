@@ -1,12 +1,22 @@
 /* What a network does to connections and to single frames, on demand. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <stdlib.h>
 #include <string.h>
 #include <sys/timerfd.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/fabric/stream.h"
+#include "soft/fault/fault.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/device.h"
+#include "soft/objects/fault_counts.h"
+#include "soft/objects/qp.h"
 
 /* A frame that comes later: on its way out, or read and not handled. */
 struct soft_held_frame {

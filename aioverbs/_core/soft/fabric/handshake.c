@@ -1,13 +1,19 @@
 /* The handshake of a stream: who is there, whether it may be, and how data can be moved. All under progress. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 
-#include "soft/soft.h"
+#include "soft/base/hmac.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/base/util.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/handshake_wire.h"
+#include "soft/fabric/stream.h"
+#include "soft/objects/device.h"
 
 static bool fill_nonce(uint8_t nonce[SOFT_NONCE])
 {

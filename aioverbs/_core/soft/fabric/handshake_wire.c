@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "soft/base/endian.h"
+#include "soft/base/hmac.h"
 
 static const uint8_t magic[8] = {'a', 'i', 'o', 'v', 'e', 'r', 'b', 's'};
 

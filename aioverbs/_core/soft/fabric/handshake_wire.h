@@ -10,8 +10,8 @@
  * With a secret, each PROOF is an HMAC over HELLO and WELCOME. The connecting side proves first: who connects is told
  * nothing that helps to guess the secret before he has shown that he knows it. A PROOF of zeroes is the answer to a
  * wrong one. Without a secret PROOF is all zeroes, and frames may follow it at once. */
-#ifndef AIOVERBS_SOFT_HELLO_H
-#define AIOVERBS_SOFT_HELLO_H
+#ifndef AIOVERBS_SOFT_FABRIC_HANDSHAKE_WIRE_H
+#define AIOVERBS_SOFT_FABRIC_HANDSHAKE_WIRE_H
 
 #include <stdbool.h>
 #include <stddef.h>

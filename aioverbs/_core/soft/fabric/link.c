@@ -1,7 +1,5 @@
 /* Links: finding them by GID, connecting them, sending over them, and who waits for them. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,9 +7,19 @@
 #include <sys/socket.h>
 #include <time.h>
 
-#include "soft/soft.h"
 #include "soft/base/address.h"
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/base/util.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/stream.h"
+#include "soft/objects/device.h"
+#include "soft/objects/link_waiter.h"
+#include "soft/objects/qp.h"
 
 /* ---- The table, under fabric->links -------------------------------------------------------------------------- */
 

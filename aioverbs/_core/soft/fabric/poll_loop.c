@@ -4,14 +4,18 @@
  * whether he is still there. Else the thread sleeps in epoll_wait; after it had something to do it looks on for a
  * while, as long as that has been worth it lately. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/stream.h"
+#include "soft/objects/comp_channel.h"
+#include "soft/objects/device.h"
 
 enum {
     EVENTS = 32,       /* of epoll at once */

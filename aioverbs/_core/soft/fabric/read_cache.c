@@ -10,10 +10,20 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
 #include "soft/base/memfd.h"
+#include "soft/base/util.h"
+#include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/stream.h"
+#include "soft/objects/device.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/mw.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/read_cache_entry.h"
+#include "soft/objects/shared_keys.h"
 
 enum { WORDS = 251 }; /* prime: numbers that are given out one after the other have words of their own */
 

@@ -12,13 +12,15 @@
  * the request left. So where the words are the same after the copy, all of the copy was made while the owner's answer
  * held. The page says nothing else, and only its owner can write it; who reads memory of a peer who lies about it reads
  * what that peer could have answered as well. */
-#ifndef AIOVERBS_SOFT_LICENCE_H
-#define AIOVERBS_SOFT_LICENCE_H
+#ifndef AIOVERBS_SOFT_FABRIC_READ_CACHE_H
+#define AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/uio.h>
+
+#include "soft/objects/read_cache_entry.h"
 
 struct soft_device;
 struct soft_link;
@@ -27,20 +29,6 @@ struct soft_qp;
 #define SOFT_LICENSED_BYTES (16u << 10) /* of a read: larger data is moved by its owner, in one copy */
 #define SOFT_LICENSED_RUN (128u << 10)  /* of several that are done together */
 enum { SOFT_LICENSED_READS = 32, SOFT_LICENSED_PIECES = 64 }; /* likewise */
-enum { SOFT_LICENCES = 4 };                                   /* that a queue pair has at a time, of different keys */
-
-/* What the words were. */
-struct soft_licence_words {
-    uint64_t all, key, qp;
-};
-
-struct soft_licence {
-    uint32_t key;
-    uint32_t psn;             /* of one that is asked for: of its answer */
-    uint64_t page;            /* whose words these are; 0: there is no licence */
-    uint64_t address, length; /* where `key` leads */
-    struct soft_licence_words words;
-};
 
 /* ---- The requester, in a grace section ----------------------------------------------------------------------- */
 

@@ -1,14 +1,16 @@
 /* What the fabric tells of itself. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "soft/soft.h"
 #include "soft/base/address.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/stream.h"
+#include "soft/objects/device.h"
 
 static void tell_address(const struct soft_fabric *fabric, char *text, size_t size)
 {

@@ -10,9 +10,13 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#include "soft/base/fork_fds.h"
 #include "soft/base/epoch.h"
-#include "soft/soft.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/objects/device.h"
 
 /* ---- Beginning ----------------------------------------------------------------------------------------------- */
 

@@ -1,12 +1,12 @@
-/* What the parts of the fabric know of each other. Rules beside fields, as in soft.h, and beyond those:
+/* What the parts of the fabric know of each other. Rules beside fields, as in soft/objects/device.h, and beyond:
  *
  *   progress  under fabric->progress
  *   tx        under stream->tx
  *   both      written under progress and tx, read under either
  *   links     under fabric->links
  */
-#ifndef AIOVERBS_SOFT_STREAM_H
-#define AIOVERBS_SOFT_STREAM_H
+#ifndef AIOVERBS_SOFT_FABRIC_STREAM_H
+#define AIOVERBS_SOFT_FABRIC_STREAM_H
 
 #include <pthread.h>
 #include <sys/epoll.h>

@@ -1,14 +1,17 @@
 /* The receiving side of a stream: bytes become messages of the handshake, then frames. All under progress. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/stream.h"
 
 #define ANSWER_BYTES (512u << 10) /* after so many that were moved, answers wait no longer */
 

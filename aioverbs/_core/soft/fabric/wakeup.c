@@ -6,11 +6,13 @@
  * his own resigns, and one that does not come in time is deposed, as are all where a socket is full: then the thread
  * reads and sends, as where nobody leads. */
 #define _GNU_SOURCE
-#include "soft/fabric/stream.h"
-
 #include <sys/epoll.h>
 
-#include "soft/soft.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/stream.h"
+#include "soft/objects/comp_channel.h"
+#include "soft/objects/device.h"
 
 bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
 {

@@ -1,8 +1,18 @@
 /* The fault plan: its rules, and what they make of the calls and requests that they see. */
-#include "soft/fault/fault_plan.h"
+#include "soft/fault/fault.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/fault/fault_plan.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/fault_counts.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/verbs.h"
 
 /* ---- The plan -------------------------------------------------------------------------------------------- */
 

@@ -1,73 +1,16 @@
 /* The fault plan of a context: what is to go wrong, when. A plan repeats itself: a fault strikes the n-th call of a
  * verb or the n-th request of a queue pair, and chances are drawn from a seed and such numbers, not from time, so
  * the same program meets the same faults again. */
-#ifndef AIOVERBS_SOFT_FAULT_H
-#define AIOVERBS_SOFT_FAULT_H
+#ifndef AIOVERBS_SOFT_FAULT_FAULT_H
+#define AIOVERBS_SOFT_FAULT_FAULT_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "abi/libibverbs.h"
-
-/* X(name): the verbs of the device, as a fault plan names and counts them. */
-#define SOFT_VERBS(X)       \
-    X(close_device)         \
-    X(query_device)         \
-    X(query_device_ex)      \
-    X(query_port)           \
-    X(query_gid)            \
-    X(query_pkey)           \
-    X(query_rt_values)      \
-    X(get_async_event)      \
-    X(alloc_pd)             \
-    X(dealloc_pd)           \
-    X(alloc_td)             \
-    X(dealloc_td)           \
-    X(alloc_parent_domain)  \
-    X(alloc_shpd)           \
-    X(share_pd)             \
-    X(open_xrcd)            \
-    X(close_xrcd)           \
-    X(reg_mr)               \
-    X(dereg_mr)             \
-    X(alloc_mw)             \
-    X(bind_mw)              \
-    X(dealloc_mw)           \
-    X(create_comp_channel)  \
-    X(destroy_comp_channel) \
-    X(get_cq_event)         \
-    X(create_cq)            \
-    X(create_cq_ex)         \
-    X(resize_cq)            \
-    X(modify_cq)            \
-    X(destroy_cq)           \
-    X(req_notify_cq)        \
-    X(poll_cq)              \
-    X(start_poll)           \
-    X(create_srq)           \
-    X(create_srq_ex)        \
-    X(modify_srq)           \
-    X(query_srq)            \
-    X(get_srq_num)          \
-    X(destroy_srq)          \
-    X(post_srq_recv)        \
-    X(create_qp)            \
-    X(create_qp_ex)         \
-    X(query_qp)             \
-    X(modify_qp)            \
-    X(destroy_qp)           \
-    X(post_send)            \
-    X(post_recv)            \
-    X(create_ah)            \
-    X(destroy_ah)
-
-enum soft_verb {
-#define X(name) SOFT_VERB_##name,
-    SOFT_VERBS(X)
-#undef X
-        SOFT_VERB_COUNT
-};
+#include "soft/objects/fault_counts.h"
+#include "soft/objects/verbs.h"
 
 #define SOFT_ANY_VERB SOFT_VERB_COUNT
 
@@ -132,16 +75,6 @@ void soft_fault_unhold(struct ibv_context *context);
 
 /* ---- Frames: what a network does between devices of different processes ------------------------------------ */
 
-/* What goes to and fro on behalf of a queue pair that has a remote peer. One request has one frame or more; one answer
- * may acknowledge many of them, so that how many there are depends on what is at hand at once. */
-enum soft_frame_kind {
-    SOFT_REQUEST_OUT, /* its own requests */
-    SOFT_ANSWER_IN,   /* and what is answered to these */
-    SOFT_REQUEST_IN,  /* the peer's requests */
-    SOFT_ANSWER_OUT,
-    SOFT_FRAME_KINDS,
-};
-
 /* What becomes of a frame: it is lost; comes a second time, behind what comes meanwhile; comes later, and what follows
  * it overtakes it; or its stream is cut, and it is lost as all is that is on its way. */
 enum soft_mishap { SOFT_DROP, SOFT_DUPLICATE, SOFT_DELAY, SOFT_CUT, SOFT_MISHAPS };
@@ -182,48 +115,5 @@ uint64_t soft_fault_calls(struct ibv_context *context, enum soft_verb verb);
 /* What was done so far, oldest first: copies up to `room` records from `from` on and returns how many there were in
  * all. The oldest 4096 are kept. */
 size_t soft_fault_records(struct ibv_context *context, size_t from, struct soft_fault_record *records, size_t room);
-
-/* ---- From the device's side ------------------------------------------------------------------------------- */
-
-struct soft_context;
-struct soft_cq;
-struct soft_cqe;
-struct soft_qp;
-struct soft_srq;
-struct soft_stream;
-
-/* What chances were drawn for a queue pair since `epoch`. Under the plan's lock. */
-struct soft_fault_counts {
-    uint64_t epoch, attempts, delays;
-};
-
-/* The same of frames, under another lock. */
-struct soft_frame_counts {
-    uint64_t epoch, frames[SOFT_FRAME_KINDS];
-};
-
-struct soft_faults *soft_faults_new(uint64_t first_serial); /* of the queue pairs to come */
-void soft_faults_free(struct soft_context *context);
-int soft_fault_refusal(struct soft_context *context, enum soft_verb verb);
-
-/* These are asked only while SOFT_SPECIAL_FAULTS is set, under whatever lock of the queue pair: once for each request
- * or receive, and the first time that it is tried; for each attempt to deliver a message; for each request that is
- * posted. SUCCESS: nothing happens. */
-enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err);
-bool soft_fault_loses(struct soft_qp *qp);
-uint64_t soft_fault_delay(struct soft_qp *qp);
-
-/* Asked while fabric->disturbed is not 0, for each frame of this kind that goes over this stream, which is open; under
- * whatever lock. SOFT_MISHAPS: nothing happens. */
-enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind, const struct soft_stream *stream,
-                                  uint64_t *delay_ns);
-
-/* In place of soft_cq_push. */
-bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);
-
-/* Forgets what is held of a queue pair or shared receive queue, and gives credits back, as soft_cq_purge does, which
- * calls it before it looks at the ring: what is being released meanwhile must be in there when this returns. */
-void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
-                      const struct soft_srq *srq);
 
 #endif

@@ -1,9 +1,17 @@
 /* The fault plan from the inside: soft/fault/fault.c has its rules, soft/fault/held.c the completions that it holds,
  * soft/fault/frame_rules.c what happens to frames. */
-#ifndef AIOVERBS_SOFT_FAULT_PLAN_H
-#define AIOVERBS_SOFT_FAULT_PLAN_H
+#ifndef AIOVERBS_SOFT_FAULT_FAULT_PLAN_H
+#define AIOVERBS_SOFT_FAULT_FAULT_PLAN_H
 
-#include "soft/soft.h"
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "abi/libibverbs.h"
+#include "soft/base/lock_order.h"
+#include "soft/fault/fault.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/verbs.h"
 
 #define SOFT_FAULT_RECORDS 4096u
 

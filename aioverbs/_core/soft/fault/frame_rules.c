@@ -1,10 +1,17 @@
 /* The fault plan and frames: what a network does to them, by rules and by chance. */
-#include "soft/fault/fault_plan.h"
-
 #include <stdlib.h>
 #include <string.h>
 
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
+#include "soft/fault/fault.h"
+#include "soft/fault/fault_plan.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/fault_counts.h"
+#include "soft/objects/qp.h"
 
 static bool has_chances(const struct soft_faults *plan)
 {

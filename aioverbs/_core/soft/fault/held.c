@@ -1,7 +1,15 @@
 /* Completions that the fault plan holds back, and in which order it lets them go. */
-#include "soft/fault/fault_plan.h"
-
 #include <stdlib.h>
+
+#include "soft/base/lock_order.h"
+#include "soft/fault/fault.h"
+#include "soft/fault/fault_plan.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_push.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/srq.h"
 
 /* A queue pair whose completions are held, where not all are. */
 struct soft_fault_hold {

@@ -1,7 +1,11 @@
 /* Address handles: where datagrams go. Posting copies what it needs, so that a handle may go at any time. */
-#include "soft/soft.h"
+#include "soft/objects/ah.h"
 
 #include <stdlib.h>
+
+#include "soft/base/util.h"
+#include "soft/objects/context.h"
+#include "soft/objects/pd.h"
 
 struct ibv_ah *soft_create_ah(struct ibv_pd *ibv_pd, struct ibv_ah_attr *attr)
 {

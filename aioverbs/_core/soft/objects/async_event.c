@@ -1,12 +1,15 @@
 /* Asynchronous events: what happens to an object unasked. `async_fd` is readable exactly while one waits. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/async_event.h"
 
 #include <fcntl.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
+
+#include "soft/base/lock_order.h"
+#include "soft/objects/context.h"
 
 int soft_events_init(struct soft_context *context)
 {

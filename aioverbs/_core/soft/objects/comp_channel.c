@@ -1,6 +1,6 @@
 /* Completion channels: a file descriptor that is readable exactly while a completion event waits. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/comp_channel.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -8,6 +8,13 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
+
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/device.h"
 
 static int make_descriptors(struct soft_channel *channel)
 {

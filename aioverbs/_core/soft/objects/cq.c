@@ -1,9 +1,20 @@
 /* Completion queues: a ring in memory of the user's choice, filled by device halves (soft/objects/cq_push.c), emptied by one
  * driver half (soft/objects/cq_poll.c). Here they are made, resized and destroyed. */
-#include "soft/soft.h"
+#include "soft/objects/cq.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/comp_channel.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq_poll.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/worker_thread.h"
 
 #define SOFT_WC_FLAGS                                                                                                \
     ((uint64_t)IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP |        \

@@ -1,8 +1,20 @@
 /* The driver half of completion queues: one thread at a time takes completions out, in the basic way or the extended
  * one. */
-#include "soft/soft.h"
+#include "soft/objects/cq_poll.h"
 
 #include <time.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/srq.h"
+#include "soft/objects/verbs.h"
+#include "soft/objects/work_queue.h"
 
 /* ---- The driver half ------------------------------------------------------------------------------------- */
 

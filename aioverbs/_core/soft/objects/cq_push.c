@@ -1,6 +1,15 @@
 /* The device half of completion queues: completions come from all threads, and the channel hears of those that the
  * queue is armed for. */
-#include "soft/soft.h"
+#include "soft/objects/cq_push.h"
+
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/comp_channel.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/worker_thread.h"
 
 /* What is to be told once the lock is given back: others may want it meanwhile, and telling may be a system call, if
  * not one that waits. The caller keeps the queue, by a grace section or as its user. */

@@ -1,6 +1,6 @@
 /* What a device is found by: its GIDs, and the address in its name. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/gids.h"
 
 #include <arpa/inet.h>
 #include <stddef.h>
@@ -12,6 +12,7 @@
 
 #include "soft/base/address.h"
 #include "soft/base/fork_fds.h"
+#include "soft/objects/device.h"
 
 /* ---- Addresses ------------------------------------------------------------------------------------------- */
 

@@ -1,11 +1,19 @@
 /* Memory regions: keys, rights and bounds. */
 #define _GNU_SOURCE
-#include "soft/transport/send_queue.h"
+#include "soft/objects/mr.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "soft/base/epoch.h"
+#include "soft/base/util.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/objects/context.h"
+#include "soft/objects/pd.h"
 #include "soft/objects/shared.h"
+#include "soft/objects/shared_keys.h"
+#include "soft/transport/requester.h"
+#include "soft/transport/send_queue.h"
 
 #define SOFT_ACCESS_KNOWN                                                                                   \
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \

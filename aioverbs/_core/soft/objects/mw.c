@@ -1,7 +1,19 @@
 /* Memory windows: keys that lead to a part of a region, come and go by work requests, and are refused after. */
-#include "soft/soft.h"
+#include "soft/objects/mw.h"
 
 #include <stdlib.h>
+
+#include "soft/api/post.h"
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/objects/context.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/shared_keys.h"
+#include "soft/objects/work_queue.h"
 
 #define SOFT_WINDOW_ACCESS (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)
 

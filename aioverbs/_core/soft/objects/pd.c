@@ -1,11 +1,20 @@
 /* Protection, thread and parent domains, and the memory that a parent domain's allocator gives to queues. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/pd.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/mw.h"
+#include "soft/objects/pd_share.h"
 #include "soft/objects/shared.h"
+#include "soft/objects/shared_keys.h"
 
 /* ---- Protection domains ---------------------------------------------------------------------------------- */
 

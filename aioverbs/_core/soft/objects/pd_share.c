@@ -1,11 +1,17 @@
 /* Protection domains that contexts of the device share: one domain, an instance of it for each who asked. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/pd_share.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
+#include "soft/base/lock_order.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/pd.h"
 #include "soft/objects/shared.h"
+#include "soft/objects/verbs.h"
 
 /* Under device->lock. */
 static struct soft_domain *find(const struct soft_device *device, uint32_t share)

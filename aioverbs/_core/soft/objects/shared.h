@@ -12,8 +12,8 @@
  *
  * Only what lies in the file's memory serves other processes. What else is registered has a number of its own in the
  * domain, too, and they refuse it. */
-#ifndef AIOVERBS_SOFT_SHARED_H
-#define AIOVERBS_SOFT_SHARED_H
+#ifndef AIOVERBS_SOFT_OBJECTS_SHARED_H
+#define AIOVERBS_SOFT_OBJECTS_SHARED_H
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -71,7 +71,6 @@ struct soft_shared_page {
 /* ---- What a process has of it -------------------------------------------------------------------------------- */
 
 struct soft_device;
-struct soft_mr;
 
 struct soft_shared {
     struct soft_shared *next;   /* of device->files, under device->lock */
@@ -113,23 +112,5 @@ void soft_shared_part(struct soft_shared *file);
 /* Whether a slot's process is there, by the kernel's word; what a process left that is not is cleared. */
 bool soft_shared_is_there(const struct soft_shared *file, uint32_t slot);
 void soft_shared_reap(struct soft_shared *file);
-
-/* ---- Keys ---------------------------------------------------------------------------------------------------- */
-
-/* A region's place in the slot leads other processes there; it does not any more; what a process that died left. */
-void soft_shared_tell(struct soft_shared *file, uint32_t place, const struct soft_mr *mr);
-void soft_shared_recall(struct soft_shared *file, uint32_t place);
-void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot);
-
-/* No other process is at memory by a key that was recalled before, as grace_wait for the threads of this one. A process
- * that was stopped in the middle, or says so, is waited for two seconds, once, and all of them together no longer: what
- * was waited in one call counts in the next (soft/base/wait_budget.h). From then on it has a millisecond, for as long as it has
- * the slot. What it has then still to do it does to memory that no allocator gives out again. More is not promised:
- * each process of the domain can write to all of its memory whenever it likes. Not under device->lock, like
- * soft_shared_reap and soft_shared_take. */
-void soft_shared_wait(struct soft_shared *file);
-
-struct grace_reader;
-void soft_shared_leave(struct grace_reader *reader); /* at the end of a section */
 
 #endif

@@ -1,7 +1,5 @@
 /* The file of a protection domain that processes share: how it is made, who is in it, and what the dead leave. */
 #define _GNU_SOURCE
-#include "soft/objects/shared.h"
-
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -11,9 +9,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "soft/soft.h"
+#include "soft/api/device.h"
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
 #include "soft/base/memfd.h"
+#include "soft/objects/device.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/shared.h"
+#include "soft/objects/shared_keys.h"
 
 #define MAGIC "aioshpd1"
 #define MEMBERS 4096 /* the byte that all processes with an instance lock together */

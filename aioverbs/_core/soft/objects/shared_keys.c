@@ -1,13 +1,23 @@
 /* The keys of a protection domain that processes share: what a process tells others of its regions, and how it reaches
  * theirs. */
 #define _GNU_SOURCE
-#include "soft/objects/shared.h"
+#include "soft/objects/shared_keys.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <time.h>
 
-#include "soft/soft.h"
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/util.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/mw.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/shared.h"
 
 /* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
 #define BELIEVED_NS 10000000u

@@ -2,11 +2,25 @@
  * taken, so its place in the ring is free at once; what the depth limits is receives that were posted and whose
  * completions were not polled yet. So a receive that was taken and did not complete has a place to be given back to. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/srq.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_poll.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/work_queue.h"
+#include "soft/objects/xrcd.h"
+#include "soft/transport/responder.h"
 
 /* ---- Memory ---------------------------------------------------------------------------------------------- */
 

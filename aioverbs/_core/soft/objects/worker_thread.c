@@ -2,11 +2,23 @@
  * one that has to be tried again later, or by the first completion queue that is moderated, and serves as their alarm
  * clock. It never calls into Python. */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/worker_thread.h"
 
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
+
+#include "soft/api/device.h"
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/cq_push.h"
+#include "soft/objects/qp.h"
+#include "soft/transport/send_queue.h"
 
 /* ---- Timers: a binary heap, earliest first. All under engine->lock ---------------------------------------- */
 

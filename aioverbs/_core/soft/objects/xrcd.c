@@ -11,7 +11,7 @@
  * In the child of a fork the descriptor is closed at once, and the lock stays the parent's. A child on its way to exec()
  * has the description, too, for a moment. So locks are given back, and not left to close(). */
 #define _GNU_SOURCE
-#include "soft/soft.h"
+#include "soft/objects/xrcd.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -22,9 +22,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
-#include "soft/fabric/directory.h"
 #include "soft/base/hmac.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/directory.h"
+#include "soft/fabric/fabric.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
 
 /* How long to wait for the flock. Each holds it for a few system calls, and may stand still in there. */
 #define PATIENCE_NS 10000000000ull

@@ -2,9 +2,29 @@
  * peer is never trusted. All under fabric->progress and in a grace section.
  *
  * Acknowledgements are gathered: the last of a run of them tells of all. */
-#include "soft/transport/send_queue.h"
+#include "soft/transport/inbound.h"
 
+#include <string.h>
 #include <assert.h>
+
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/util.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/loopback.h"
+#include "soft/transport/request.h"
+#include "soft/transport/requester.h"
+#include "soft/transport/responder.h"
+#include "soft/transport/send_queue.h"
 
 /* What one request needs beside what those of this device do. */
 struct remote {

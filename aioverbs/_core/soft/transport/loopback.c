@@ -1,7 +1,17 @@
 /* Delivery: finds the peer of a queue pair and has a request done there.
  *
  * Peers of this device only: how others are reached is in soft/transport/requester.c. */
-#include "soft/soft.h"
+#include "soft/transport/loopback.h"
+
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/transport/request.h"
+#include "soft/transport/responder.h"
 
 bool soft_is_up(const struct soft_qp *qp)
 {

@@ -4,10 +4,31 @@
  * All under sq_lock and in a grace section, but for what says that it waits. Which requests are in flight is said by the
  * queue pair's window, and its counters move by the functions of soft/objects/psn_window.h alone: what an answer tells is first
  * looked up there. */
-#include "soft/transport/send_queue.h"
+#include "soft/transport/requester.h"
 
+#include <string.h>
 #include <assert.h>
 #include <time.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/read_cache_entry.h"
+#include "soft/objects/shared_keys.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/loopback.h"
+#include "soft/transport/request.h"
+#include "soft/transport/send_queue.h"
 
 /* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
 #define DIRECT_BYTES 8192u

@@ -1,9 +1,30 @@
 /* The responder: what a queue pair does with a request of its peer, as the architecture has it. Everything here runs
  * in a grace section and under the responder's rq_lock. */
-#include "soft/soft.h"
+#include "soft/transport/responder.h"
 
 #include <assert.h>
 #include <string.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/inbound_message.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/mw.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/srq.h"
+#include "soft/objects/work_queue.h"
+#include "soft/objects/xrcd.h"
+#include "soft/transport/request.h"
 
 /* ---- Moving bytes ---------------------------------------------------------------------------------------- */
 

@@ -1,6 +1,28 @@
 /* Execution of send queues: what the hardware does with a work request, in whichever thread it is done. */
 #include "soft/transport/send_queue.h"
 
+#include "soft/base/epoch.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/fault/injection.h"
+#include "soft/objects/async_event.h"
+#include "soft/objects/context.h"
+#include "soft/objects/cq.h"
+#include "soft/objects/device.h"
+#include "soft/objects/gids.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/mw.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/work_queue.h"
+#include "soft/objects/worker_thread.h"
+#include "soft/transport/loopback.h"
+#include "soft/transport/request.h"
+#include "soft/transport/requester.h"
+#include "soft/transport/responder.h"
+
 /* ---- Completions ----------------------------------------------------------------------------------------- */
 
 static uint8_t completion_opcode(uint8_t opcode)

@@ -1,9 +1,17 @@
 /* What the execution of send queues consists of: for peers of this device (soft/transport/send_queue.c), and for others, which
  * answer later (soft/transport/requester.c). All under sq_lock, in a grace section. */
-#ifndef AIOVERBS_SOFT_EXECUTE_H
-#define AIOVERBS_SOFT_EXECUTE_H
+#ifndef AIOVERBS_SOFT_TRANSPORT_SEND_QUEUE_H
+#define AIOVERBS_SOFT_TRANSPORT_SEND_QUEUE_H
 
-#include "soft/soft.h"
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "abi/libibverbs.h"
+#include "soft/objects/qp.h"
+
+struct soft_request;
+struct soft_segment;
 
 /* One queue's turn, in bytes, where a request counts for its data and for SOFT_REQUEST_COST. Whoever posts as fast as
  * we execute must keep neither other queue pairs waiting nor those who wait for a grace period. */
@@ -56,35 +64,19 @@ uint32_t soft_packets(const struct soft_qp *qp, uint32_t length);
 /* In SQD with no request under way. */
 void soft_drained(struct soft_qp *qp);
 
-/* ---- Remote peers (soft/transport/requester.c) ----------------------------------------------------------------------------- */
+/* ---- Execution ------------------------------------------------------------------------------------------- */
 
-/* Whether the peer is not of this device. */
-static inline bool soft_asks(const struct soft_qp *qp)
-{
-    return qp->link && qp->qp.qp_type != IBV_QPT_UD;
-}
+/* Does what there is to do for a queue pair now: executes, retries or flushes. In a grace section, no device
+ * lock held. Returns when to come again (CLOCK_MONOTONIC), or UINT64_MAX. */
+uint64_t soft_execute(struct soft_qp *qp);
 
-/* Sends what there is to send, repeats, flushes. When to come again: 0 when its turn is over but not its work. */
-uint64_t soft_ask(struct soft_qp *qp);
+/* Has soft_execute called: at once in inline mode, else by the engine. In a grace section, no device lock held. */
+void soft_kick(struct soft_qp *qp);
 
-/* 0: it left, or was dropped. Else it waits for the way, until then. */
-uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request);
+/* The same from a driver half, outside of any section; grace_ready() was true. */
+void soft_kick_from_driver(struct soft_qp *qp);
 
-/* In a state in which nothing is sent, outside of grace sections, no lock held but driver halves: waits until the peer
- * moves no byte of it any more, which takes SOFT_LEASE_NS at most. Whoever comes to these halves waits as long. */
-void soft_ask_settle(struct soft_qp *qp);
-
-/* Nothing is under way any more, and the peer has left all memory. Its answers find nothing. */
-void soft_ask_no_more(struct soft_qp *qp);
-
-/* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
- * it fails when it is repeated. Waits as soft_ask_settle does, in the same place: once for all queue pairs. */
-void soft_ask_without(struct soft_device *device, const struct soft_mr *mr);
-
-/* The context is lost, so its queue pairs send nothing: no peer moves bytes for them from here on. Waits likewise. */
-void soft_ask_end(const struct soft_context *context);
-
-/* An answer came by a link. False: no honest peer gives it. */
-bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
+/* Under rq_lock: completes every posted receive as flushed. */
+void soft_flush_receives(struct soft_qp *qp);
 
 #endif

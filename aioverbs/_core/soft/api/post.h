@@ -1,0 +1,14 @@
+/* Posting work requests. */
+#ifndef AIOVERBS_SOFT_API_POST_H
+#define AIOVERBS_SOFT_API_POST_H
+
+#include "abi/libibverbs.h"
+
+/* A binding's work request, posted; a window of type 1 comes by no other way. */
+int soft_post_window(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
+
+int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
+
+int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
+
+#endif

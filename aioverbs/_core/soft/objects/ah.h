@@ -1,0 +1,19 @@
+/* Address handles. */
+#ifndef AIOVERBS_SOFT_OBJECTS_AH_H
+#define AIOVERBS_SOFT_OBJECTS_AH_H
+
+#include "abi/libibverbs.h"
+
+struct soft_pd;
+
+struct soft_ah {
+    struct ibv_ah ah;
+    struct soft_pd *pd;
+    struct ibv_ah_attr attr;
+};
+
+int soft_check_path(const struct ibv_ah_attr *attr); /* 0 or EINVAL: whether it leads anywhere from this device */
+struct ibv_ah *soft_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
+int soft_destroy_ah(struct ibv_ah *ah);
+
+#endif

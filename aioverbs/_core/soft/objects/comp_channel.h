@@ -1,0 +1,28 @@
+/* Completion channels. */
+#ifndef AIOVERBS_SOFT_OBJECTS_COMP_CHANNEL_H
+#define AIOVERBS_SOFT_OBJECTS_COMP_CHANNEL_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "abi/libibverbs.h"
+#include "soft/base/lock_order.h"
+
+struct soft_cq;
+
+struct soft_channel {
+    struct ibv_comp_channel channel; /* its fd is of an epoll, with event_fd in it, and the fabric's where it leads */
+    int event_fd;                    /* an eventfd, readable while the list is not empty */
+    struct soft_mutex lock;          /* guards the list */
+    struct soft_cq *first, *last;    /* queues with events that nobody took yet */
+    atomic_uint references;
+};
+
+struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *context);
+int soft_destroy_comp_channel(struct ibv_comp_channel *channel);
+int soft_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context);
+void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count);
+void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq);
+uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq);
+
+#endif

@@ -1,0 +1,28 @@
+/* Addresses of devices, and the GIDs and the name made from them. */
+#ifndef AIOVERBS_SOFT_OBJECTS_GIDS_H
+#define AIOVERBS_SOFT_OBJECTS_GIDS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "abi/libibverbs.h"
+#include "soft/base/settings.h"
+
+struct soft_device;
+
+/* Whether a device can be there; one that has a family. */
+bool soft_address_is_usable(const struct soft_address *address);
+bool soft_address_is_same(const struct soft_address *one, const struct soft_address *other);
+void soft_device_name(const struct soft_address *address, char *name, size_t size);
+
+/* Fills the GIDs of a device that has its address. 0 or an errno. */
+int soft_gids_init(struct soft_device *device);
+
+/* A socket, which is owned: as long as it is open others are told EADDRINUSE. -1 and errno. */
+int soft_gid_reserve(const union ibv_gid *gid);
+bool soft_gid_is_local(const struct soft_device *device, const union ibv_gid *gid);
+
+/* Whether it is made of an IPv4 address, which its last four bytes are; bytes 8 and 9 may be a port. */
+bool soft_gid_is_ipv4(const union ibv_gid *gid);
+
+#endif

@@ -362,3 +362,13 @@ int soft_break_srq(struct ibv_srq *srq)
     grace_leave(grace);
     return 0;
 }
+
+void soft_halt(struct ibv_context *ibv_context)
+{
+    struct soft_context *context = to_soft_context(ibv_context);
+
+    if (soft_stale(context))
+        return;
+    soft_fabric_halt(context->device);
+    soft_engine_halt(context);
+}

@@ -244,9 +244,23 @@ int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr
     return post(qp, wr, bad, IBV_MW_TYPE_2);
 }
 
-int soft_post_window(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
+/* A window of type 1: the verb makes the work request by itself, with the window's next key. */
+int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 {
-    return post(qp, wr, bad, IBV_MW_TYPE_1);
+    struct ibv_send_wr *bad, wr = {
+                                 .wr_id = bind->wr_id,
+                                 .opcode = IBV_WR_BIND_MW,
+                                 .send_flags = bind->send_flags,
+                                 .bind_mw = {mw, (mw->rkey & ~0xffu) | ((mw->rkey + 1) & 0xff), bind->bind_info},
+                             };
+    int error;
+
+    if (mw->type != IBV_MW_TYPE_1)
+        return EINVAL;
+    error = post(qp, &wr, &bad, IBV_MW_TYPE_1);
+    if (!error)
+        mw->rkey = wr.bind_mw.rkey;
+    return error;
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------- */

@@ -4,11 +4,9 @@
 
 #include "abi/libibverbs.h"
 
-/* A binding's work request, posted; a window of type 1 comes by no other way. */
-int soft_post_window(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
-
 int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
 
+int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 
 #endif

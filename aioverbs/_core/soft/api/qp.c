@@ -443,12 +443,6 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
 
 /* ---- Changes of state ------------------------------------------------------------------------------------ */
 
-int soft_check_path(const struct ibv_ah_attr *attr)
-{
-    /* RoCE: a path without a GRH leads nowhere. */
-    return attr->is_global && attr->grh.sgid_index < SOFT_GIDS && attr->port_num == 1 ? 0 : EINVAL;
-}
-
 static int check_values(const struct ibv_qp_attr *attr, int mask)
 {
     const int known =

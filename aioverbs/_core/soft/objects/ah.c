@@ -5,7 +5,14 @@
 
 #include "soft/base/util.h"
 #include "soft/objects/context.h"
+#include "soft/objects/device.h"
 #include "soft/objects/pd.h"
+
+int soft_check_path(const struct ibv_ah_attr *attr)
+{
+    /* RoCE: a path without a GRH leads nowhere. */
+    return attr->is_global && attr->grh.sgid_index < SOFT_GIDS && attr->port_num == 1 ? 0 : EINVAL;
+}
 
 struct ibv_ah *soft_create_ah(struct ibv_pd *ibv_pd, struct ibv_ah_attr *attr)
 {

@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 
-#include "soft/api/post.h"
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
@@ -84,25 +83,6 @@ int soft_dealloc_mw(struct ibv_mw *ibv_mw)
 }
 
 /* ---- Binding --------------------------------------------------------------------------------------------- */
-
-/* Type 1: a work request that the verb makes by itself, with the window's next key. */
-int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
-{
-    struct ibv_send_wr *bad, wr = {
-                                 .wr_id = bind->wr_id,
-                                 .opcode = IBV_WR_BIND_MW,
-                                 .send_flags = bind->send_flags,
-                                 .bind_mw = {mw, (mw->rkey & ~0xffu) | ((mw->rkey + 1) & 0xff), bind->bind_info},
-                             };
-    int error;
-
-    if (mw->type != IBV_MW_TYPE_1)
-        return EINVAL;
-    error = soft_post_window(qp, &wr, &bad);
-    if (!error)
-        mw->rkey = wr.bind_mw.rkey;
-    return error;
-}
 
 static struct soft_mw *find_window(const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key)
 {

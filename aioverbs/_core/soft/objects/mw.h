@@ -27,7 +27,6 @@ struct soft_mw {
 };
 
 struct ibv_mw *soft_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
-int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 int soft_dealloc_mw(struct ibv_mw *mw);
 void soft_mw_die(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
 

@@ -8,12 +8,10 @@
 #include <stdlib.h>
 #include <sys/prctl.h>
 
-#include "soft/api/device.h"
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
 #include "soft/base/util.h"
-#include "soft/fabric/fabric.h"
 #include "soft/objects/context.h"
 #include "soft/objects/cq.h"
 #include "soft/objects/cq_push.h"
@@ -258,8 +256,9 @@ int soft_engine_init(struct soft_context *context)
     return soft_mutex_init(&context->engine.lock, SOFT_RANK_ENGINE);
 }
 
-static void halt(struct soft_engine *engine)
+void soft_engine_halt(struct soft_context *context)
 {
+    struct soft_engine *engine = &context->engine;
     bool join;
 
     soft_mutex_take(&engine->lock);
@@ -272,19 +271,11 @@ static void halt(struct soft_engine *engine)
         pthread_join(engine->thread, NULL);
 }
 
-void soft_halt(struct ibv_context *context)
-{
-    if (soft_is_stale(context))
-        return;
-    soft_fabric_halt(to_soft_context(context)->device);
-    halt(&to_soft_context(context)->engine);
-}
-
 void soft_engine_destroy(struct soft_context *context)
 {
     struct soft_engine *engine = &context->engine;
 
-    halt(engine);
+    soft_engine_halt(context);
     soft_mutex_destroy(&engine->lock);
     free(engine->timers);
 }

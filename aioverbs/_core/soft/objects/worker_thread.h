@@ -35,6 +35,7 @@ struct soft_engine {
 };
 
 int soft_engine_init(struct soft_context *context);
+void soft_engine_halt(struct soft_context *context); /* the thread stops for good */
 void soft_engine_destroy(struct soft_context *context);
 int soft_engine_reserve(struct soft_context *context); /* room for one more timer; may start the thread */
 void soft_engine_unreserve(struct soft_context *context);

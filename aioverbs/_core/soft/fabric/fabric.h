@@ -153,6 +153,15 @@ const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned 
 
 struct soft_device *soft_stream_device(const struct soft_stream *stream);
 
+/* The last of a run of acknowledgements to one queue pair, which tells of all of them. */
+struct soft_coalesced_ack {
+    const struct soft_stream *stream; /* that asked, or NULL: there is none */
+    struct soft_frame frame;
+};
+
+/* That of the stream's device, for who reads. */
+struct soft_coalesced_ack *soft_stream_coalesced_ack(struct soft_stream *stream);
+
 /* Whether who is there was shown what it takes to read without asking (soft/fabric/read_cache.h). */
 bool soft_stream_licenses(const struct soft_stream *stream);
 

@@ -398,6 +398,11 @@ bool soft_stream_licenses(const struct soft_stream *stream)
     return stream->licensed;
 }
 
+struct soft_coalesced_ack *soft_stream_coalesced_ack(struct soft_stream *stream)
+{
+    return &stream->fabric->ack;
+}
+
 struct soft_device *soft_stream_device(const struct soft_stream *stream)
 {
     return stream->fabric->device;

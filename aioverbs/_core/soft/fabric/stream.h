@@ -168,6 +168,7 @@ struct soft_fabric {
 
     struct soft_mutex progress;
     struct soft_stream *streams;
+    struct soft_coalesced_ack ack;
     struct soft_stream *hot;           /* the last one that had something */
     struct soft_stream *_Atomic owing; /* written under progress: its answers wait, see soft_stream_settle */
     uint32_t looks;

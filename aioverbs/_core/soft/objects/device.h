@@ -17,22 +17,14 @@
 #include "soft/base/settings.h"
 #include "soft/base/id_table.h"
 #include "soft/base/lock_order.h"
-#include "soft/fabric/frame.h"
 
 struct soft_context;
 struct soft_domain;
 struct soft_fabric;
 struct soft_shared;
-struct soft_stream;
 struct soft_xrc_inode;
 
 #define SOFT_GIDS 2u
-
-/* The last of a run of acknowledgements to one queue pair, which tells of all of them. */
-struct soft_gathered {
-    const struct soft_stream *stream; /* that asked, or NULL: nothing is gathered */
-    struct soft_frame frame;
-};
 
 /* A port for all contexts that were opened by one address, or by none; a child of a fork gets a new one. */
 struct soft_device {
@@ -54,7 +46,6 @@ struct soft_device {
     struct soft_xrc_inode *xrcds;  /* XRC domains that have an inode; under xrcd_lock */
     uint32_t next_share;           /* the next identifier of a shared protection domain */
     struct soft_fabric *fabric;    /* const: the way to the devices of others */
-    struct soft_gathered gathered; /* under the fabric's progress */
     atomic_uint moving;            /* parts of requests of which a peer moves the bytes itself */
 };
 

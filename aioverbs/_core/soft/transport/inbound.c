@@ -1,7 +1,7 @@
 /* Requests of remote peers: who may do what is found out as for those of this device, by the owner of the memory. The
  * peer is never trusted. All under fabric->progress and in a grace section.
  *
- * Acknowledgements are gathered: the last of a run of them tells of all. */
+ * Acknowledgements are coalesced: the last of a run of them tells of all. */
 #include "soft/transport/inbound.h"
 
 #include <string.h>
@@ -55,28 +55,28 @@ static uint32_t last_psn(const struct soft_frame *frame)
     return (frame->psn + frame->packets - 1) & SOFT_PSN_MASK;
 }
 
-/* What was gathered goes out, over the stream that asked: the fabric ends a batch before it reads from another one, and
- * also where it refuses the stream. A frame that went out over another one would be believed there. */
+/* The coalesced acknowledgement goes out, over the stream that asked: the fabric ends a batch before it reads from
+ * another one, and also where it refuses the stream. A frame that went out over another one would be believed there. */
 static void batch_ends(struct soft_stream *stream)
 {
-    struct soft_gathered *gathered = &soft_stream_device(stream)->gathered;
+    struct soft_coalesced_ack *ack = soft_stream_coalesced_ack(stream);
 
-    assert(!gathered->stream || gathered->stream == stream);
-    if (gathered->stream)
-        soft_stream_answer(stream, &gathered->frame, NULL, 0);
-    gathered->stream = NULL;
+    assert(!ack->stream || ack->stream == stream);
+    if (ack->stream)
+        soft_stream_answer(stream, &ack->frame, NULL, 0);
+    ack->stream = NULL;
 }
 
 static void acknowledge(struct soft_stream *stream, const struct soft_frame *frame, uint32_t psn)
 {
-    struct soft_gathered *gathered = &soft_stream_device(stream)->gathered;
+    struct soft_coalesced_ack *ack = soft_stream_coalesced_ack(stream);
 
-    if (gathered->stream && (gathered->frame.to != frame->from || gathered->frame.from != frame->to ||
-                             gathered->frame.token != frame->token))
+    if (ack->stream &&
+        (ack->frame.to != frame->from || ack->frame.from != frame->to || ack->frame.token != frame->token))
         batch_ends(stream);
-    gathered->stream = stream;
-    gathered->frame = answer_to(frame, SOFT_FRAME_ACK);
-    gathered->frame.psn = psn;
+    ack->stream = stream;
+    ack->frame = answer_to(frame, SOFT_FRAME_ACK);
+    ack->frame.psn = psn;
 }
 
 static void answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,

@@ -150,7 +150,7 @@ static int init_qp(struct soft_qp *qp, struct ibv_qp_cap *cap)
     error = soft_table_reserve(&qp->context->device->qps, &qp->qp.qp_num, NULL);
     if (error)
         return error;
-    error = soft_half_init(&qp->half, qp->context, SOFT_RANK_HALF, "queue pair", qp->qp.qp_num, exclusive);
+    error = soft_half_init(&qp->half, &qp->context->overlaps, SOFT_RANK_HALF, "queue pair", qp->qp.qp_num, exclusive);
     if (error)
         goto release;
     error = pthread_mutex_init(&qp->qp.mutex, NULL);

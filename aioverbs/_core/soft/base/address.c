@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "abi/libibverbs.h"
-#include "soft/api/device.h"
+#include "soft/base/settings.h"
 
 void soft_gid_name(const union ibv_gid *gid, char name[SOFT_GID_NAME])
 {

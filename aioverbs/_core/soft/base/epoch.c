@@ -10,9 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "soft/api/device.h"
 #include "soft/base/lock_order.h"
-#include "soft/objects/context.h"
 
 uint64_t soft_now_ns(void)
 {
@@ -137,11 +135,11 @@ void soft_sync_after_fork(void)
 
 /* ---- Driver halves --------------------------------------------------------------------------------------- */
 
-int soft_half_init(struct soft_half *half, struct soft_context *context, enum soft_rank rank, const char *kind,
-                   uint32_t number, struct soft_exclusive *exclusive)
+int soft_half_init(struct soft_half *half, atomic_uint *total, enum soft_rank rank, const char *kind, uint32_t number,
+                   struct soft_exclusive *exclusive)
 {
     memset(half, 0, sizeof(*half));
-    half->context = context;
+    half->total = total;
     half->kind = kind;
     half->number = number;
     half->exclusive = exclusive;
@@ -158,7 +156,7 @@ int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside)
 {
     uint32_t self = soft_thread();
 
-    atomic_fetch_add(&half->context->overlaps, 1);
+    atomic_fetch_add(half->total, 1);
     if (atomic_fetch_add(&half->overlaps, 1) == 0)
         fprintf(stderr, "soft0: %s on %s %u by thread %u, while thread %u is inside: refused\n", verb, half->kind,
                 half->number, self, inside);

@@ -96,8 +96,10 @@ enum { SOFT_VISITS = 4 };
 struct grace_reader {
     _Alignas(64) atomic_uint sections; /* written by its thread, read by grace_wait */
     uint32_t depth;                    /* its thread only, like the next */
-    struct soft_shared
-        *visits[SOFT_VISITS];  /* whose memory of other processes the section reaches, the last one first */
+    /* Whose memory of other processes the section reaches, the last one first; and what is told of its end, if it
+     * reaches any. */
+    struct soft_shared *visits[SOFT_VISITS];
+    void (*visits_end)(struct grace_reader *self);
     atomic_bool taken;         /* a thread uses this record */
     struct grace_reader *next; /* set before the record is published, then constant */
 };
@@ -121,8 +123,6 @@ static inline struct grace_reader *grace_enter(void)
     return self;
 }
 
-void soft_shared_leave(struct grace_reader *self);
-
 static inline void grace_leave(struct grace_reader *self)
 {
     unsigned int sections = atomic_load_explicit(&self->sections, memory_order_relaxed);
@@ -130,15 +130,13 @@ static inline void grace_leave(struct grace_reader *self)
     if (--self->depth)
         return;
     if (self->visits[0])
-        soft_shared_leave(self);
+        self->visits_end(self);
     atomic_store_explicit(&self->sections, sections + 1, memory_order_release); /* no other thread counts here */
 }
 
 void grace_wait(void);
 
 /* ---- The door of a driver half --------------------------------------------------------------------------- */
-
-struct soft_context;
 
 /* Who is inside of objects that take no locks: one for a thread domain with all of its objects (a NIC's objects
  * of one domain share a doorbell register), or one for a single-threaded completion queue alone. */
@@ -155,13 +153,13 @@ struct soft_half {
     struct soft_mutex mutex;
     bool inside;          /* under `exclusive` by its owner: refuses re-entry of the same object */
     atomic_uint overlaps; /* calls that were refused */
-    struct soft_context *context;
+    atomic_uint *total;   /* const: of all objects of the context */
     const char *kind;
     uint32_t number;
 };
 
-int soft_half_init(struct soft_half *half, struct soft_context *context, enum soft_rank rank, const char *kind,
-                   uint32_t number, struct soft_exclusive *exclusive);
+int soft_half_init(struct soft_half *half, atomic_uint *total, enum soft_rank rank, const char *kind, uint32_t number,
+                   struct soft_exclusive *exclusive);
 void soft_half_destroy(struct soft_half *half);
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside);
 

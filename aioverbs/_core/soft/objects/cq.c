@@ -71,7 +71,7 @@ static int init_cq(struct soft_cq *cq, struct soft_context *context, struct soft
         goto destroy_mutex;
     ex->context = &context->verbs.context;
     ex->handle = atomic_fetch_add(&context->next_handle, 1);
-    error = soft_half_init(&cq->half, context, SOFT_RANK_CQ_HALF, "completion queue", ex->handle, exclusive);
+    error = soft_half_init(&cq->half, &context->overlaps, SOFT_RANK_CQ_HALF, "completion queue", ex->handle, exclusive);
     if (error)
         goto destroy_cond;
     return 0;

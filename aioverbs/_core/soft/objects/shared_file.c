@@ -9,7 +9,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "soft/api/device.h"
 #include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
 #include "soft/base/id_table.h"

@@ -196,6 +196,17 @@ static atomic_uint *word_of(struct soft_shared *file)
     return &file->page->words[file->slot][soft_thread() % SOFT_SHARED_WORDS].inside;
 }
 
+/* At the end of a section. */
+static void leave_visited(struct grace_reader *self)
+{
+    unsigned int i;
+
+    for (i = 0; i < SOFT_VISITS && self->visits[i]; i++) {
+        atomic_fetch_sub(word_of(self->visits[i]), 1);
+        self->visits[i] = NULL;
+    }
+}
+
 /* The section that the thread is in reaches what others registered from here on, to its end. One request is about no
  * more than three domains: of more files, the one that was longest not reached is left. */
 static void enter(struct soft_shared *file)
@@ -204,6 +215,7 @@ static void enter(struct soft_shared *file)
     struct soft_shared *before = file, *at;
     unsigned int i;
 
+    self->visits_end = leave_visited;
     for (i = 0; i < SOFT_VISITS; i++) {
         at = self->visits[i];
         self->visits[i] = before;
@@ -216,16 +228,6 @@ static void enter(struct soft_shared *file)
     if (i == SOFT_VISITS)
         atomic_fetch_sub(word_of(before), 1);
     atomic_fetch_add(word_of(file), 1);
-}
-
-void soft_shared_leave(struct grace_reader *self)
-{
-    unsigned int i;
-
-    for (i = 0; i < SOFT_VISITS && self->visits[i]; i++) {
-        atomic_fetch_sub(word_of(self->visits[i]), 1);
-        self->visits[i] = NULL;
-    }
 }
 
 struct told {

@@ -11,7 +11,6 @@
 #include "soft/objects/device.h"
 #include "soft/objects/limits.h"
 
-struct grace_reader;
 struct soft_mr;
 struct soft_pd;
 struct soft_qp;
@@ -80,7 +79,5 @@ void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot);
  * promised: each process of the domain can write to all of its memory whenever it likes. Not under device->lock, like
  * soft_shared_reap and soft_shared_take. */
 void soft_shared_wait(struct soft_shared *file);
-
-void soft_shared_leave(struct grace_reader *reader); /* at the end of a section */
 
 #endif

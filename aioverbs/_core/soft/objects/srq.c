@@ -62,7 +62,7 @@ static int init_srq(struct soft_srq *srq)
 
     if (error)
         return error;
-    error = soft_half_init(&srq->half, srq->context, SOFT_RANK_HALF, "shared receive queue", srq->number,
+    error = soft_half_init(&srq->half, &srq->context->overlaps, SOFT_RANK_HALF, "shared receive queue", srq->number,
                            srq->pd->td ? &srq->pd->td->exclusive : NULL);
     if (error)
         goto release;

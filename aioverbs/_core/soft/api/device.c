@@ -13,6 +13,7 @@
 #include "soft/base/id_table.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
+#include "soft/fabric/directory.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/fault/injection.h"
@@ -22,11 +23,15 @@
 #include "soft/objects/cq_push.h"
 #include "soft/objects/device.h"
 #include "soft/objects/gids.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/limits.h"
 #include "soft/objects/qp.h"
 #include "soft/objects/srq.h"
 #include "soft/objects/worker_thread.h"
 #include "soft/transport/inbound.h"
+#include "soft/transport/requester.h"
+#include "soft/transport/responder.h"
+#include "soft/transport/send_queue.h"
 
 /* ---- Devices --------------------------------------------------------------------------------------------- */
 
@@ -54,6 +59,27 @@ int soft_watch_forks(void)
     return fork_error ? fork_error : soft_descriptors_watch_forks();
 }
 
+static int open_directory_locks(const struct soft_device *device)
+{
+    return soft_directory_locks(soft_fabric_settings(device));
+}
+
+static const struct soft_hooks device_hooks = {
+    .poll_peers = soft_fabric_progress,
+    .stop_polling = soft_fabric_rest,
+    .is_wakeup_channel = soft_fabric_leads,
+    .drop_wakeup_channel = soft_fabric_resign,
+    .open_directory_locks = open_directory_locks,
+    .invalidate_key = soft_licence_recall_key,
+    .invalidate_all = soft_licence_recall_all,
+    .verb_fault = soft_fault_refusal,
+    .purge_held = soft_fault_purge,
+    .frame_fault = soft_fault_frame,
+    .execute = soft_execute,
+    .release_mr = soft_ask_without,
+    .release_srq = soft_inbound_without,
+};
+
 static struct soft_device *device_new(const struct soft_address *address)
 {
     struct soft_device *device = calloc(1, sizeof(*device));
@@ -61,6 +87,7 @@ static struct soft_device *device_new(const struct soft_address *address)
 
     if (!device)
         return NULL;
+    device->hooks = &device_hooks;
     device->address = *address;
     error = soft_gids_init(device);
     if (error) {

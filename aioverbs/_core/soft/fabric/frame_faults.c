@@ -12,10 +12,9 @@
 #include "soft/fabric/frame.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
-#include "soft/fault/fault.h"
-#include "soft/fault/injection.h"
 #include "soft/objects/device.h"
 #include "soft/objects/fault_counts.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/qp.h"
 
 /* A frame that comes later: on its way out, or read and not handled. */
@@ -142,7 +141,7 @@ static bool disturb(struct soft_stream *stream, enum soft_frame_kind kind, const
     assert_held(&stream->tx);
     if (!qp)
         return true;
-    switch (soft_fault_frame(qp, kind, stream, &delay_ns)) {
+    switch (stream->fabric->device->hooks->frame_fault(qp, kind, stream, &delay_ns)) {
     case SOFT_DROP:
         return false;
     case SOFT_DUPLICATE:

@@ -75,10 +75,6 @@ void soft_fault_unhold(struct ibv_context *context);
 
 /* ---- Frames: what a network does between devices of different processes ------------------------------------ */
 
-/* What becomes of a frame: it is lost; comes a second time, behind what comes meanwhile; comes later, and what follows
- * it overtakes it; or its stream is cut, and it is lost as all is that is on its way. */
-enum soft_mishap { SOFT_DROP, SOFT_DUPLICATE, SOFT_DELAY, SOFT_CUT, SOFT_MISHAPS };
-
 struct soft_frame_fault {
     enum soft_mishap mishap;
     unsigned int kinds; /* a bit for each enum soft_frame_kind */
@@ -88,9 +84,7 @@ struct soft_frame_fault {
     struct soft_strike strike;
 };
 
-/* A stream keeps SOFT_HELD_BYTES at most of what comes later; what is more is lost. */
 int soft_fault_frames(struct ibv_context *context, const struct soft_frame_fault *fault);
-#define SOFT_HELD_BYTES (4u << 20)
 
 /* Each frame meets with one of these with its chance; delays are drawn up to `max_delay_ns`. EINVAL: chances of more
  * than a million together. */

@@ -19,14 +19,7 @@ struct soft_stream;
 
 struct soft_faults *soft_faults_new(uint64_t first_serial); /* of the queue pairs to come */
 void soft_faults_free(struct soft_context *context);
-int soft_fault_refusal(struct soft_context *context, enum soft_verb verb);
-
-/* The errno with which this call of a verb is to fail before it does anything: the device is lost, or the fault plan
- * has it so. 0 on the usual path. */
-static inline int soft_refusal(struct soft_context *context, enum soft_verb verb)
-{
-    return atomic_load_explicit(&context->special, memory_order_relaxed) ? soft_fault_refusal(context, verb) : 0;
-}
+int soft_fault_refusal(struct soft_context *context, enum soft_verb verb); /* see soft_refusal */
 
 /* These are asked only while SOFT_SPECIAL_FAULTS is set, under whatever lock of the queue pair: once for each request
  * or receive, and the first time that it is tried; for each attempt to deliver a message; for each request that is
@@ -48,7 +41,7 @@ bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const
 void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
                       const struct soft_srq *srq);
 
-/* The same by way of the fault plan, which may hold completions. Device halves call this one. */
+/* Add a completion by way of the fault plan, which may hold it. Device halves call this instead of soft_cq_push. */
 static inline bool soft_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe)
 {
     if (atomic_load_explicit(&context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS)

@@ -11,10 +11,10 @@
 
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
-#include "soft/fabric/fabric.h"
 #include "soft/objects/context.h"
 #include "soft/objects/cq.h"
 #include "soft/objects/device.h"
+#include "soft/objects/hooks.h"
 
 static int make_descriptors(struct soft_channel *channel)
 {
@@ -83,7 +83,7 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
         return ENODEV;
     if (atomic_load(&channel->references))
         return EBUSY;
-    soft_fabric_resign(context->device, channel);
+    context->device->hooks->drop_wakeup_channel(context->device, channel);
     close_descriptors(channel);
     soft_mutex_destroy(&channel->lock);
     atomic_fetch_sub(&context->channels, 1);
@@ -184,11 +184,11 @@ static struct soft_cq *take(struct soft_channel *channel)
 /* Of a channel that leads, and has none: a peer sent something, which may bring one. */
 static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
 {
-    bool something = soft_fabric_progress(device, true);
+    bool something = device->hooks->poll_peers(device, true);
     struct soft_cq *cq = take(channel);
 
     if (something && !cq)
-        soft_fabric_resign(device, channel);
+        device->hooks->drop_wakeup_channel(device, channel);
     return cq;
 }
 
@@ -206,7 +206,7 @@ int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_
             return -1;
         }
         cq = take(channel);
-        if (!cq && soft_fabric_leads(device, channel))
+        if (!cq && device->hooks->is_wakeup_channel(device, channel))
             cq = take_from_peers(device, channel);
         if (cq) {
             *ibv_cq = (struct ibv_cq *)&cq->ex;

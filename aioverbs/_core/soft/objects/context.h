@@ -12,6 +12,7 @@
 #include "soft/base/util.h"
 #include "soft/objects/async_event.h"
 #include "soft/objects/device.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/worker_thread.h"
 
 struct soft_faults;
@@ -41,6 +42,15 @@ enum soft_special {
     SOFT_SPECIAL_FAULTS = 1, /* the fault plan has something to say */
     SOFT_SPECIAL_LOST = 2,   /* the device was taken away, for good as far as this context goes */
 };
+
+/* The errno with which this call of a verb is to fail before it does anything: the device is lost, or the fault plan
+ * has it so. 0 on the usual path. */
+static inline int soft_refusal(struct soft_context *context, enum soft_verb verb)
+{
+    return atomic_load_explicit(&context->special, memory_order_relaxed)
+               ? context->device->hooks->verb_fault(context, verb)
+               : 0;
+}
 
 static inline bool soft_stale(const struct soft_context *context)
 {

@@ -7,10 +7,9 @@
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
-#include "soft/fabric/fabric.h"
-#include "soft/fault/injection.h"
 #include "soft/objects/context.h"
 #include "soft/objects/cq.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/qp.h"
 #include "soft/objects/srq.h"
 #include "soft/objects/verbs.h"
@@ -45,6 +44,14 @@ static void consume(struct soft_cq *cq, const struct soft_cqe *cqe, uint32_t con
     atomic_store_explicit(cq->consumer, consumer + 1, memory_order_release);
 }
 
+/* The queue is empty: perhaps a remote peer has answered. */
+static void poll_peers(const struct soft_cq *cq)
+{
+    struct soft_device *device = to_soft_context(cq->ex.context)->device;
+
+    device->hooks->poll_peers(device, false);
+}
+
 int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
 {
     struct soft_cq *cq = to_soft_cq(ibv_cq);
@@ -57,8 +64,8 @@ int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
     error = soft_half_enter(&cq->half, "poll_cq");
     if (error)
         return -error;
-    if (is_empty(cq)) /* perhaps a remote peer has answered */
-        soft_fabric_progress(to_soft_context(ibv_cq->context)->device, false);
+    if (is_empty(cq))
+        poll_peers(cq);
     for (n = 0; n < count && (cqe = peek(cq, &consumer)); n++) {
         wc[n] = (struct ibv_wc){
             .wr_id = cqe->wr_id,
@@ -82,10 +89,11 @@ int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
 
 void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct soft_srq *srq)
 {
+    struct soft_context *context = to_soft_context(cq->ex.context);
     uint32_t consumer, producer, from, to;
 
     /* First: what is held goes to the ring when it is released, in whichever thread that happens. */
-    soft_fault_purge(to_soft_context(cq->ex.context), cq, qp, srq);
+    context->device->hooks->purge_held(context, cq, qp, srq);
     soft_lock_take(&cq->lock); /* no entry comes meanwhile; the caller keeps pollers out */
     consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
     producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
@@ -171,7 +179,7 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
     if (error)
         return error;
     if (is_empty(cq))
-        soft_fabric_progress(to_soft_context(ex->context)->device, false);
+        poll_peers(cq);
     error = show(cq);
     if (error)
         soft_half_leave(&cq->half);

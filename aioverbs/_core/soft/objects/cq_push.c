@@ -4,11 +4,11 @@
 
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
-#include "soft/fabric/fabric.h"
 #include "soft/objects/async_event.h"
 #include "soft/objects/comp_channel.h"
 #include "soft/objects/context.h"
 #include "soft/objects/cq.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/worker_thread.h"
 
 /* What is to be told once the lock is given back: others may want it meanwhile, and telling may be a system call, if
@@ -122,6 +122,7 @@ void soft_cq_break(struct soft_cq *cq)
 
 int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
 {
+    struct soft_device *device = to_soft_context(ibv_cq->context)->device;
     struct soft_cq *cq = to_soft_cq(ibv_cq);
 
     if (soft_stale(to_soft_context(ibv_cq->context)))
@@ -135,7 +136,7 @@ int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
     if (cq->armed != SOFT_ARMED_ANY)
         cq->armed = solicited_only ? SOFT_ARMED_SOLICITED : SOFT_ARMED_ANY;
     soft_lock_give(&cq->lock);
-    soft_fabric_rest(to_soft_context(ibv_cq->context)->device, cq->channel); /* who arms it polls no more */
+    device->hooks->stop_polling(device, cq->channel); /* who arms it polls no more */
     return 0;
 }
 

@@ -1,4 +1,4 @@
-/* What a queue pair counts for the fault plan. */
+/* What may become of frames, and what a queue pair counts for the fault plan. */
 #ifndef AIOVERBS_SOFT_OBJECTS_FAULT_COUNTS_H
 #define AIOVERBS_SOFT_OBJECTS_FAULT_COUNTS_H
 
@@ -13,6 +13,13 @@ enum soft_frame_kind {
     SOFT_ANSWER_OUT,
     SOFT_FRAME_KINDS,
 };
+
+/* What becomes of a frame: it is lost; comes a second time, behind what comes meanwhile; comes later, and what follows
+ * it overtakes it; or its stream is cut, and it is lost as all is that is on its way. */
+enum soft_mishap { SOFT_DROP, SOFT_DUPLICATE, SOFT_DELAY, SOFT_CUT, SOFT_MISHAPS };
+
+/* A stream keeps that much at most of what comes later; what is more is lost. */
+#define SOFT_HELD_BYTES (4u << 20)
 
 /* What chances were drawn for a queue pair since `epoch`. Under the plan's lock. */
 struct soft_fault_counts {

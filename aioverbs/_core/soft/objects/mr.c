@@ -7,13 +7,11 @@
 
 #include "soft/base/epoch.h"
 #include "soft/base/util.h"
-#include "soft/fabric/read_cache.h"
 #include "soft/objects/context.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/pd.h"
 #include "soft/objects/shared.h"
 #include "soft/objects/shared_keys.h"
-#include "soft/transport/requester.h"
-#include "soft/transport/send_queue.h"
 
 #define SOFT_ACCESS_KNOWN                                                                                   \
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
@@ -100,6 +98,7 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 {
     struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
     struct soft_context *context = to_soft_context(ibv_mr->context);
+    struct soft_device *device = context->device;
 
     if (soft_stale(context))
         return ENODEV;
@@ -115,8 +114,8 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
         soft_pd_restore(mr->pd, &mr->key);
         return EBUSY;
     }
-    soft_licence_recall_key(context->device, mr->key.number);
-    soft_ask_without(context->device, mr);
+    device->hooks->invalidate_key(device, mr->key.number);
+    device->hooks->release_mr(device, mr);
     soft_pd_release(mr->pd, &mr->key);
     soft_key_release(context->device, &mr->key);
     atomic_fetch_sub(&context->mrs, 1);

@@ -6,8 +6,8 @@
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
-#include "soft/fabric/read_cache.h"
 #include "soft/objects/context.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/mr.h"
 #include "soft/objects/pd.h"
 #include "soft/objects/qp.h"
@@ -50,11 +50,13 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
 /* Under the window's lock. */
 static void unbind(struct soft_mw *mw)
 {
+    struct soft_device *device = to_soft_context(mw->mw.context)->device;
+
     assert_held(&mw->lock);
     if (!mw->bound)
         return;
     mw->bound = false;
-    soft_licence_recall_key(to_soft_context(mw->mw.context)->device, mw->key.number);
+    device->hooks->invalidate_key(device, mw->key.number);
     atomic_fetch_sub(&mw->mr->windows, 1);
 }
 

@@ -8,9 +8,9 @@
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
-#include "soft/fabric/read_cache.h"
 #include "soft/objects/context.h"
 #include "soft/objects/device.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/mw.h"
 #include "soft/objects/pd_share.h"
 #include "soft/objects/shared.h"
@@ -127,11 +127,12 @@ static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct s
 /* Nobody finds its keys any more. It stays as long as one of them is to be given back. */
 static void end_instance(struct soft_pd *pd, struct soft_shared *file)
 {
+    struct soft_device *device = to_soft_context(pd->pd.context)->device;
     struct soft_key *key;
     bool last;
 
     grace_wait(); /* nobody is in its memory */
-    soft_licence_recall_all(to_soft_context(pd->pd.context)->device);
+    device->hooks->invalidate_all(device);
     if (file)
         soft_shared_wait(file); /* nor in another process */
     soft_mutex_take(&pd->lock);

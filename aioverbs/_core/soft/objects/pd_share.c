@@ -6,7 +6,6 @@
 #include <stdlib.h>
 
 #include "soft/base/lock_order.h"
-#include "soft/fault/injection.h"
 #include "soft/objects/context.h"
 #include "soft/objects/device.h"
 #include "soft/objects/pd.h"

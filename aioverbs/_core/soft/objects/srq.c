@@ -16,11 +16,11 @@
 #include "soft/objects/context.h"
 #include "soft/objects/cq.h"
 #include "soft/objects/cq_poll.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/limits.h"
 #include "soft/objects/pd.h"
 #include "soft/objects/work_queue.h"
 #include "soft/objects/xrcd.h"
-#include "soft/transport/responder.h"
 
 /* ---- Memory ---------------------------------------------------------------------------------------------- */
 
@@ -232,7 +232,7 @@ int soft_destroy_srq(struct ibv_srq *ibv_srq)
     soft_table_withdraw(&context->device->srqs, srq->number);
     grace_wait();
     if (srq->type == IBV_SRQT_XRC)
-        soft_inbound_without(context->device, srq);
+        context->device->hooks->release_srq(context->device, srq);
     if (srq->cq)
         soft_cq_purge(srq->cq, NULL, srq);
     leave_for_destruction(srq); /* who took an event may post before he acknowledges it */

@@ -15,8 +15,8 @@
 #include "soft/objects/context.h"
 #include "soft/objects/cq.h"
 #include "soft/objects/cq_push.h"
+#include "soft/objects/hooks.h"
 #include "soft/objects/qp.h"
-#include "soft/transport/send_queue.h"
 
 /* ---- Timers: a binary heap, earliest first. All under engine->lock ---------------------------------------- */
 
@@ -178,7 +178,7 @@ static struct soft_cq *expire_timers(struct soft_engine *engine)
 /* In a grace section. */
 static void execute(struct soft_context *context, struct soft_qp *qp)
 {
-    uint64_t again = soft_execute(qp);
+    uint64_t again = context->device->hooks->execute(qp);
 
     if (again != UINT64_MAX)
         soft_engine_timer(context, &qp->timer, again);

@@ -1,6 +1,6 @@
 /* XRC domains. What all handles of one inode's domain have in common is kept by the device.
  *
- * That an inode has a domain, other processes know by locks, on what the directory has for that: soft_directory_locks().
+ * That an inode has a domain, other processes know by locks, on what the fabric's directory has for that.
  * Each device that has the domain holds a read lock on the inode's byte there, by a description of its own; whoever does
  * not have it yet looks for such a lock, and takes one. The kernel takes locks back when their process ends, however it
  * ends. The bytes need not be there, and nothing is ever written.
@@ -26,10 +26,9 @@
 #include "soft/base/fork_fds.h"
 #include "soft/base/hmac.h"
 #include "soft/base/lock_order.h"
-#include "soft/fabric/directory.h"
-#include "soft/fabric/fabric.h"
 #include "soft/objects/context.h"
 #include "soft/objects/device.h"
+#include "soft/objects/hooks.h"
 
 /* How long to wait for the flock. Each holds it for a few system calls, and may stand still in there. */
 #define PATIENCE_NS 10000000000ull
@@ -172,7 +171,7 @@ static int associate(const struct soft_device *device, struct soft_xrc_inode *sh
     short found = F_UNLCK;
     int error;
 
-    shared->locks = soft_directory_locks(soft_fabric_settings(device));
+    shared->locks = device->hooks->open_directory_locks(device);
     if (shared->locks < 0)
         return errno == EMFILE || errno == ENFILE || errno == ENOMEM ? errno : judge(false, oflags);
     error = decide_begin(shared);

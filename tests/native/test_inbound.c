@@ -477,7 +477,7 @@ struct reluctant {
     int refusals;
 };
 
-static int bring(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length)
+static int carrier_read(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length)
 {
     struct reluctant *reluctant = container_of(carrier, struct reluctant, carrier);
 
@@ -515,7 +515,7 @@ static int respond(struct scene *scene, struct reluctant *reluctant, struct ibv_
 static void parts_that_are_given_up(void)
 {
     static const struct piece begin = {IBV_WR_SEND, 8192, 0, 4096}, end = {IBV_WR_SEND, 8192, 4096, 4096};
-    struct reluctant reluctant = {{bring, NULL}, 0};
+    struct reluctant reluctant = {{carrier_read, NULL}, 0};
     struct scene scene;
     int kind, i;
 

@@ -6,14 +6,14 @@
 
 #define LEAST_ROOM 16
 
-static size_t place_of(const struct alloc_table *table, uintptr_t address)
+static size_t address_map_place(const struct alloc_table *table, uintptr_t address)
 {
     return (size_t)(((uint64_t)address * 0x9e3779b97f4a7c15u) >> 32) & (table->room - 1);
 }
 
-static void put(struct alloc_table *table, const struct alloc_entry *entry)
+static void address_map_put(struct alloc_table *table, const struct alloc_entry *entry)
 {
-    size_t place = place_of(table, entry->address);
+    size_t place = address_map_place(table, entry->address);
 
     while (table->entries[place].address)
         place = (place + 1) & (table->room - 1);
@@ -30,7 +30,7 @@ static int change_room(struct alloc_table *table, size_t room)
         return ENOMEM;
     for (i = 0; i < table->room; i++)
         if (table->entries[i].address)
-            put(&other, &table->entries[i]);
+            address_map_put(&other, &table->entries[i]);
     free(table->entries);
     *table = other;
     return 0;
@@ -47,7 +47,7 @@ void alloc_table_insert(struct alloc_table *table, const void *address, size_t s
 {
     struct alloc_entry entry = {(uintptr_t)address, size, value};
 
-    put(table, &entry);
+    address_map_put(table, &entry);
 }
 
 struct alloc_entry *alloc_table_find(const struct alloc_table *table, uintptr_t address)
@@ -56,7 +56,8 @@ struct alloc_entry *alloc_table_find(const struct alloc_table *table, uintptr_t 
 
     if (!table->room || !address)
         return NULL;
-    for (place = place_of(table, address); table->entries[place].address; place = (place + 1) & (table->room - 1))
+    for (place = address_map_place(table, address); table->entries[place].address;
+         place = (place + 1) & (table->room - 1))
         if (table->entries[place].address == address)
             return &table->entries[place];
     return NULL;
@@ -71,7 +72,7 @@ void alloc_table_remove(struct alloc_table *table, struct alloc_entry *entry)
         place = (place + 1) & mask;
         if (!table->entries[place].address)
             break;
-        if (((place - place_of(table, table->entries[place].address)) & mask) >= ((place - hole) & mask)) {
+        if (((place - address_map_place(table, table->entries[place].address)) & mask) >= ((place - hole) & mask)) {
             table->entries[hole] = table->entries[place];
             hole = place;
         }

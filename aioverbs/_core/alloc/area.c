@@ -22,7 +22,7 @@ static size_t total(const struct area *area)
 }
 
 /* Who comes after this process, should it die, looks no further. */
-static void raise(atomic_uint *highest, size_t to)
+static void area_raise_highest(atomic_uint *highest, size_t to)
 {
     unsigned int found = atomic_load(highest);
 
@@ -35,7 +35,7 @@ static size_t claim(struct area *area, size_t first, size_t count)
 {
     size_t taken;
 
-    raise(area->at.highest, first + count);
+    area_raise_highest(area->at.highest, first + count);
     for (taken = 0; taken < count; taken++) {
         uint16_t nobody = 0;
 
@@ -52,7 +52,7 @@ static size_t claim(struct area *area, size_t first, size_t count)
 }
 
 /* The first of `count` chunks that were taken between two, at a multiple of `step`; `end`: there are none. */
-static size_t find(struct area *area, size_t begin, size_t end, size_t count, size_t step)
+static size_t area_find(struct area *area, size_t begin, size_t end, size_t count, size_t step)
 {
     size_t first = begin;
 
@@ -72,9 +72,9 @@ static size_t find(struct area *area, size_t begin, size_t end, size_t count, si
 
 static size_t find_anywhere(struct area *area, size_t count, size_t step)
 {
-    size_t end = total(area), first = find(area, area->next, end, count, step);
+    size_t end = total(area), first = area_find(area, area->next, end, count, step);
 
-    return first == end && area->next ? find(area, 0, end, count, step) : first;
+    return first == end && area->next ? area_find(area, 0, end, count, step) : first;
 }
 
 static void *area_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty)

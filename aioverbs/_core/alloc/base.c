@@ -43,7 +43,7 @@ static struct {
  * between ours, and one of them may run Python, whose garbage collector may give a source back. */
 static _Thread_local bool forking;
 
-static void lock(pthread_mutex_t *mutex)
+static void alloc_lock(pthread_mutex_t *mutex)
 {
     if (!forking)
         pthread_mutex_lock(mutex);
@@ -57,7 +57,7 @@ static void unlock(pthread_mutex_t *mutex)
 
 void alloc_source_lock(struct alloc_source *source)
 {
-    lock(&source->lock);
+    alloc_lock(&source->lock);
 }
 
 void alloc_source_unlock(struct alloc_source *source)
@@ -65,7 +65,7 @@ void alloc_source_unlock(struct alloc_source *source)
     unlock(&source->lock);
 }
 
-static void before_fork(void)
+static void alloc_before_fork(void)
 {
     struct alloc_source *source;
 
@@ -75,7 +75,7 @@ static void before_fork(void)
     forking = true;
 }
 
-static void after_fork(void)
+static void alloc_after_fork(void)
 {
     struct alloc_source *source;
 
@@ -93,20 +93,20 @@ static void after_fork_in_child(void)
         source->ops->forget(source);
         source->pieces = 0;
     }
-    after_fork();
+    alloc_after_fork();
 }
 
 static pthread_once_t watch_once = PTHREAD_ONCE_INIT;
 static int watch_error;
 
-static void watch_forks(void)
+static void alloc_watch_forks_once(void)
 {
-    watch_error = pthread_atfork(before_fork, after_fork, after_fork_in_child);
+    watch_error = pthread_atfork(alloc_before_fork, alloc_after_fork, after_fork_in_child);
 }
 
 int alloc_watch_forks(void)
 {
-    pthread_once(&watch_once, watch_forks);
+    pthread_once(&watch_once, alloc_watch_forks_once);
     return watch_error;
 }
 
@@ -127,7 +127,7 @@ void *alloc_source_create(size_t size, const struct alloc_ops *ops)
     }
     source->ops = ops;
     source->references = 1;
-    lock(&all.lock);
+    alloc_lock(&all.lock);
     source->older = all.newest;
     if (source->older)
         source->older->newer = source;
@@ -140,14 +140,14 @@ void *alloc_source_create(size_t size, const struct alloc_ops *ops)
 
 void alloc_source_hold(struct alloc_source *source)
 {
-    lock(&source->lock);
+    alloc_lock(&source->lock);
     source->references++;
     unlock(&source->lock);
 }
 
 static void destroy(struct alloc_source *source)
 {
-    lock(&all.lock);
+    alloc_lock(&all.lock);
     if (source->newer)
         source->newer->older = source->older;
     else
@@ -167,7 +167,7 @@ size_t alloc_release(struct alloc_source *source)
     size_t kept;
     bool last;
 
-    lock(&source->lock);
+    alloc_lock(&source->lock);
     last = --source->references == 0;
     kept = last ? source->pieces : 0;
     unlock(&source->lock);
@@ -192,7 +192,7 @@ void *alloc_piece(void *self, size_t size, size_t alignment, uint64_t resource_t
         return alloc_fail(ALLOC_ARGUMENTS, EINVAL, alignment, 0, ALLOC_ANY_NODE);
     if (size > MOST_BYTES || alignment > MOST_BYTES)
         return alloc_fail(ALLOC_ARGUMENTS, ENOMEM, size, 0, ALLOC_ANY_NODE);
-    lock(&source->lock);
+    alloc_lock(&source->lock);
     address = source->ops->take(source, size, alignment, resource_type, &dirty);
     if (address && address != IBV_ALLOCATOR_USE_DEFAULT)
         source->pieces++;
@@ -207,7 +207,7 @@ int alloc_return(struct alloc_source *source, void *address, uint64_t resource_t
     bool last = false;
     int error;
 
-    lock(&source->lock);
+    alloc_lock(&source->lock);
     error = source->ops->give(source, address, resource_type);
     if (!error)
         last = --source->pieces == 0 && source->references == 0;
@@ -225,7 +225,7 @@ void alloc_free(void *source, void *address, uint64_t resource_type)
 void alloc_count(struct alloc_source *source, struct alloc_counts *counts)
 {
     memset(counts, 0, sizeof(*counts));
-    lock(&source->lock);
+    alloc_lock(&source->lock);
     source->ops->count(source, counts);
     counts->pieces = source->pieces;
     unlock(&source->lock);

@@ -48,14 +48,14 @@ static void child_after_fork(void)
     soft_sync_after_fork();
 }
 
-static void watch_forks(void)
+static void device_watch_forks(void)
 {
     fork_error = pthread_atfork(NULL, NULL, child_after_fork);
 }
 
 int soft_watch_forks(void)
 {
-    pthread_once(&fork_once, watch_forks);
+    pthread_once(&fork_once, device_watch_forks);
     return fork_error ? fork_error : soft_descriptors_watch_forks();
 }
 

@@ -22,7 +22,7 @@ static bool is_sending_state(unsigned int state)
 }
 
 /* What each type of queue pair can send, a bit per opcode. */
-static uint32_t opcodes_of(enum ibv_qp_type type)
+static uint32_t qp_type_opcodes(enum ibv_qp_type type)
 {
     const uint32_t sends = 1u << IBV_WR_SEND | 1u << IBV_WR_SEND_WITH_IMM;
     const uint32_t unanswered = sends | 1u << IBV_WR_RDMA_WRITE | 1u << IBV_WR_RDMA_WRITE_WITH_IMM |
@@ -58,7 +58,7 @@ static bool is_absent(enum ibv_wr_opcode opcode)
 
 static int check_opcode(const struct soft_qp *qp, const struct ibv_send_wr *wr)
 {
-    if ((unsigned int)wr->opcode > 31 || !(opcodes_of(qp->qp.qp_type) & 1u << wr->opcode))
+    if ((unsigned int)wr->opcode > 31 || !(qp_type_opcodes(qp->qp.qp_type) & 1u << wr->opcode))
         return is_absent(wr->opcode) ? EOPNOTSUPP : EINVAL;
     /* An answer needs a place to go to; what is done here carries no bytes at all. */
     if ((needs_answer(wr->opcode) || is_local(wr->opcode)) && (wr->send_flags & IBV_SEND_INLINE))
@@ -99,7 +99,7 @@ static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr, ui
 }
 
 /* Whether some of its memory is another process's, whose addresses are none here. */
-static bool borrows(const struct soft_qp *qp, const struct ibv_send_wr *wr)
+static bool wr_uses_shared_memory(const struct soft_qp *qp, const struct ibv_send_wr *wr)
 {
     int i;
 
@@ -179,7 +179,7 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
     if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
         wqe->remote_srqn = wr->qp_type.xrc.remote_srqn;
     if (wr->send_flags & IBV_SEND_INLINE) {
-        if (!borrows(qp, wr))
+        if (!wr_uses_shared_memory(qp, wr))
             return copy_inline(qp, wqe, wr);
         wqe->flags &= (uint8_t)~IBV_SEND_INLINE;
     }
@@ -203,7 +203,7 @@ static uint64_t due(struct soft_qp *qp)
     return delay ? later(soft_now_ns(), delay) : 0;
 }
 
-static int post(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad, enum ibv_mw_type window)
+static int post_sends(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad, enum ibv_mw_type window)
 {
     struct soft_qp *qp = to_soft_qp(ibv_qp);
     uint32_t first, head;
@@ -241,7 +241,7 @@ leave:
 
 int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
 {
-    return post(qp, wr, bad, IBV_MW_TYPE_2);
+    return post_sends(qp, wr, bad, IBV_MW_TYPE_2);
 }
 
 /* A window of type 1: the verb makes the work request by itself, with the window's next key. */
@@ -257,7 +257,7 @@ int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 
     if (mw->type != IBV_MW_TYPE_1)
         return EINVAL;
-    error = post(qp, &wr, &bad, IBV_MW_TYPE_1);
+    error = post_sends(qp, &wr, &bad, IBV_MW_TYPE_1);
     if (!error)
         mw->rkey = wr.bind_mw.rkey;
     return error;
@@ -265,7 +265,7 @@ int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 
 /* ---- Receiving ------------------------------------------------------------------------------------------- */
 
-static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr, uint32_t head)
+static int post_check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr, uint32_t head)
 {
     if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->rq.max_sge)
         return EINVAL;
@@ -297,7 +297,7 @@ int soft_post_recv(struct ibv_qp *ibv_qp, struct ibv_recv_wr *wr, struct ibv_rec
     for (; wr; wr = wr->next, head++) {
         struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, head);
 
-        error = check_receive(qp, wr, head);
+        error = post_check_receive(qp, wr, head);
         if (error)
             break;
         rwqe->wr_id = wr->wr_id;

@@ -70,7 +70,7 @@ static int check_parts(const struct ibv_context *context, const struct ibv_qp_in
     return attr->pd && attr->pd->context == context && send_cq && send_cq->context == context ? 0 : EINVAL;
 }
 
-static int check_init_attr(struct soft_context *context, const struct ibv_qp_init_attr_ex *attr)
+static int qp_check_init_attr(struct soft_context *context, const struct ibv_qp_init_attr_ex *attr)
 {
     int error = soft_stale(context) ? ENODEV : check_parts(&context->verbs.context, attr);
 
@@ -210,7 +210,7 @@ static void begin_life(struct soft_qp *qp)
     qp->out = (struct soft_outbound){.token = token, .deadline = UINT64_MAX};
 }
 
-static void describe(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
+static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
 {
     bool target = attr->qp_type == IBV_QPT_XRC_RECV;
 
@@ -235,9 +235,9 @@ static void describe(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
 }
 
 /* Tells in `attr->cap` what was granted. */
-static struct ibv_qp *create(struct soft_context *context, struct ibv_qp_init_attr_ex *attr)
+static struct ibv_qp *qp_create(struct soft_context *context, struct ibv_qp_init_attr_ex *attr)
 {
-    int error = check_init_attr(context, attr);
+    int error = qp_check_init_attr(context, attr);
     struct ibv_qp_cap cap = attr->cap;
     struct soft_qp *qp = NULL;
 
@@ -247,7 +247,7 @@ static struct ibv_qp *create(struct soft_context *context, struct ibv_qp_init_at
         goto fail;
     memset(qp, 0, sizeof(*qp));
     qp->context = context;
-    describe(qp, attr);
+    qp_fill_attr(qp, attr);
     soft_lock_init(&qp->sq_lock, SOFT_RANK_SQ);
     soft_lock_init(&qp->rq_lock, SOFT_RANK_RQ);
     atomic_init(&qp->state, IBV_QPS_RESET);
@@ -279,7 +279,7 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
         .sq_sig_all = attr->sq_sig_all,
         .pd = pd,
     };
-    struct ibv_qp *qp = create(to_soft_context(pd->context), &full);
+    struct ibv_qp *qp = qp_create(to_soft_context(pd->context), &full);
 
     if (qp)
         attr->cap = full.cap;
@@ -300,7 +300,7 @@ struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init
         errno = EINVAL;
         return NULL;
     }
-    return create(to_soft_context(context), attr);
+    return qp_create(to_soft_context(context), attr);
 }
 
 /* ---- Entering the queue pair together with its completion queues ------------------------------------------ */

@@ -44,13 +44,13 @@ void soft_descriptors_release(void)
         soft_mutex_give(&lock);
 }
 
-static void before_fork(void)
+static void fork_fds_before_fork(void)
 {
     soft_descriptors_hold();
     forking = true;
 }
 
-static void after_fork(void)
+static void fork_fds_after_fork(void)
 {
     forking = false;
     soft_descriptors_release();
@@ -58,7 +58,7 @@ static void after_fork(void)
 
 /* In the child, by the thread that held the lock in the parent. What was to be closed by a thread is left to the one
  * that begins here with the next such descriptor, or when somebody asks whether too many wait. */
-static void close_all(void)
+static void fork_fds_close_all(void)
 {
     int fd;
 
@@ -70,17 +70,17 @@ static void close_all(void)
     for (fd = 0; fd <= highest; fd += WORD)
         owned[fd / WORD] = doomed[fd / WORD];
     closing = false;
-    after_fork();
+    fork_fds_after_fork();
 }
 
-static void watch(void)
+static void fork_fds_watch(void)
 {
-    watch_error = pthread_atfork(before_fork, after_fork, close_all);
+    watch_error = pthread_atfork(fork_fds_before_fork, fork_fds_after_fork, fork_fds_close_all);
 }
 
 int soft_descriptors_watch_forks(void)
 {
-    pthread_once(&once, watch);
+    pthread_once(&once, fork_fds_watch);
     return watch_error;
 }
 

@@ -25,7 +25,7 @@ void soft_table_destroy(struct soft_table *table)
 }
 
 /* Room in the ring for every number given out is made when it is given out, so that giving back cannot fail. */
-static int make_room(struct soft_table *table)
+static int id_table_make_room(struct soft_table *table)
 {
     uint32_t wanted = table->live + table->rested_count + 1;
     uint32_t size = table->rested_size ? table->rested_size : 1024;
@@ -79,7 +79,7 @@ int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses
     int error;
 
     soft_mutex_take(&table->lock);
-    error = make_room(table);
+    error = id_table_make_room(table);
     if (error) {
         /* nothing was taken */
     } else if (table->rested_count >= SOFT_NUMBERS_RESTED || (table->fresh >= table->limit && table->rested_count)) {

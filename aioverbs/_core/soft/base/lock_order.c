@@ -77,7 +77,7 @@ static _Thread_local struct {
 } held[MOST];
 static _Thread_local unsigned int count;
 
-static _Noreturn void refuse(enum soft_rank rank, enum soft_rank under)
+static _Noreturn void lock_order_refuse(enum soft_rank rank, enum soft_rank under)
 {
     fprintf(stderr, "soft0: %s is waited for under %s: soft/base/lock_order.h has the order of locks\n", names[rank],
             names[under]);
@@ -100,9 +100,9 @@ void soft_rank_check(const void *lock, enum soft_rank rank)
 
     for (i = 0; i < count; i++)
         if (held[i].rank > rank || held[i].lock == lock || (held[i].rank == rank && rank != SOFT_RANK_CQ_HALF))
-            refuse(rank, held[i].rank);
+            lock_order_refuse(rank, held[i].rank);
     if (rank <= SOFT_RANK_GRACE && grace_self && grace_self->depth)
-        refuse(rank, SOFT_RANK_GRACE);
+        lock_order_refuse(rank, SOFT_RANK_GRACE);
 }
 
 void soft_rank_push(const void *lock, enum soft_rank rank)

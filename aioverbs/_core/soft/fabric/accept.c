@@ -147,7 +147,7 @@ static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_ki
  * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS; its peer connects again when it has
  * something to send. One that a queue pair is connected to has as much time again before it is asked about anew. Where
  * they have all places, who waits does so for as long as they stay, which is said once. */
-static bool make_room(struct soft_fabric *fabric, enum soft_kind kind)
+static bool accept_make_room(struct soft_fabric *fabric, enum soft_kind kind)
 {
     static const char crowded[] =
         "connected peers have all places, a quarter of `ulimit -n` (4096 at most): raise that limit";
@@ -241,7 +241,7 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
 
         if ((full || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) && !is_waited_at(listener))
             return;
-        if (!soft_handshake_make_place(fabric, kind) || !make_room(fabric, kind)) {
+        if (!soft_handshake_make_place(fabric, kind) || !accept_make_room(fabric, kind)) {
             set_rest(fabric, kind, true);
             return;
         }

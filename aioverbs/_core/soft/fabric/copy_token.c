@@ -39,7 +39,7 @@ static uint64_t word(unsigned int state, uint32_t serial)
 
 /* ---- The page ---------------------------------------------------------------------------------------------- */
 
-static struct soft_lease_page *map(int fd)
+static struct soft_lease_page *copy_token_page_map(int fd)
 {
     void *page = mmap(NULL, sizeof(struct soft_lease_page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 
@@ -54,7 +54,7 @@ int soft_lease_make(struct soft_link *link)
     if (link->stream.leases)
         return 0;
     fd = soft_sealed_make("aioverbs-leases", sizeof(*page), F_SEAL_SEAL);
-    page = fd < 0 ? NULL : map(fd);
+    page = fd < 0 ? NULL : copy_token_page_map(fd);
     if (!page) {
         int error = errno;
 
@@ -83,7 +83,7 @@ const char *soft_lease_take(struct soft_stream *stream)
         return "no leases came with the offer";
     if (soft_sealed_bytes(stream->came_fd) != (off_t)sizeof(*stream->leases))
         return "the leases that came are not what they should be"; /* it could be cut short under our hands */
-    stream->leases = map(stream->came_fd);
+    stream->leases = copy_token_page_map(stream->came_fd);
     return stream->leases ? NULL : "the leases that came cannot be mapped";
 }
 
@@ -121,7 +121,7 @@ int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial)
 }
 
 /* Under tx: it may be opened again. */
-static void put(struct soft_link *link, uint16_t lease)
+static void copy_token_put(struct soft_link *link, uint16_t lease)
 {
     link->leased[lease / 64] &= ~(1ull << lease % 64);
 }
@@ -136,7 +136,7 @@ bool soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial)
     if (busy && (link->overdue || soft_process_gone(link->stream.pidfd)))
         busy = false;
     if (!busy)
-        put(link, lease);
+        copy_token_put(link, lease);
     soft_mutex_give(&link->stream.tx);
     return !busy;
 }
@@ -145,7 +145,7 @@ void soft_lease_cancel(struct soft_link *link, uint16_t lease, uint32_t serial)
 {
     atomic_store(&link->stream.leases->words[lease], word(FREE, serial));
     soft_mutex_take(&link->stream.tx);
-    put(link, lease);
+    copy_token_put(link, lease);
     soft_mutex_give(&link->stream.tx);
 }
 

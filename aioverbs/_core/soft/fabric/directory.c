@@ -23,7 +23,7 @@ static void path_of(const struct soft_settings *settings, const char *name, char
 }
 
 /* Whether nobody but us could have put something there; or, where it is shared with others, replaced what is ours. */
-static int check(const struct soft_settings *settings, const struct stat *found, char *why, size_t size)
+static int directory_check(const struct soft_settings *settings, const struct stat *found, char *why, size_t size)
 {
     if (!S_ISDIR(found->st_mode)) {
         snprintf(why, size, "%s is no directory: remove it, or name another by AIOVERBS_SOFT_DIRECTORY",
@@ -49,23 +49,23 @@ static int check(const struct soft_settings *settings, const struct stat *found,
     return 0;
 }
 
-static int look(const struct soft_settings *settings, char *why, size_t size)
+static int directory_open(const struct soft_settings *settings, char *why, size_t size)
 {
     struct stat found;
 
     if (!lstat(settings->directory, &found))
-        return check(settings, &found, why, size);
+        return directory_check(settings, &found, why, size);
     snprintf(why, size, "%s: %s", settings->directory, strerror(errno));
     return errno;
 }
 
-static int make(const struct soft_settings *settings, char *why, size_t size)
+static int directory_make(const struct soft_settings *settings, char *why, size_t size)
 {
     if (mkdir(settings->directory, 0700) && errno != EEXIST) {
         snprintf(why, size, "%s cannot be made: %s", settings->directory, strerror(errno));
         return errno;
     }
-    return look(settings, why, size);
+    return directory_open(settings, why, size);
 }
 
 /* Whether somebody listens there. Where it cannot be told, somebody does. */
@@ -86,7 +86,7 @@ static bool is_alive(const char *path)
 
 /* Takes away what a process that is gone has left. Another one may put its own there at any moment: so it is taken
  * aside and looked at once more. 0, or EADDRINUSE. */
-static int clear(const struct soft_settings *settings, const char *path)
+static int directory_clear_stale(const struct soft_settings *settings, const char *path)
 {
     char name[SOFT_GID_NAME], aside[SOFT_MAX_PATH];
 
@@ -114,7 +114,7 @@ static int name_it(const struct soft_settings *settings, const char *from, const
             return 0;
         if (errno != EEXIST)
             return errno;
-        error = clear(settings, to);
+        error = directory_clear_stale(settings, to);
         if (error)
             return error;
     }
@@ -170,7 +170,7 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
 
     memset(entry, 0, sizeof(*entry));
     entry->fd = -1;
-    error = make(settings, why, size);
+    error = directory_make(settings, why, size);
     if (error)
         return error;
     soft_descriptors_hold();
@@ -254,7 +254,7 @@ int soft_directory_find(const struct soft_settings *settings, const union ibv_gi
     address->sun_family = AF_UNIX;
     soft_gid_name(gid, name);
     path_of(settings, name, address->sun_path);
-    if (look(settings, why, sizeof(why)) || access(address->sun_path, F_OK))
+    if (directory_open(settings, why, sizeof(why)) || access(address->sun_path, F_OK))
         return ENOENT;
     return 0;
 }
@@ -284,7 +284,7 @@ int soft_directory_locks(const struct soft_settings *settings)
     if (directory < 0 || fstat(directory, &found)) /* what was opened is looked at: the name may be another's by now */
         error = errno;
     if (!error)
-        error = check(settings, &found, why, sizeof(why));
+        error = directory_check(settings, &found, why, sizeof(why));
     if (!error && found.st_mode & 022)
         return directory;
     if (!error) {

@@ -83,7 +83,7 @@ bool soft_fabric_has_begun(const struct soft_device *device)
 
 /* ---- Starting, under setup ----------------------------------------------------------------------------------- */
 
-static int watch(struct soft_fabric *fabric, struct soft_watch *what, int fd)
+static int fabric_watch(struct soft_fabric *fabric, struct soft_watch *what, int fd)
 {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
 
@@ -91,7 +91,7 @@ static int watch(struct soft_fabric *fabric, struct soft_watch *what, int fd)
     return epoll_ctl(fabric->epoll, EPOLL_CTL_ADD, fd, &event) ? errno : 0;
 }
 
-static int make_descriptors(struct soft_fabric *fabric)
+static int fabric_make_descriptors(struct soft_fabric *fabric)
 {
     int wake, timer, error;
 
@@ -104,8 +104,8 @@ static int make_descriptors(struct soft_fabric *fabric)
     fabric->timer.fd = timer;
     soft_descriptors_release();
     if (!error)
-        error = watch(fabric, &fabric->wake, wake);
-    return error ? error : watch(fabric, &fabric->timer, timer);
+        error = fabric_watch(fabric, &fabric->wake, wake);
+    return error ? error : fabric_watch(fabric, &fabric->timer, timer);
 }
 
 static void drop_descriptors(struct soft_fabric *fabric)
@@ -141,7 +141,7 @@ void soft_fabric_wake(struct soft_fabric *fabric)
     (void)eventfd_write(fabric->wake.fd, 1); /* it is never so full that this fails */
 }
 
-static int start(struct soft_fabric *fabric)
+static int fabric_start(struct soft_fabric *fabric)
 {
     int error;
 
@@ -149,7 +149,7 @@ static int start(struct soft_fabric *fabric)
         return 0;
     if (atomic_load(&fabric->halted))
         return ECANCELED;
-    error = make_descriptors(fabric);
+    error = fabric_make_descriptors(fabric);
     atomic_store(&fabric->stop, false);
     if (!error)
         error = start_thread(fabric);
@@ -180,7 +180,7 @@ int soft_fabric_start(struct soft_fabric *fabric)
             break;
         nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
     }
-    error = start(fabric);
+    error = fabric_start(fabric);
     soft_mutex_give(&fabric->setup);
     return error;
 }
@@ -217,7 +217,7 @@ static int listen_tcp(struct soft_fabric *fabric)
 
     if (size) {
         fd = tcp_socket(&address, size);
-        error = fd < 0 ? errno : watch(fabric, &fabric->tcp_watch, fd);
+        error = fd < 0 ? errno : fabric_watch(fabric, &fabric->tcp_watch, fd);
     }
     if (error)
         snprintf(fabric->error, sizeof(fabric->error), "TCP port %u of the device's address: %s", fabric->port,
@@ -242,7 +242,7 @@ static int listen_all(struct soft_fabric *fabric)
         error = soft_directory_enter(&fabric->settings, fabric->device->gids, &fabric->entry, fabric->error,
                                      sizeof(fabric->error));
     if (!error)
-        error = watch(fabric, &fabric->unix_watch, fabric->entry.fd);
+        error = fabric_watch(fabric, &fabric->unix_watch, fabric->entry.fd);
     fabric->listening = !error;
     return error;
 }
@@ -253,7 +253,7 @@ int soft_fabric_listen(struct soft_device *device)
     int error;
 
     soft_mutex_take(&fabric->setup);
-    error = start(fabric);
+    error = fabric_start(fabric);
     if (error)
         snprintf(fabric->error, sizeof(fabric->error), "the thread does not start: %s", strerror(error));
     if (!error && !fabric->listening) {
@@ -278,7 +278,7 @@ void soft_fabric_error(struct soft_device *device, char *text, size_t size)
 /* ---- Stopping ------------------------------------------------------------------------------------------------ */
 
 /* Under progress, the thread gone. */
-static void close_all(struct soft_fabric *fabric)
+static void fabric_close_all(struct soft_fabric *fabric)
 {
     struct soft_link *link;
     unsigned int i;
@@ -315,7 +315,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         atomic_store_explicit(&fabric->active, false, memory_order_release);
         soft_lead_depose(fabric, NULL); /* after that nobody begins to lead */
         if (for_good || grace_ready())
-            close_all(fabric);
+            fabric_close_all(fabric);
         drop_descriptors(fabric);
         soft_mutex_give(&fabric->progress);
         fabric->running = false;

@@ -124,7 +124,7 @@ static void unpack(const uint8_t in[SOFT_FRAME_SIZE], struct soft_frame *frame)
 #define BIT(opcode) (1u << (opcode))
 
 /* The opcodes of a transport. */
-static uint32_t opcodes_of(uint8_t transport)
+static uint32_t transport_opcodes(uint8_t transport)
 {
     const uint32_t sends = BIT(IBV_WR_SEND) | BIT(IBV_WR_SEND_WITH_IMM);
     const uint32_t unanswered =
@@ -226,7 +226,7 @@ static const char *check_request(const struct soft_frame *frame)
     uint32_t opcode = frame->opcode < 32 ? BIT(frame->opcode) : 0;
     const char *wrong;
 
-    if (!(opcode & opcodes_of(frame->transport)))
+    if (!(opcode & transport_opcodes(frame->transport)))
         return "an opcode or transport is unknown";
     if (frame->flags & ~(SOFT_FRAME_SOLICITED | SOFT_FRAME_FIRST | SOFT_FRAME_LAST | SOFT_FRAME_DIRECT))
         return "a flag is unknown";

@@ -105,8 +105,8 @@ static void expect(struct soft_fabric *fabric, uint64_t due)
 }
 
 /* Under tx: a copy of it, behind those that come before it. False: it has no room, or there is no memory for it. */
-static bool hold(struct soft_stream *stream, bool in, const struct soft_frame *frame, const struct iovec *data,
-                 unsigned int count, uint64_t due)
+static bool frame_hold(struct soft_stream *stream, bool in, const struct soft_frame *frame, const struct iovec *data,
+                       unsigned int count, uint64_t due)
 {
     struct soft_held_frame **place = &stream->held, *held;
     uint32_t size = SOFT_FRAME_SIZE + frame->size;
@@ -145,10 +145,10 @@ static bool disturb(struct soft_stream *stream, enum soft_frame_kind kind, const
     case SOFT_DROP:
         return false;
     case SOFT_DUPLICATE:
-        hold(stream, in, frame, data, count, now);
+        frame_hold(stream, in, frame, data, count, now);
         return true;
     case SOFT_DELAY:
-        hold(stream, in, frame, data, count, now + delay_ns);
+        frame_hold(stream, in, frame, data, count, now + delay_ns);
         return false;
     case SOFT_CUT:
         soft_stream_break(stream);
@@ -192,7 +192,7 @@ void soft_disturb_forget(struct soft_stream *stream)
 }
 
 /* Under tx: whether it went, or never will. */
-static bool send(struct soft_stream *stream, const struct soft_held_frame *held)
+static bool held_frame_send(struct soft_stream *stream, const struct soft_held_frame *held)
 {
     struct iovec data = {(void *)(uintptr_t)held->payload, held->frame.size};
 
@@ -224,7 +224,7 @@ static void release(struct soft_stream *stream, uint64_t now)
             held->next = stream->held;
             stream->held = held;
         } else {
-            gone = send(stream, held);
+            gone = held_frame_send(stream, held);
         }
         if (gone)
             drop_first(stream);

@@ -33,7 +33,7 @@ static struct soft_link **bucket(struct soft_fabric *fabric, const union ibv_gid
     return &fabric->table[hash % (sizeof(fabric->table) / sizeof(fabric->table[0]))];
 }
 
-static struct soft_link *find(struct soft_fabric *fabric, const union ibv_gid *gid)
+static struct soft_link *link_find(struct soft_fabric *fabric, const union ibv_gid *gid)
 {
     struct soft_link *link;
 
@@ -43,7 +43,7 @@ static struct soft_link *find(struct soft_fabric *fabric, const union ibv_gid *g
     return NULL;
 }
 
-static struct soft_link *make(struct soft_fabric *fabric, const union ibv_gid *gid)
+static struct soft_link *link_make(struct soft_fabric *fabric, const union ibv_gid *gid)
 {
     struct soft_link *link = calloc(1, sizeof(*link)), **place = bucket(fabric, gid);
 
@@ -69,9 +69,9 @@ struct soft_link *soft_link_get(struct soft_device *device, const union ibv_gid 
     if (errno)
         return NULL;
     soft_mutex_take(&fabric->links);
-    link = find(fabric, remote);
+    link = link_find(fabric, remote);
     if (!link)
-        link = make(fabric, remote);
+        link = link_make(fabric, remote);
     if (link)
         link->references++;
     soft_mutex_give(&fabric->links);
@@ -145,7 +145,7 @@ void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
 }
 
 /* `last`: those that have not left are waited for no longer. */
-static bool recall(struct soft_fabric *fabric, bool last)
+static bool links_recall_tokens(struct soft_fabric *fabric, bool last)
 {
     struct soft_link *link;
     bool left = true;
@@ -169,7 +169,7 @@ void soft_links_recall(struct soft_fabric *fabric)
     uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
 
     assert_held(&fabric->setup);
-    while (!recall(fabric, soft_now_ns() >= end))
+    while (!links_recall_tokens(fabric, soft_now_ns() >= end))
         nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
 }
 
@@ -339,7 +339,7 @@ void soft_link_opened(struct soft_link *link)
 /* ---- Waiting, under tx --------------------------------------------------------------------------------------- */
 
 /* In the order of tickets. A new one is the last; whose turn is not over still has his old one. */
-static void wait(struct soft_link *link, struct soft_waiter *waiter)
+static void link_wait(struct soft_link *link, struct soft_waiter *waiter)
 {
     struct soft_waiter *before = link->last;
 
@@ -360,7 +360,7 @@ static void wait(struct soft_link *link, struct soft_waiter *waiter)
     link->waiting++;
 }
 
-static void leave(struct soft_link *link, struct soft_waiter *waiter)
+static void link_stop_waiting(struct soft_link *link, struct soft_waiter *waiter)
 {
     assert_held(&link->stream.tx);
     *(waiter->before ? &waiter->before->next : &link->first) = waiter->next;
@@ -381,7 +381,7 @@ void soft_link_kick(struct soft_link *link, bool all)
     for (kicked = 0; kicked < limit && link->first && (all || !(stream->blocked || stream->broken)); kicked++) {
         struct soft_waiter *waiter = link->first;
 
-        leave(link, waiter);
+        link_stop_waiting(link, waiter);
         if (waiter->allowance <= 0) /* what he sent beyond his last turn counts */
             waiter->allowance += SOFT_TURN_BYTES;
         /* Before the lock is given back it is in our grace section: who forgets it waits for that. */
@@ -398,7 +398,7 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
 {
     soft_mutex_take(&link->stream.tx);
     if (qp->waiter.link == link)
-        leave(link, &qp->waiter);
+        link_stop_waiting(link, &qp->waiter);
     qp->waiter.ticket = 0;
     qp->waiter.allowance = 0;
     soft_mutex_give(&link->stream.tx);
@@ -416,7 +416,7 @@ static int unconnected(struct soft_link *link, struct soft_waiter *waiter, bool 
         *make = !link->wanted;
         link->wanted = true;
     }
-    wait(link, waiter);
+    link_wait(link, waiter);
     return ENOTCONN;
 }
 
@@ -460,7 +460,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
             soft_stream_watch(stream);
     }
     if (error == EAGAIN) {
-        wait(link, waiter);
+        link_wait(link, waiter);
         soft_stream_watch(stream);
     }
     soft_mutex_give(&stream->tx);

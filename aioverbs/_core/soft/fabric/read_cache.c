@@ -36,14 +36,14 @@ _Static_assert(sizeof(struct soft_licence_page) <= 4096, "one page");
 
 /* ---- The owner ----------------------------------------------------------------------------------------------- */
 
-static struct soft_licence_page *map(int fd, int protection)
+static struct soft_licence_page *read_cache_page_map(int fd, int protection)
 {
     void *page = mmap(NULL, sizeof(struct soft_licence_page), protection, MAP_SHARED, fd, 0);
 
     return page == MAP_FAILED ? NULL : page;
 }
 
-static bool fill(struct soft_fabric *fabric, struct soft_licence_page *page)
+static bool read_cache_page_fill(struct soft_fabric *fabric, struct soft_licence_page *page)
 {
     if (getrandom(fabric->licence_nonce, SOFT_NONCE, 0) != SOFT_NONCE)
         return false;
@@ -65,8 +65,8 @@ static bool make_page(struct soft_fabric *fabric)
     if (fd < 0)
         return false;
     /* Mapped before it is sealed against that: nobody else can map it to be written. */
-    page = map(fd, PROT_READ | PROT_WRITE);
-    if (!page || !fill(fabric, page) || fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)) {
+    page = read_cache_page_map(fd, PROT_READ | PROT_WRITE);
+    if (!page || !read_cache_page_fill(fabric, page) || fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)) {
         if (page)
             munmap(page, sizeof(*page));
         soft_descriptor_close(fd);
@@ -126,7 +126,7 @@ bool soft_licence_give(const struct soft_qp *qp, uint32_t key, uint64_t *address
  * The fence, and that of soft_licence_read: a reader that copied a byte that its owner stored after the recall is to
  * find the word counted up. The counting alone does not promise that. It is a release for what comes before it, and on
  * ARMv8.0, a loop of exclusive loads and stores, what comes behind may be seen by others before its store is. */
-static void recall(struct soft_device *device, size_t offset)
+static void read_cache_invalidate(struct soft_device *device, size_t offset)
 {
     struct soft_licence_page *page = atomic_load(&device->fabric->licences);
 
@@ -138,17 +138,18 @@ static void recall(struct soft_device *device, size_t offset)
 
 void soft_licence_recall_key(struct soft_device *device, uint32_t number)
 {
-    recall(device, offsetof(struct soft_licence_page, keys) + number % WORDS * sizeof(uint64_t));
+    read_cache_invalidate(device, offsetof(struct soft_licence_page, keys) + number % WORDS * sizeof(uint64_t));
 }
 
 void soft_licence_recall_qp(const struct soft_qp *qp)
 {
-    recall(qp->context->device, offsetof(struct soft_licence_page, qps) + qp->qp.qp_num % WORDS * sizeof(uint64_t));
+    read_cache_invalidate(qp->context->device,
+                          offsetof(struct soft_licence_page, qps) + qp->qp.qp_num % WORDS * sizeof(uint64_t));
 }
 
 void soft_licence_recall_all(struct soft_device *device)
 {
-    recall(device, offsetof(struct soft_licence_page, all));
+    read_cache_invalidate(device, offsetof(struct soft_licence_page, all));
 }
 
 /* ---- The requester: what a link has -------------------------------------------------------------------------- */
@@ -201,7 +202,7 @@ static struct soft_licensor *make_licensor(const struct soft_stream *stream, int
     licensor = calloc(1, sizeof(*licensor));
     if (!licensor)
         return NULL;
-    licensor->page = map(fd, PROT_READ);
+    licensor->page = read_cache_page_map(fd, PROT_READ);
     licensor->memory = open_memory(stream->pid);
     licensor->pid = stream->pid;
     licensor->serial = atomic_fetch_add(&serials, 1);
@@ -289,8 +290,8 @@ bool soft_licence_note(const struct soft_link *link, uint32_t key, uint32_t qp_n
     return true;
 }
 
-static bool hold(const struct soft_licensor *licensor, uint32_t qp_num, const struct soft_licensed_read *reads,
-                 unsigned int count)
+static bool read_cache_holds(const struct soft_licensor *licensor, uint32_t qp_num,
+                             const struct soft_licensed_read *reads, unsigned int count)
 {
     unsigned int i;
 
@@ -342,11 +343,11 @@ bool soft_licence_read(const struct soft_link *link, uint32_t qp_num, const stru
 {
     const struct soft_licensor *licensor = atomic_load(&link->licensor);
 
-    if (!licensor || !hold(licensor, qp_num, reads, count)) /* what was copied would be worth nothing */
+    if (!licensor || !read_cache_holds(licensor, qp_num, reads, count)) /* what was copied would be worth nothing */
         return false;
     if (!(count == 1 ? copy_one(licensor, reads, pieces, piece_count)
                      : copy_all(licensor, reads, count, pieces, piece_count)))
         return false;
     atomic_thread_fence(memory_order_seq_cst); /* the words are looked at after the last byte */
-    return hold(licensor, qp_num, reads, count);
+    return read_cache_holds(licensor, qp_num, reads, count);
 }

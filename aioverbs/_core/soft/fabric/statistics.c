@@ -45,7 +45,7 @@ void soft_fabric_get_stats(struct soft_device *device, struct soft_fabric_stats 
     soft_mutex_give(&fabric->setup);
 }
 
-static void describe(struct soft_stream *stream, struct soft_stream_stats *stats)
+static void stream_stats_fill(struct soft_stream *stream, struct soft_stream_stats *stats)
 {
     memset(stats, 0, sizeof(*stats));
     memcpy(stats->own, &stream->fabric->device->gids[0], sizeof(stats->own));
@@ -81,12 +81,12 @@ size_t soft_fabric_get_streams(struct soft_device *device, struct soft_stream_st
     soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next)
         if (!stream->is_link && count++ < room)
-            describe(stream, &streams[count - 1]);
+            stream_stats_fill(stream, &streams[count - 1]);
     soft_mutex_take(&fabric->links);
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
         for (link = fabric->table[i]; link; link = link->next)
             if (count++ < room)
-                describe(&link->stream, &streams[count - 1]);
+                stream_stats_fill(&link->stream, &streams[count - 1]);
     soft_mutex_give(&fabric->links);
     soft_mutex_give(&fabric->progress);
     return count;

@@ -259,7 +259,7 @@ static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned i
 }
 
 /* Keeps what of the pieces did not go out; there is room. */
-static void keep(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
+static void stream_keep(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
 {
     assert_held(&stream->tx);
     if (stream->out_begin == stream->out_end)
@@ -315,7 +315,7 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
     stream->frames_out++;
     stream->bytes_out += (uint64_t)sent;
     if ((size_t)sent < sizeof(header) + frame->size) {
-        keep(stream, pieces, 1 + count, (size_t)sent);
+        stream_keep(stream, pieces, 1 + count, (size_t)sent);
         stream->blocked = true;
     }
     return 0;
@@ -351,8 +351,8 @@ static void gather(struct soft_stream *stream, const struct soft_frame *frame, c
     struct iovec first = {header, sizeof(header)};
 
     soft_frame_pack(frame, header);
-    keep(stream, &first, 1, 0);
-    keep(stream, data, count, 0);
+    stream_keep(stream, &first, 1, 0);
+    stream_keep(stream, data, count, 0);
     stream->frames_out++;
 }
 

@@ -136,7 +136,7 @@ struct verdict {
 };
 
 /* All rules about this count it; the oldest of those that strike decides. */
-static struct verdict consult(struct soft_faults *plan, enum soft_fault_subject subject, uint32_t which)
+static struct verdict fault_rules_consult(struct soft_faults *plan, enum soft_fault_subject subject, uint32_t which)
 {
     struct soft_fault_rule **link = &plan->rules, *rule;
     struct verdict verdict = {0};
@@ -421,7 +421,7 @@ int soft_fault_refusal(struct soft_context *context, enum soft_verb verb)
     plan = soft_fault_enter(context);
     if (plan->counting)
         plan->calls[verb]++;
-    verdict = consult(plan, SOFT_OF_CALLS, verb);
+    verdict = fault_rules_consult(plan, SOFT_OF_CALLS, verb);
     if (plan->verbs_per_million) {
         uint64_t ordinal = ++plan->drawn[verb];
 
@@ -438,7 +438,7 @@ int soft_fault_refusal(struct soft_context *context, enum soft_verb verb)
 enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err)
 {
     struct soft_faults *plan = soft_fault_enter(qp->context);
-    struct verdict verdict = consult(plan, receive ? SOFT_OF_RECEIVES : SOFT_OF_REQUESTS, qp->qp.qp_num);
+    struct verdict verdict = fault_rules_consult(plan, receive ? SOFT_OF_RECEIVES : SOFT_OF_REQUESTS, qp->qp.qp_num);
 
     if (verdict.struck)
         soft_fault_note(plan, (struct soft_fault_record){receive ? SOFT_RECORD_RECEIVE : SOFT_RECORD_REQUEST,
@@ -451,7 +451,7 @@ enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t 
 bool soft_fault_loses(struct soft_qp *qp)
 {
     struct soft_faults *plan = soft_fault_enter(qp->context);
-    struct verdict verdict = consult(plan, SOFT_OF_LOSSES, qp->qp.qp_num);
+    struct verdict verdict = fault_rules_consult(plan, SOFT_OF_LOSSES, qp->qp.qp_num);
 
     if (plan->loss_per_million) {
         uint64_t ordinal = ++counts_of(plan, qp)->attempts;

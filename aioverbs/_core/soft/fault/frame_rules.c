@@ -145,8 +145,8 @@ struct verdict {
 };
 
 /* All rules about it count it; the oldest of those that strike decides. */
-static struct verdict consult(struct soft_faults *plan, const struct soft_qp *qp, enum soft_frame_kind kind,
-                              const struct soft_stream *stream)
+static struct verdict frame_rules_consult(struct soft_faults *plan, const struct soft_qp *qp, enum soft_frame_kind kind,
+                                          const struct soft_stream *stream)
 {
     struct soft_fault_rule **link = &plan->frame_rules, *rule;
     struct verdict verdict = {SOFT_MISHAPS, 0, 0};
@@ -194,7 +194,7 @@ enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
     struct verdict verdict, drawn;
 
     soft_mutex_take(&plan->frames);
-    verdict = consult(plan, qp, kind, stream);
+    verdict = frame_rules_consult(plan, qp, kind, stream);
     if (has_chances(plan)) {
         drawn = draw(plan, qp, kind);
         if (verdict.mishap == SOFT_MISHAPS)

@@ -48,7 +48,7 @@ static bool is_held(const struct soft_faults *plan, uint32_t qp_num)
 
 /* ---- Taking in ------------------------------------------------------------------------------------------- */
 
-static struct soft_fault_queue *find(const struct soft_faults *plan, const struct soft_cqe *cqe)
+static struct soft_fault_queue *held_queue_find(const struct soft_faults *plan, const struct soft_cqe *cqe)
 {
     struct soft_fault_queue *queue;
 
@@ -59,7 +59,7 @@ static struct soft_fault_queue *find(const struct soft_faults *plan, const struc
     return queue;
 }
 
-static struct soft_fault_queue *make(struct soft_faults *plan, const struct soft_cqe *cqe)
+static struct soft_fault_queue *held_queue_make(struct soft_faults *plan, const struct soft_cqe *cqe)
 {
     struct soft_fault_queue *queue = calloc(1, sizeof(*queue)), **link = &plan->queues;
 
@@ -85,8 +85,8 @@ static bool hold_back(struct soft_faults *plan, struct soft_cq *cq, const struct
     assert_held(&plan->lock);
     if (!held)
         return false;
-    queue = find(plan, cqe);
-    if (!queue && !(queue = make(plan, cqe))) {
+    queue = held_queue_find(plan, cqe);
+    if (!queue && !(queue = held_queue_make(plan, cqe))) {
         free(held);
         return false;
     }
@@ -238,7 +238,7 @@ bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const
 
     if (held && !hold_back(plan, cq, cqe)) {
         /* Without memory it comes now, behind those that it must not overtake. */
-        while ((queue = find(plan, cqe)))
+        while ((queue = held_queue_find(plan, cqe)))
             release_first(context, queue);
         held = false;
     }

@@ -36,7 +36,7 @@ void soft_events_destroy(struct soft_context *context)
 
 /* When the list became empty or stopped being so. The counter is 0 or 1, so neither call waits, whatever the user
  * made of the descriptor's flags; a failure would mean that somebody closed it. */
-static void set_readable(struct soft_context *context, bool readable)
+static void async_fd_set_readable(struct soft_context *context, bool readable)
 {
     eventfd_t value;
 
@@ -46,7 +46,7 @@ static void set_readable(struct soft_context *context, bool readable)
         (void)eventfd_read(context->verbs.context.async_fd, &value);
 }
 
-static void append(struct soft_events *events, struct soft_event_source *source)
+static void event_source_append(struct soft_events *events, struct soft_event_source *source)
 {
     source->next = NULL;
     if (events->last)
@@ -74,7 +74,7 @@ static void remove_type(struct soft_event_source *source, unsigned int index)
 }
 
 /* The oldest event of the source that waits longest; the source goes to the end where it has more. */
-static struct soft_event_source *take(struct soft_context *context, enum ibv_event_type *type)
+static struct soft_event_source *event_source_take(struct soft_context *context, enum ibv_event_type *type)
 {
     struct soft_events *events = &context->events;
     struct soft_event_source *source = events->first;
@@ -86,9 +86,9 @@ static struct soft_event_source *take(struct soft_context *context, enum ibv_eve
     unlink_source(events, source);
     remove_type(source, 0);
     if (source->waiting)
-        append(events, source);
+        event_source_append(events, source);
     if (!events->first)
-        set_readable(context, false);
+        async_fd_set_readable(context, false);
     return source;
 }
 
@@ -107,8 +107,8 @@ void soft_raise(struct soft_context *context, struct soft_event_source *source, 
         remove_type(source, i);
     } else if (!source->waiting) {
         if (!events->first)
-            set_readable(context, true);
-        append(events, source);
+            async_fd_set_readable(context, true);
+        event_source_append(events, source);
     }
     source->types[source->waiting++] = (uint8_t)type;
     soft_mutex_give(&events->lock);
@@ -139,7 +139,8 @@ static enum subject subject_of(enum ibv_event_type type)
     }
 }
 
-static void fill(struct ibv_async_event *event, const struct soft_event_source *source, enum ibv_event_type type)
+static void async_event_fill(struct ibv_async_event *event, const struct soft_event_source *source,
+                             enum ibv_event_type type)
 {
     memset(event, 0, sizeof(*event));
     event->event_type = type;
@@ -173,9 +174,9 @@ int soft_get_async_event(struct ibv_context *ibv_context, struct ibv_async_event
             return -1;
         }
         soft_mutex_take(&context->events.lock);
-        source = take(context, &type);
+        source = event_source_take(context, &type);
         if (source) /* from here on its destruction waits for the acknowledgement */
-            fill(event, source, type);
+            async_event_fill(event, source, type);
         soft_mutex_give(&context->events.lock);
         if (source)
             return 0;
@@ -189,8 +190,8 @@ int soft_get_async_event(struct ibv_context *ibv_context, struct ibv_async_event
 }
 
 /* The object may be gone as soon as the mutex is given back. */
-static void acknowledge(const struct ibv_context *context, pthread_mutex_t *mutex, pthread_cond_t *cond,
-                        uint32_t *completed)
+static void async_event_acknowledge(const struct ibv_context *context, pthread_mutex_t *mutex, pthread_cond_t *cond,
+                                    uint32_t *completed)
 {
     if (soft_stale(to_soft_context(context))) /* the mutex may have been held at the moment of the fork */
         return;
@@ -208,13 +209,13 @@ void soft_ack_async_event(struct ibv_async_event *event)
 
     switch (subject_of(event->event_type)) {
     case OF_CQ:
-        acknowledge(cq->context, &cq->mutex, &cq->cond, &cq->async_events_completed);
+        async_event_acknowledge(cq->context, &cq->mutex, &cq->cond, &cq->async_events_completed);
         break;
     case OF_QP:
-        acknowledge(qp->context, &qp->mutex, &qp->cond, &qp->events_completed);
+        async_event_acknowledge(qp->context, &qp->mutex, &qp->cond, &qp->events_completed);
         break;
     case OF_SRQ:
-        acknowledge(srq->context, &srq->mutex, &srq->cond, &srq->events_completed);
+        async_event_acknowledge(srq->context, &srq->mutex, &srq->cond, &srq->events_completed);
         break;
     case OF_PORT: /* nobody waits: a context can go with events that were not acknowledged */
         break;
@@ -231,7 +232,7 @@ void soft_events_finish(struct soft_context *context, struct soft_event_source *
         unlink_source(&context->events, source);
         source->waiting = 0;
         if (!context->events.first)
-            set_readable(context, false);
+            async_fd_set_readable(context, false);
     }
     taken = source->taken;
     soft_mutex_give(&context->events.lock);

@@ -16,7 +16,7 @@
 #include "soft/objects/device.h"
 #include "soft/objects/hooks.h"
 
-static int make_descriptors(struct soft_channel *channel)
+static int channel_make_descriptors(struct soft_channel *channel)
 {
     struct epoll_event event = {.events = EPOLLIN};
     int error;
@@ -59,7 +59,7 @@ struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *ibv_contex
         return NULL;
     }
     channel->channel.context = ibv_context;
-    error = make_descriptors(channel);
+    error = channel_make_descriptors(channel);
     if (!error) {
         error = soft_mutex_init(&channel->lock, SOFT_RANK_CHANNEL);
         if (error)
@@ -93,7 +93,7 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
 
 /* Under the lock, when the list became empty or stopped being so. The counter is 0 or 1, so neither call waits,
  * whatever the user made of the descriptor's flags; a failure would mean that somebody closed it. */
-static void set_readable(struct soft_channel *channel, bool readable)
+static void channel_set_readable(struct soft_channel *channel, bool readable)
 {
     eventfd_t value;
 
@@ -104,7 +104,7 @@ static void set_readable(struct soft_channel *channel, bool readable)
         (void)eventfd_read(channel->event_fd, &value);
 }
 
-static void append(struct soft_channel *channel, struct soft_cq *cq)
+static void channel_append(struct soft_channel *channel, struct soft_cq *cq)
 {
     assert_held(&channel->lock);
     cq->next_event = NULL;
@@ -134,9 +134,9 @@ void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
     if (cq->events_waiting++ == 0) {
         bool was_empty = !channel->first;
 
-        append(channel, cq);
+        channel_append(channel, cq);
         if (was_empty)
-            set_readable(channel, true);
+            channel_set_readable(channel, true);
     }
     soft_mutex_give(&channel->lock);
 }
@@ -156,7 +156,7 @@ uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
             channel->last = last;
         cq->events_waiting = 0;
         if (!channel->first)
-            set_readable(channel, false);
+            channel_set_readable(channel, false);
     }
     taken = cq->events_taken;
     soft_mutex_give(&channel->lock);
@@ -164,7 +164,7 @@ uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
 }
 
 /* The next event that waits; NULL: none does. */
-static struct soft_cq *take(struct soft_channel *channel)
+static struct soft_cq *channel_take(struct soft_channel *channel)
 {
     struct soft_cq *cq;
 
@@ -173,9 +173,9 @@ static struct soft_cq *take(struct soft_channel *channel)
     if (cq) {
         cq->events_taken++;
         if (--cq->events_waiting)
-            append(channel, cq);
+            channel_append(channel, cq);
         if (!channel->first)
-            set_readable(channel, false);
+            channel_set_readable(channel, false);
     }
     soft_mutex_give(&channel->lock);
     return cq;
@@ -185,7 +185,7 @@ static struct soft_cq *take(struct soft_channel *channel)
 static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
 {
     bool something = device->hooks->poll_peers(device, true);
-    struct soft_cq *cq = take(channel);
+    struct soft_cq *cq = channel_take(channel);
 
     if (something && !cq)
         device->hooks->drop_wakeup_channel(device, channel);
@@ -205,7 +205,7 @@ int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_
             errno = ENODEV;
             return -1;
         }
-        cq = take(channel);
+        cq = channel_take(channel);
         if (!cq && device->hooks->is_wakeup_channel(device, channel))
             cq = take_from_peers(device, channel);
         if (cq) {

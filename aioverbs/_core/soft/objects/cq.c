@@ -41,7 +41,7 @@ static int get_buffer(struct soft_memory *buffer, const struct soft_cq *cq, uint
     return soft_memory_get(buffer, cq->parent_domain, size, page, SOFT_RES_CQ);
 }
 
-static int get_ring(struct soft_cq *cq, uint32_t entries)
+static int cq_get_ring(struct soft_cq *cq, uint32_t entries)
 {
     int error = get_buffer(&cq->buffer, cq, entries);
 
@@ -83,8 +83,8 @@ destroy_mutex:
     return error;
 }
 
-static struct soft_cq *create(struct soft_context *context, const struct ibv_cq_init_attr_ex *attr,
-                              struct soft_pd *parent_domain, bool single_threaded)
+static struct soft_cq *cq_create(struct soft_context *context, const struct ibv_cq_init_attr_ex *attr,
+                                 struct soft_pd *parent_domain, bool single_threaded)
 {
     int error = check_cq(context, attr->cqe, attr->channel, attr->comp_vector);
     struct soft_exclusive *exclusive = NULL;
@@ -102,7 +102,7 @@ static struct soft_cq *create(struct soft_context *context, const struct ibv_cq_
     error = init_cq(cq, context, exclusive);
     if (error)
         goto free_cq;
-    error = get_ring(cq, soft_power_of_two(attr->cqe));
+    error = cq_get_ring(cq, soft_power_of_two(attr->cqe));
     if (error)
         goto destroy;
     cq->ex.cq_context = attr->cq_context;
@@ -142,7 +142,7 @@ struct ibv_cq *soft_create_cq(struct ibv_context *context, int cqe, void *cq_con
         .channel = channel,
         .comp_vector = (uint32_t)comp_vector,
     };
-    struct soft_cq *cq = create(to_soft_context(context), &attr, NULL, false);
+    struct soft_cq *cq = cq_create(to_soft_context(context), &attr, NULL, false);
 
     return cq ? (struct ibv_cq *)&cq->ex : NULL;
 }
@@ -174,7 +174,7 @@ struct ibv_cq_ex *soft_create_cq_ex(struct ibv_context *context, struct ibv_cq_i
         }
         parent_domain = to_soft_pd(attr->parent_domain);
     }
-    cq = create(to_soft_context(context), attr, parent_domain, single_threaded);
+    cq = cq_create(to_soft_context(context), attr, parent_domain, single_threaded);
     if (!cq)
         return NULL;
     soft_cq_ex_methods(&cq->ex, attr->wc_flags);

@@ -91,7 +91,7 @@ static void from_address(union ibv_gid *gid, const struct soft_address *address)
     }
 }
 
-static int fill(uint8_t *random, size_t size)
+static int gids_fill_random(uint8_t *random, size_t size)
 {
     ssize_t filled;
 
@@ -135,7 +135,7 @@ static int pick(struct soft_device *device)
     int attempts, error;
 
     for (attempts = 0; attempts < 64; attempts++) {
-        error = fill(random, sizeof(random));
+        error = gids_fill_random(random, sizeof(random));
         if (error)
             return error;
         map_ipv4(gid, (uint8_t[4]){127, random[0] ? random[0] : 1, random[1], random[2]});
@@ -151,7 +151,7 @@ static int pick(struct soft_device *device)
 int soft_gids_init(struct soft_device *device)
 {
     uint8_t *own = device->gids[0].raw, random[8];
-    int error = fill(random, sizeof(random));
+    int error = gids_fill_random(random, sizeof(random));
 
     if (!error)
         error = soft_descriptors_watch_forks();

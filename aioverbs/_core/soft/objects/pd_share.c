@@ -13,7 +13,7 @@
 #include "soft/objects/verbs.h"
 
 /* Under device->lock. */
-static struct soft_domain *find(const struct soft_device *device, uint32_t share)
+static struct soft_domain *domain_find(const struct soft_device *device, uint32_t share)
 {
     struct soft_domain *domain = device->shared;
 
@@ -28,7 +28,7 @@ static uint32_t next_share(struct soft_device *device)
 {
     do
         device->next_share++;
-    while (!device->next_share || find(device, device->next_share));
+    while (!device->next_share || domain_find(device, device->next_share));
     return device->next_share;
 }
 
@@ -64,7 +64,7 @@ struct ibv_pd *soft_share_pd(struct ibv_context *ibv_context, uint32_t share, ui
 
     if (!error) {
         soft_mutex_take(&device->lock);
-        domain = share ? find(device, share) : NULL;
+        domain = share ? domain_find(device, share) : NULL;
         if (!domain)
             error = ENOENT;
         else if (domain->share_key != share_key)
@@ -105,7 +105,7 @@ void soft_domain_free(struct soft_domain *domain)
 /* ---- Other processes ------------------------------------------------------------------------------------------- */
 
 /* Under device->lock. The domain's file, which is made where it has none yet; NULL and errno. */
-static struct soft_shared *file_of(struct soft_device *device, struct soft_domain *domain)
+static struct soft_shared *domain_file(struct soft_device *device, struct soft_domain *domain)
 {
     struct soft_shared *file = atomic_load(&domain->file);
 
@@ -141,7 +141,7 @@ static struct soft_shared *file_of_pd(struct ibv_pd *ibv_pd)
         return NULL;
     }
     soft_mutex_take(&context->device->lock);
-    file = file_of(context->device, to_soft_pd(ibv_pd)->domain);
+    file = domain_file(context->device, to_soft_pd(ibv_pd)->domain);
     soft_mutex_give(&context->device->lock);
     return file;
 }

@@ -29,7 +29,7 @@ _Static_assert((uint64_t)SOFT_SHARED_SLOTS *SOFT_SHARED_KEYS == (1u << 24) - SOF
 
 /* ---- Locks --------------------------------------------------------------------------------------------------- */
 
-static int lock(const struct soft_shared *file, short type, off_t byte)
+static int shared_file_lock(const struct soft_shared *file, short type, off_t byte)
 {
     struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
 
@@ -83,7 +83,7 @@ static void free_chunks(struct soft_shared *file, uint32_t slot)
 }
 
 /* Whoever has the slot's lock, and nothing of his own there, like the next one. Nobody waits for it or finds a key. */
-static void silence(struct soft_shared *file, uint32_t slot)
+static void shared_slot_silence(struct soft_shared *file, uint32_t slot)
 {
     unsigned int i;
 
@@ -92,12 +92,12 @@ static void silence(struct soft_shared *file, uint32_t slot)
     soft_shared_forget_keys(file, slot);
 }
 
-static void clear(struct soft_shared *file, const uint32_t *slots, uint32_t count)
+static void shared_slot_clear(struct soft_shared *file, const uint32_t *slots, uint32_t count)
 {
     uint32_t i;
 
     for (i = 0; i < count; i++)
-        silence(file, slots[i]);
+        shared_slot_silence(file, slots[i]);
     if (count) {
         grace_wait();
         soft_shared_wait(file);
@@ -112,13 +112,13 @@ void soft_shared_reap(struct soft_shared *file)
 
     soft_mutex_take(&file->reaping);
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
-        if (slot != file->slot && is_marked(file, slot) && !lock(file, F_WRLCK, slot))
+        if (slot != file->slot && is_marked(file, slot) && !shared_file_lock(file, F_WRLCK, slot))
             slots[count++] = slot;
-    clear(file, slots, count);
+    shared_slot_clear(file, slots, count);
     for (i = 0; i < count; i++) {
         mark(file, slots[i], false);
         atomic_store(&file->overdue[slots[i]], false);
-        lock(file, F_UNLCK, slots[i]);
+        shared_file_lock(file, F_UNLCK, slots[i]);
     }
     soft_mutex_give(&file->reaping);
 }
@@ -132,11 +132,11 @@ static int take_slot(struct soft_shared *file, bool any)
     for (slot = 0; slot < SOFT_SHARED_SLOTS && error; slot++) {
         if (!any && is_marked(file, slot))
             continue;
-        error = lock(file, F_WRLCK, slot);
+        error = shared_file_lock(file, F_WRLCK, slot);
         if (error && error != EAGAIN && error != EACCES)
             return error;
         if (!error && !any && is_marked(file, slot)) { /* its process died just now */
-            lock(file, F_UNLCK, slot);
+            shared_file_lock(file, F_UNLCK, slot);
             error = EAGAIN;
         }
         if (!error)
@@ -145,9 +145,9 @@ static int take_slot(struct soft_shared *file, bool any)
     if (error)
         return EMFILE;
     if (is_marked(file, file->slot))
-        clear(file, &file->slot, 1);
+        shared_slot_clear(file, &file->slot, 1);
     else
-        silence(file, file->slot);
+        shared_slot_silence(file, file->slot);
     mark(file, file->slot, true);
     file->area.owner = (uint16_t)(file->slot + 1);
     file->area.highest = &file->page->slots[file->slot].highest;
@@ -158,12 +158,12 @@ static int take_slot(struct soft_shared *file, bool any)
 
 int soft_shared_join(struct soft_shared *file, bool first)
 {
-    int error = file->member ? 0 : lock(file, F_RDLCK, MEMBERS);
+    int error = file->member ? 0 : shared_file_lock(file, F_RDLCK, MEMBERS);
 
     if (error) /* the last one is just leaving */
         return error == EAGAIN || error == EACCES ? ENOENT : error;
     if (!file->member && !first && (atomic_load(&file->page->gone) || !others_hold(file, MEMBERS))) {
-        lock(file, F_UNLCK, MEMBERS);
+        shared_file_lock(file, F_UNLCK, MEMBERS);
         return ENOENT;
     }
     file->member = true;
@@ -173,9 +173,9 @@ int soft_shared_join(struct soft_shared *file, bool first)
 void soft_shared_part(struct soft_shared *file)
 {
     /* Of two that leave at once neither may be the last: who comes then finds nobody there. */
-    if (!lock(file, F_WRLCK, MEMBERS))
+    if (!shared_file_lock(file, F_WRLCK, MEMBERS))
         atomic_store(&file->page->gone, 1);
-    lock(file, F_UNLCK, MEMBERS);
+    shared_file_lock(file, F_UNLCK, MEMBERS);
     file->member = false;
 }
 
@@ -206,12 +206,12 @@ static uint64_t memory_bytes(void)
     return bytes < MOST_BYTES ? bytes : MOST_BYTES;
 }
 
-static void hold(void *file)
+static void shared_area_hold(void *file)
 {
     soft_shared_hold(file);
 }
 
-static void drop(void *file)
+static void shared_area_drop(void *file)
 {
     soft_shared_drop(file);
 }
@@ -223,7 +223,7 @@ static void reap(void *file)
 
 /* At a multiple of a huge page, so that the memory is. No child of a fork has it, and no core file: of what was never
  * touched the kernel would give pages for that. */
-static int map(struct soft_shared *file, uint64_t bytes)
+static int shared_file_map(struct soft_shared *file, uint64_t bytes)
 {
     size_t size = file->size = memory_at(bytes) + bytes, head;
     char *room = mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), *at;
@@ -250,8 +250,8 @@ static int map(struct soft_shared *file, uint64_t bytes)
         .owners = (void *)(at + sizeof(struct soft_shared_page)),
         .late = &file->late,
         .handle = file,
-        .hold = hold,
-        .drop = drop,
+        .hold = shared_area_hold,
+        .drop = shared_area_drop,
         .reap = reap,
     };
     return 0;
@@ -291,7 +291,7 @@ static struct soft_shared *begin(struct soft_device *device)
 }
 
 /* Which file it is, so that it is found again. */
-static int identify(struct soft_shared *file)
+static int shared_file_identify(struct soft_shared *file)
 {
     struct stat found;
 
@@ -303,7 +303,7 @@ static int identify(struct soft_shared *file)
 }
 
 /* It has a slot, unless there was an error. */
-static struct soft_shared *finish(struct soft_shared *file, int error)
+static struct soft_shared *shared_file_finish(struct soft_shared *file, int error)
 {
     assert_held(&file->device->lock);
     if (error) {
@@ -325,19 +325,19 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
     if (!file)
         return NULL;
     file->fd = soft_sealed_make("aioverbs-domain", (off_t)(memory_at(bytes) + bytes), F_SEAL_SEAL);
-    error = file->fd < 0 ? errno : map(file, bytes);
+    error = file->fd < 0 ? errno : shared_file_map(file, bytes);
     if (!error) {
         memcpy(file->page->head.magic, MAGIC, sizeof(file->page->head.magic));
         file->page->head.bytes = bytes;
-        error = identify(file);
+        error = shared_file_identify(file);
     }
     if (!error)
         error = take_slot(file, false);
-    return finish(file, error);
+    return shared_file_finish(file, error);
 }
 
 /* It is what soft_shared_make made, as far as it can be told: that it is never cut short is what counts. */
-static int check(const struct soft_shared *file, uint64_t *bytes)
+static int shared_file_check(const struct soft_shared *file, uint64_t *bytes)
 {
     struct soft_shared_head head;
     off_t size = soft_sealed_bytes(file->fd);
@@ -351,7 +351,7 @@ static int check(const struct soft_shared *file, uint64_t *bytes)
 }
 
 /* It is the caller's to drop, or NULL. */
-static struct soft_shared *find(struct soft_device *device, int fd)
+static struct soft_shared *shared_file_find(struct soft_device *device, int fd)
 {
     struct soft_shared *file;
     struct stat found;
@@ -376,7 +376,7 @@ static int open_again(int fd)
     return open(path, O_RDWR | O_CLOEXEC);
 }
 
-static int join(struct soft_shared *file, int fd)
+static int shared_file_join(struct soft_shared *file, int fd)
 {
     uint64_t bytes = 0;
     int error = 0;
@@ -387,11 +387,11 @@ static int join(struct soft_shared *file, int fd)
         error = errno;
     soft_descriptors_release();
     if (!error)
-        error = check(file, &bytes);
+        error = shared_file_check(file, &bytes);
     if (!error)
-        error = identify(file);
+        error = shared_file_identify(file);
     if (!error)
-        error = map(file, bytes);
+        error = shared_file_map(file, bytes);
     if (error)
         return error;
     error = take_slot(file, false);
@@ -406,20 +406,20 @@ struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
     int error;
 
     soft_mutex_take(&device->lock);
-    found = find(device, fd);
+    found = shared_file_find(device, fd);
     soft_mutex_give(&device->lock);
     if (found)
         return found;
     file = begin(device);
     if (!file)
         return NULL;
-    error = join(file, fd);
+    error = shared_file_join(file, fd);
     soft_mutex_take(&device->lock);
-    found = find(device, fd); /* another thread was faster, and may have had the last slot */
+    found = shared_file_find(device, fd); /* another thread was faster, and may have had the last slot */
     if (found)
         end(file);
     else
-        file = finish(file, error);
+        file = shared_file_finish(file, error);
     soft_mutex_give(&device->lock);
     if (found)
         return found;

@@ -34,7 +34,7 @@ struct place {
 };
 
 /* False: it is a number of the device's own. */
-static bool place_of(uint32_t key, struct place *place)
+static bool shared_key_place(uint32_t key, struct place *place)
 {
     uint32_t number = key >> 8;
 
@@ -45,7 +45,7 @@ static bool place_of(uint32_t key, struct place *place)
     return true;
 }
 
-static struct soft_shared *file_of(const struct soft_pd *pd)
+static struct soft_shared *pd_file(const struct soft_pd *pd)
 {
     return atomic_load_explicit(&pd->domain->file, memory_order_acquire);
 }
@@ -57,7 +57,7 @@ static struct soft_shared_key *mine(struct soft_shared *file, uint32_t place)
 
 int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use)
 {
-    struct soft_shared *file = file_of(pd);
+    struct soft_shared *file = pd_file(pd);
     uint64_t serial;
     uint32_t place;
     int error;
@@ -126,20 +126,20 @@ void soft_key_release(struct soft_device *device, struct soft_key *key)
 
 struct soft_key *soft_far_find(const struct soft_pd *pd, uint32_t key)
 {
-    struct soft_shared *file = file_of(pd);
+    struct soft_shared *file = pd_file(pd);
     struct place place;
 
-    if (!file || !place_of(key, &place) || place.slot != file->slot)
+    if (!file || !shared_key_place(key, &place) || place.slot != file->slot)
         return NULL;
     return soft_table_find(&file->keys, place.key);
 }
 
 bool soft_far_find_others(const struct soft_pd *pd, uint32_t key)
 {
-    struct soft_shared *file = file_of(pd);
+    struct soft_shared *file = pd_file(pd);
     struct place place;
 
-    return file && place_of(key, &place) && place.slot != file->slot;
+    return file && shared_key_place(key, &place) && place.slot != file->slot;
 }
 
 /* ---- What others are told ------------------------------------------------------------------------------------ */
@@ -276,11 +276,11 @@ static uint8_t *reach(struct soft_shared *file, const struct place *at, uint32_t
 
 uint8_t *soft_far_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
 {
-    struct soft_shared *file = file_of(pd);
+    struct soft_shared *file = pd_file(pd);
     const struct soft_key *found;
     struct place place;
 
-    if (!file || !place_of(key, &place))
+    if (!file || !shared_key_place(key, &place))
         return NULL;
     if (place.slot != file->slot)
         return reach(file, &place, key, address, length, access);
@@ -308,10 +308,10 @@ struct borrowed {
 };
 
 /* That of this process has its memory where it was registered; that of others, where the file is mapped. */
-static int look(const struct soft_pd *pd, uint32_t key, struct told *told, void **here)
+static int shared_key_look_up(const struct soft_pd *pd, uint32_t key, struct told *told, void **here)
 {
     struct soft_key *found = soft_far_find(pd, key);
-    struct soft_shared *file = file_of(pd);
+    struct soft_shared *file = pd_file(pd);
     struct place place;
 
     if (found && !found->is_window) {
@@ -321,7 +321,8 @@ static int look(const struct soft_pd *pd, uint32_t key, struct told *told, void 
         *here = mr->mr.addr;
         return mr->mr.lkey == key ? 0 : ENOENT;
     }
-    if (!file || found || !place_of(key, &place) || place.slot == file->slot || !read_key(file, &place, key, told))
+    if (!file || found || !shared_key_place(key, &place) || place.slot == file->slot ||
+        !read_key(file, &place, key, told))
         return ENOENT;
     *here = place_here(file, told->offset, told->length);
     return *here ? 0 : EFAULT;
@@ -338,7 +339,7 @@ struct ibv_mr *soft_import_mr(struct ibv_pd *ibv_pd, uint32_t key, void **here, 
 
     if (!error) {
         grace = grace_enter();
-        error = look(pd, key, &told, here);
+        error = shared_key_look_up(pd, key, &told, here);
         grace_leave(grace);
     }
     if (!error && !(borrowed = calloc(1, sizeof(*borrowed))))

@@ -35,7 +35,7 @@ static int get_entries(const struct soft_srq *srq, struct soft_memory *buffer, u
     return soft_memory_get(buffer, srq->pd, (size_t)depth * srq->stride, soft_page(), SOFT_RES_SRQ);
 }
 
-static int get_ring(struct soft_srq *srq)
+static int srq_get_ring(struct soft_srq *srq)
 {
     int error = get_entries(srq, &srq->buffer, srq->depth);
 
@@ -72,7 +72,7 @@ static int init_srq(struct soft_srq *srq)
     error = pthread_cond_init(&srq->srq.cond, NULL);
     if (error)
         goto destroy_mutex;
-    error = get_ring(srq);
+    error = srq_get_ring(srq);
     if (error)
         goto destroy_cond;
     return 0;
@@ -102,8 +102,8 @@ static int check_type(const struct ibv_context *context, const struct ibv_srq_in
     return !attr->xrcd || attr->xrcd->context != context || !attr->cq || attr->cq->context != context ? EINVAL : 0;
 }
 
-static int check_init_attr(const struct ibv_context *context, const struct ibv_srq_init_attr_ex *attr,
-                           enum ibv_srq_type type)
+static int srq_check_init_attr(const struct ibv_context *context, const struct ibv_srq_init_attr_ex *attr,
+                               enum ibv_srq_type type)
 {
     const uint32_t known =
         IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
@@ -134,7 +134,7 @@ static void publish(struct soft_srq *srq)
 struct ibv_srq *soft_create_srq_ex(struct ibv_context *context, struct ibv_srq_init_attr_ex *attr)
 {
     enum ibv_srq_type type = attr->comp_mask & IBV_SRQ_INIT_ATTR_TYPE ? attr->srq_type : IBV_SRQT_BASIC;
-    int error = check_init_attr(context, attr, type);
+    int error = srq_check_init_attr(context, attr, type);
     struct soft_srq *srq = NULL;
 
     if (!error && !(srq = calloc(1, sizeof(*srq))))
@@ -360,7 +360,7 @@ int soft_modify_srq(struct ibv_srq *ibv_srq, struct ibv_srq_attr *attr, int mask
 
 /* ---- The driver half ------------------------------------------------------------------------------------- */
 
-static int check_receive(const struct soft_srq *srq, const struct ibv_recv_wr *wr, uint32_t posted_before)
+static int srq_check_receive(const struct soft_srq *srq, const struct ibv_recv_wr *wr, uint32_t posted_before)
 {
     if (wr->num_sge < 0 || (uint32_t)wr->num_sge > srq->max_sge)
         return EINVAL;
@@ -386,7 +386,7 @@ int soft_post_srq_recv(struct ibv_srq *ibv_srq, struct ibv_recv_wr *wr, struct i
     for (count = 0; wr; wr = wr->next, count++) {
         struct soft_rwqe *rwqe = entry_of(srq->entries, srq->mask, srq->stride, first + count);
 
-        error = check_receive(srq, wr, count);
+        error = srq_check_receive(srq, wr, count);
         if (error)
             break;
         rwqe->wr_id = wr->wr_id;

@@ -87,7 +87,7 @@ static bool set_timer(struct soft_engine *engine, struct soft_timer *timer, uint
 
 /* ---- The list of queue pairs to execute, under engine->lock ----------------------------------------------- */
 
-static void append(struct soft_engine *engine, struct soft_qp *first, struct soft_qp *last)
+static void worker_append(struct soft_engine *engine, struct soft_qp *first, struct soft_qp *last)
 {
     assert_held(&engine->lock);
     last->next_queued = NULL;
@@ -102,7 +102,7 @@ static void append(struct soft_engine *engine, struct soft_qp *first, struct sof
 static void enqueue(struct soft_engine *engine, struct soft_qp *qp)
 {
     if (!atomic_exchange(&qp->queued, true))
-        append(engine, qp, qp);
+        worker_append(engine, qp, qp);
 }
 
 /* Those that were submitted since, in the order in which they were. */
@@ -119,7 +119,7 @@ static void take_submitted(struct soft_engine *engine)
         qp->next_queued = first;
         first = qp;
     }
-    append(engine, first, last);
+    worker_append(engine, first, last);
 }
 
 static struct soft_qp *dequeue(struct soft_engine *engine)
@@ -176,7 +176,7 @@ static struct soft_cq *expire_timers(struct soft_engine *engine)
 }
 
 /* In a grace section. */
-static void execute(struct soft_context *context, struct soft_qp *qp)
+static void worker_execute(struct soft_context *context, struct soft_qp *qp)
 {
     uint64_t again = context->device->hooks->execute(qp);
 
@@ -213,7 +213,7 @@ static void *engine_main(void *argument)
         if (cq)
             soft_cq_expired(cq);
         if (qp)
-            execute(context, qp);
+            worker_execute(context, qp);
         grace_leave(grace);
         soft_mutex_take(&engine->lock);
     }
@@ -222,7 +222,7 @@ static void *engine_main(void *argument)
 }
 
 /* Under the lock. Signals are for the user's threads. */
-static int start(struct soft_context *context)
+static int worker_start(struct soft_context *context)
 {
     struct soft_engine *engine = &context->engine;
     sigset_t all, before;
@@ -244,7 +244,7 @@ int soft_engine_start(struct soft_context *context)
     int error;
 
     soft_mutex_take(&context->engine.lock);
-    error = start(context);
+    error = worker_start(context);
     soft_mutex_give(&context->engine.lock);
     return error;
 }
@@ -298,7 +298,7 @@ int soft_engine_reserve(struct soft_context *context)
         }
     }
     if (!error && context->mode == SOFT_ENGINE)
-        error = start(context);
+        error = worker_start(context);
     if (!error)
         engine->reserved++;
     soft_mutex_give(&engine->lock);

@@ -133,7 +133,7 @@ static struct soft_xrc_inode *shared_new(int fd)
 
 /* ---- Between processes --------------------------------------------------------------------------------------- */
 
-static int lock(const struct soft_xrc_inode *shared, int command, short type, short *found)
+static int xrc_inode_lock(const struct soft_xrc_inode *shared, int command, short type, short *found)
 {
     struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = shared->byte, .l_len = 1};
     int error = fcntl(shared->locks, command, &what) ? errno : 0;
@@ -177,11 +177,11 @@ static int associate(const struct soft_device *device, struct soft_xrc_inode *sh
     error = decide_begin(shared);
     if (error)
         return error;
-    error = lock(shared, F_OFD_GETLK, F_WRLCK, &found);
+    error = xrc_inode_lock(shared, F_OFD_GETLK, F_WRLCK, &found);
     if (!error)
         error = judge(found != F_UNLCK, oflags);
     if (!error)
-        error = lock(shared, F_OFD_SETLK, F_RDLCK, &found);
+        error = xrc_inode_lock(shared, F_OFD_SETLK, F_RDLCK, &found);
     flock(shared->locks, LOCK_UN);
     return error;
 }
@@ -191,12 +191,12 @@ static void dissociate(const struct soft_xrc_inode *shared)
     short found;
 
     if (shared->locks >= 0)
-        lock(shared, F_OFD_SETLK, F_UNLCK, &found);
+        xrc_inode_lock(shared, F_OFD_SETLK, F_UNLCK, &found);
 }
 
 /* ---- Within the process -------------------------------------------------------------------------------------- */
 
-static struct soft_xrc_inode *find(const struct soft_device *device, const struct soft_xrc_inode *like)
+static struct soft_xrc_inode *xrc_inode_find(const struct soft_device *device, const struct soft_xrc_inode *like)
 {
     struct soft_xrc_inode *shared = device->xrcds;
 
@@ -223,7 +223,7 @@ static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int of
     int error = 0;
 
     soft_mutex_take(&device->xrcd_lock);
-    shared = fresh->fd < 0 ? NULL : find(device, fresh);
+    shared = fresh->fd < 0 ? NULL : xrc_inode_find(device, fresh);
     if (shared)
         error = judge(true, oflags);
     else if (fresh->fd >= 0)
@@ -239,7 +239,7 @@ static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int of
 }
 
 /* Whether it was the domain's last handle: then it is the device's no more. */
-static bool leave(struct soft_device *device, struct soft_xrc_inode *shared)
+static bool xrc_inode_leave(struct soft_device *device, struct soft_xrc_inode *shared)
 {
     bool last;
 
@@ -289,7 +289,7 @@ int soft_close_xrcd(struct ibv_xrcd *ibv_xrcd)
         return ENODEV;
     if (atomic_load(&xrcd->references))
         return EBUSY;
-    if (leave(context->device, xrcd->shared))
+    if (xrc_inode_leave(context->device, xrcd->shared))
         shared_free(xrcd->shared);
     atomic_fetch_sub(&context->xrcds, 1);
     free(xrcd);

@@ -67,7 +67,7 @@ static void batch_ends(struct soft_stream *stream)
     ack->stream = NULL;
 }
 
-static void acknowledge(struct soft_stream *stream, const struct soft_frame *frame, uint32_t psn)
+static void inbound_acknowledge(struct soft_stream *stream, const struct soft_frame *frame, uint32_t psn)
 {
     struct soft_coalesced_ack *ack = soft_stream_coalesced_ack(stream);
 
@@ -79,14 +79,14 @@ static void acknowledge(struct soft_stream *stream, const struct soft_frame *fra
     ack->frame.psn = psn;
 }
 
-static void answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
-                   unsigned int count)
+static void inbound_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                           unsigned int count)
 {
     batch_ends(stream);
     soft_stream_answer(stream, frame, data, count);
 }
 
-static void refuse(struct soft_stream *stream, const struct soft_frame *frame, const struct soft_reply *reply)
+static void inbound_refuse(struct soft_stream *stream, const struct soft_frame *frame, const struct soft_reply *reply)
 {
     struct soft_frame refusal = answer_to(frame, reply->kind == SOFT_NAK ? SOFT_FRAME_NAK : SOFT_FRAME_RNR);
 
@@ -94,12 +94,12 @@ static void refuse(struct soft_stream *stream, const struct soft_frame *frame, c
         refusal.status = (uint8_t)reply->status;
     else
         refusal.address = reply->rnr_ns;
-    answer(stream, &refusal, NULL, 0);
+    inbound_answer(stream, &refusal, NULL, 0);
 }
 
 /* ---- Bytes ------------------------------------------------------------------------------------------------- */
 
-static int bring(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length)
+static int carrier_read(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length)
 {
     const struct remote *remote = container_of(carrier, struct remote, carrier);
     struct iovec here[SOFT_MAX_SGE];
@@ -115,7 +115,7 @@ static int bring(struct soft_carrier *carrier, const struct soft_segment *to, ui
 }
 
 /* Of atomics: what is answered is kept, since they cannot be done a second time. */
-static void keep(struct soft_qp *peer, const struct soft_frame *frame, const struct soft_segment *from)
+static void atomic_replay_keep(struct soft_qp *peer, const struct soft_frame *frame, const struct soft_segment *from)
 {
     struct soft_kept *kept = &peer->kept[peer->kept_next++ % SOFT_MAX_RD_ATOMIC];
 
@@ -131,7 +131,7 @@ static void license(const struct remote *remote, struct soft_frame *made)
         made->flags |= SOFT_FRAME_LICENCE;
 }
 
-static int give(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)
+static int carrier_write(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)
 {
     struct remote *remote = container_of(carrier, struct remote, carrier);
     struct soft_frame made = answer_to(remote->frame, SOFT_FRAME_ACK);
@@ -146,13 +146,13 @@ static int give(struct soft_carrier *carrier, const struct soft_segment *from, u
             return error;
         made.flags = SOFT_FRAME_DIRECT;
         license(remote, &made);
-        answer(remote->stream, &made, NULL, 0);
+        inbound_answer(remote->stream, &made, NULL, 0);
     } else {
         if (soft_is_atomic(remote->frame->opcode))
-            keep(remote->peer, remote->frame, from);
+            atomic_replay_keep(remote->peer, remote->frame, from);
         made.size = length;
         license(remote, &made);
-        answer(remote->stream, &made, &here, length ? 1 : 0);
+        inbound_answer(remote->stream, &made, &here, length ? 1 : 0);
     }
     remote->answered = true;
     return 0;
@@ -202,7 +202,7 @@ static bool is_for(const struct soft_qp *peer, const struct soft_stream *stream,
 }
 
 /* Does it, under rq_lock. */
-static void execute(struct remote *remote, struct soft_reply *reply, bool again)
+static void inbound_execute(struct remote *remote, struct soft_reply *reply, bool again)
 {
     const struct soft_frame *frame = remote->frame;
     struct soft_wqe wqe = request_of(frame);
@@ -224,7 +224,7 @@ static void execute(struct remote *remote, struct soft_reply *reply, bool again)
     };
 
     assert_held(&remote->peer->rq_lock);
-    remote->carrier = (struct soft_carrier){frame->flags & SOFT_FRAME_DIRECT ? bring : NULL, give};
+    remote->carrier = (struct soft_carrier){frame->flags & SOFT_FRAME_DIRECT ? carrier_read : NULL, carrier_write};
     soft_respond(remote->peer, &request, reply);
 }
 
@@ -236,11 +236,11 @@ static void execute_again(struct remote *remote, struct soft_reply *reply)
     unsigned int i;
 
     if (frame->opcode == IBV_WR_RDMA_READ) {
-        execute(remote, reply, true);
+        inbound_execute(remote, reply, true);
         return;
     }
     if (!soft_is_atomic(frame->opcode)) {
-        acknowledge(remote->stream, frame, (peer->expected_psn - 1) & SOFT_PSN_MASK);
+        inbound_acknowledge(remote->stream, frame, (peer->expected_psn - 1) & SOFT_PSN_MASK);
         return;
     }
     for (i = 0; i < SOFT_MAX_RD_ATOMIC; i++) {
@@ -250,7 +250,7 @@ static void execute_again(struct remote *remote, struct soft_reply *reply)
         if (!peer->kept[i].valid || peer->kept[i].psn != frame->psn)
             continue;
         made.part = made.size = sizeof(peer->kept[i].value);
-        answer(remote->stream, &made, &value, 1);
+        inbound_answer(remote->stream, &made, &value, 1);
         return;
     }
 }
@@ -282,7 +282,7 @@ static bool request(struct soft_stream *stream, const struct soft_frame *frame, 
     soft_lock_take(&peer->rq_lock);
     if (soft_listens(peer) && is_for(peer, stream, frame)) {
         if (is_next(peer, frame)) {
-            execute(&remote, &reply, false);
+            inbound_execute(&remote, &reply, false);
             if (reply.kind == SOFT_ACK)
                 peer->expected_psn = (frame->psn + frame->packets) & SOFT_PSN_MASK;
         } else if (is_repeated(peer, frame)) {
@@ -293,9 +293,9 @@ static bool request(struct soft_stream *stream, const struct soft_frame *frame, 
     soft_lock_give(&peer->rq_lock);
     if (soft_is_reliable(peer)) {
         if (reply.kind == SOFT_ACK && !remote.answered)
-            acknowledge(stream, frame, last_psn(frame));
+            inbound_acknowledge(stream, frame, last_psn(frame));
         else if (reply.kind == SOFT_NAK || reply.kind == SOFT_RNR)
-            refuse(stream, frame, &reply);
+            inbound_refuse(stream, frame, &reply);
     }
     if (reply.broken)
         soft_kick(reply.broken);

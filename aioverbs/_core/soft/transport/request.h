@@ -42,8 +42,8 @@ struct soft_reply {
 struct soft_carrier {
     /* `length` bytes to or from memory here that was checked: 0, or ESTALE: the peer gave the request up; or another
      * errno: it cannot be done. */
-    int (*bring)(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length);
-    int (*give)(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length);
+    int (*read)(struct soft_carrier *carrier, const struct soft_segment *to, uint32_t length);
+    int (*write)(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length);
 };
 
 #endif

@@ -174,7 +174,7 @@ static void go_back(struct soft_qp *qp)
 
 /* Fail the request at window.taken, and the queue with it. The user is told of this request now, and may use its memory
  * again; and that of those behind it soon, which are flushed. The peer has left all of it. */
-static void refuse(struct soft_qp *qp, enum ibv_wc_status status)
+static void requester_fail(struct soft_qp *qp, enum ibv_wc_status status)
 {
     const struct soft_wqe *wqe = entry(qp, qp->window.taken);
 
@@ -349,8 +349,8 @@ static void cut(struct part *part, const struct soft_request *request, uint32_t 
 }
 
 /* What stands in every part of a request. */
-static void describe(struct part *part, const struct soft_qp *qp, const struct soft_wqe *wqe,
-                     const struct soft_request *request, uint32_t offset)
+static void part_fill(struct part *part, const struct soft_qp *qp, const struct soft_wqe *wqe,
+                      const struct soft_request *request, uint32_t offset)
 {
     struct soft_frame *frame = &part->frame;
 
@@ -394,7 +394,7 @@ static void aim(struct part *part, const struct soft_qp *qp, const struct soft_w
 }
 
 /* Whether some of its memory is another process's, which takes back what its threads are at, but no leases. */
-static bool borrows(const struct soft_qp *qp, const struct soft_wqe *wqe)
+static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
     unsigned int i;
@@ -417,7 +417,7 @@ static bool offer(struct soft_qp *qp, struct part *part, uint8_t *list, const st
 
     if (left < DIRECT_BYTES || soft_window_repeats(&qp->window) || out->moving_count == SOFT_MOVING ||
         !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
-        borrows(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
+        wqe_uses_shared_memory(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
         return false;
     frame->flags |= SOFT_FRAME_DIRECT;
     frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
@@ -453,7 +453,7 @@ static void mark_ends(struct soft_frame *frame)
         frame->flags |= SOFT_FRAME_LAST;
 }
 
-static int post(struct soft_qp *qp, const struct part *part)
+static int requester_post_part(struct soft_qp *qp, const struct part *part)
 {
     if (!soft_is_up(qp))
         return 0; /* it is lost on its way */
@@ -473,7 +473,7 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
     uint32_t last_psn;
     int error;
 
-    describe(&part, qp, wqe, request, window->offset);
+    part_fill(&part, qp, wqe, request, window->offset);
     aim(&part, qp, wqe);
     if (!offer(qp, &part, list, request))
         carry(&part, wqe, request);
@@ -481,7 +481,7 @@ static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struc
     part.frame.packets = soft_packets(qp, part.frame.part);
     last_psn = (part.frame.psn + part.frame.packets - 1) & SOFT_PSN_MASK;
     ask_for_licence(qp, wqe, last_psn);
-    error = post(qp, &part);
+    error = requester_post_part(qp, &part);
     if (error) {
         if (part.frame.flags & SOFT_FRAME_DIRECT)
             soft_lease_cancel(qp->link, part.frame.lease, part.frame.serial);
@@ -517,7 +517,7 @@ static uint64_t flush(struct soft_qp *qp)
 }
 
 /* Nobody will tell what became of an unreliable connection's request. */
-static void drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     go_back(qp);
     qp->waiting = false;
@@ -531,12 +531,12 @@ static void repeat(struct soft_qp *qp)
 
     if (!soft_is_reliable(qp)) {
         soft_link_forget(qp->link, qp);
-        drop(qp, wqe, length_of(wqe));
+        requester_drop(qp, wqe, length_of(wqe));
     } else if (qp->retries_left) {
         qp->retries_left--;
         go_back(qp);
     } else {
-        refuse(qp, IBV_WC_RETRY_EXC_ERR);
+        requester_fail(qp, IBV_WC_RETRY_EXC_ERR);
     }
 }
 
@@ -574,7 +574,7 @@ static bool ends_here(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_w
 }
 
 /* Sends until something speaks against it; `*again` is when that ends by itself. False: the turn is over. */
-static bool send(struct soft_qp *qp, uint64_t *again)
+static bool requester_send(struct soft_qp *qp, uint64_t *again)
 {
     struct soft_window *window = &qp->window;
     int64_t left = SOFT_QUEUE_TURN;
@@ -618,7 +618,7 @@ static bool send(struct soft_qp *qp, uint64_t *again)
             return true;
         error = send_part(qp, wqe, &request);
         if (error == EHOSTUNREACH && !soft_is_reliable(qp)) {
-            drop(qp, wqe, request.length);
+            requester_drop(qp, wqe, request.length);
             continue;
         }
         expect_answer(qp);
@@ -626,7 +626,7 @@ static bool send(struct soft_qp *qp, uint64_t *again)
             return true; /* it is kicked, or repeats in its time */
         left -= SOFT_REQUEST_COST + (int64_t)((window->offset ? window->offset : request.length) - before);
         if (!soft_is_reliable(qp) && !window->offset)
-            drop(qp, wqe, request.length); /* or it arrives */
+            requester_drop(qp, wqe, request.length); /* or it arrives */
     }
     return left > 0;
 }
@@ -660,7 +660,7 @@ uint64_t soft_ask(struct soft_qp *qp)
             repeat(qp);
             continue;
         }
-        if (!send(qp, &again))
+        if (!requester_send(qp, &again))
             return 0;
         if (atomic_load(&qp->state) != state || out->rewind)
             continue; /* it failed, or is to begin again */
@@ -697,15 +697,15 @@ static void progressed(struct soft_qp *qp)
 }
 
 /* Complete the request at window.taken, which left whole, and was done. */
-static void finish(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+static void requester_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     soft_window_acknowledge(&qp->window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
     soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
 }
 
 /* Bytes of an answer go to the memory of the request, from `offset` on. It may have gone meanwhile. */
-static enum ibv_wc_status take(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t offset, const uint8_t *data,
-                               uint32_t length)
+static enum ibv_wc_status requester_copy_response(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t offset,
+                                                  const uint8_t *data, uint32_t length)
 {
     struct soft_segment segments[SOFT_MAX_SGE];
     struct soft_request request = {.from = qp, .wqe = wqe};
@@ -723,7 +723,7 @@ static enum ibv_wc_status take(struct soft_qp *qp, const struct soft_wqe *wqe, u
 
 /* Complete the requests whose packets are all among the oldest in flight, so many, up to the first that needs data.
  * What is left is at window.taken. */
-static void acknowledge(struct soft_qp *qp, uint32_t packets)
+static void requester_acknowledge(struct soft_qp *qp, uint32_t packets)
 {
     bool some = false;
 
@@ -735,7 +735,7 @@ static void acknowledge(struct soft_qp *qp, uint32_t packets)
         if ((soft_is_answered(wqe->opcode) && length) || count > packets)
             break;
         packets -= count;
-        finish(qp, wqe, length);
+        requester_complete(qp, wqe, length);
         some = true;
         if (atomic_load(&qp->state) == IBV_QPS_ERR)
             return; /* its completion found no room */
@@ -746,7 +746,7 @@ static void acknowledge(struct soft_qp *qp, uint32_t packets)
 
 /* Take an answer with data: it is that of the next part of the read or atomic at window.taken, or none at all. The
  * packet that it ends with is in flight, so the whole answer can only come for a request that left whole. */
-static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
+static bool requester_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
     uint32_t packets = soft_window_locate(&qp->window, frame->psn), length;
     enum ibv_wc_status status = IBV_WC_SUCCESS;
@@ -765,10 +765,10 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
         return false;
     take_licence(qp, frame);
     if (!(frame->flags & SOFT_FRAME_DIRECT))
-        status = take(qp, wqe, qp->window.received, payload, frame->part);
+        status = requester_copy_response(qp, wqe, qp->window.received, payload, frame->part);
     if (status != IBV_WC_SUCCESS) {
         if (stop_moving_all(qp))
-            refuse(qp, status);
+            requester_fail(qp, status);
         else
             qp->out.rewind = true; /* it fails when it is to be sent again */
         return true;
@@ -776,18 +776,18 @@ static bool answer(struct soft_qp *qp, const struct soft_frame *frame, const uin
     more = soft_window_receive(&qp->window, frame->part);
     put_off(qp);
     if (qp->window.received == length)
-        finish(qp, wqe, length);
+        requester_complete(qp, wqe, length);
     if (more && atomic_load(&qp->state) != IBV_QPS_ERR)
         progressed(qp);
     return true;
 }
 
 /* The peer has no receive: that request, and what came after it, is to be sent again. It did nothing of all that. */
-static void not_ready(struct soft_qp *qp, uint64_t delay_ns)
+static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
 {
     if (qp->attr.rnr_retry != 7) { /* 7: without end */
         if (!qp->rnr_left) {
-            refuse(qp, IBV_WC_RNR_RETRY_EXC_ERR);
+            requester_fail(qp, IBV_WC_RNR_RETRY_EXC_ERR);
             return;
         }
         qp->rnr_left--;
@@ -815,16 +815,16 @@ static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, cons
     if (soft_window_hear(&qp->window, packets))
         put_off(qp); /* of a long message, each part has all the time */
     if (data) {
-        acknowledge(qp, packets - data);
-        return atomic_load(&qp->state) == IBV_QPS_ERR || answer(qp, frame, payload);
+        requester_acknowledge(qp, packets - data);
+        return atomic_load(&qp->state) == IBV_QPS_ERR || requester_response(qp, frame, payload);
     }
-    acknowledge(qp, done ? packets : packets - 1);
+    requester_acknowledge(qp, done ? packets : packets - 1);
     if (done || !under_way(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
         return true;
     if (frame->opcode == SOFT_FRAME_RNR)
-        not_ready(qp, frame->address);
+        requester_rnr(qp, frame->address);
     else
-        refuse(qp, frame->status);
+        requester_fail(qp, frame->status);
     return true;
 }
 
@@ -880,7 +880,7 @@ static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
 /* Take back the leases of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
  * section. False: its peer is just at some of that memory; `last`: it is waited for no longer. It sends nothing more
  * before the peer has left, so who asks again and again has nothing new to wait for. */
-static bool leave(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
+static bool requester_release_mr(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
 {
     bool left = true, kick = false;
 
@@ -913,7 +913,7 @@ static void wait_left(struct soft_device *device, const struct soft_context *con
             struct grace_reader *grace = grace_enter(); /* one at a time: others wait for grace periods */
             struct soft_qp *qp = soft_table_find(&device->qps, number);
 
-            if (qp && !leave(qp, context, mr, last))
+            if (qp && !requester_release_mr(qp, context, mr, last))
                 left = false;
             grace_leave(grace);
         }
@@ -957,7 +957,7 @@ uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const
     assert_held(&qp->sq_lock);
     if (!way(qp, &wqe->dgid))
         return 0;
-    describe(&part, qp, wqe, request, 0);
+    part_fill(&part, qp, wqe, request, 0);
     part.frame.to = (uint32_t)wqe->remote_addr;
     part.frame.key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
     part.frame.sgid_index = wqe->path.sgid_index;
@@ -968,7 +968,7 @@ uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const
     carry(&part, wqe, request);
     mark_ends(&part.frame);
     part.frame.packets = 1;
-    error = post(qp, &part);
+    error = requester_post_part(qp, &part);
     if (error == EAGAIN || error == ENOTCONN) {
         uint64_t now = soft_now_ns();
 

@@ -60,19 +60,19 @@ static inline void copy(const struct soft_segment *to, const struct soft_segment
 }
 
 /* Bytes of a request to memory here that was checked, and those of an answer from there: 0 or an errno. */
-static inline int bring(const struct soft_request *request, const struct soft_segment *to,
-                        const struct soft_segment *from, uint32_t length)
+static inline int payload_read(const struct soft_request *request, const struct soft_segment *to,
+                               const struct soft_segment *from, uint32_t length)
 {
-    if (request->carrier && request->carrier->bring)
-        return request->carrier->bring(request->carrier, to, length);
+    if (request->carrier && request->carrier->read)
+        return request->carrier->read(request->carrier, to, length);
     copy(to, from, length);
     return 0;
 }
 
-static inline int give(const struct soft_request *request, const struct soft_segment *from, uint32_t length)
+static inline int payload_write(const struct soft_request *request, const struct soft_segment *from, uint32_t length)
 {
     if (request->carrier)
-        return request->carrier->give(request->carrier, from, length);
+        return request->carrier->write(request->carrier, from, length);
     copy(request->local, from, length);
     return 0;
 }
@@ -101,7 +101,7 @@ static void break_peer(struct soft_qp *peer, struct soft_reply *reply)
 
 /* The requester is told, and the responder's queue pair breaks; where no completion tells its user so, an event does.
  * An unreliable connection drops what it refuses, and goes on. */
-static void refuse(struct soft_qp *peer, struct soft_reply *reply, enum ibv_wc_status status, bool completed)
+static void responder_refuse(struct soft_qp *peer, struct soft_reply *reply, enum ibv_wc_status status, bool completed)
 {
     if (!soft_is_reliable(peer) && !completed)
         return;
@@ -186,7 +186,7 @@ static void give_back_receive(struct soft_qp *peer)
     }
 }
 
-static void not_ready(const struct responder *at)
+static void responder_rnr(const struct responder *at)
 {
     if (!soft_is_reliable(at->peer))
         return; /* dropped */
@@ -264,7 +264,7 @@ static void complete_receive(const struct responder *at, const struct soft_reque
     /* By the plan of the completion queue's context, which need not be the XRC target's. */
     if (soft_complete(to_soft_context(at->cq->ex.context), at->cq, &cqe))
         return;
-    refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, true);
+    responder_refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, true);
     soft_raise(at->peer->context, &at->peer->events, IBV_EVENT_QP_FATAL);
 }
 
@@ -295,11 +295,11 @@ static void respond_message(const struct responder *at, const struct soft_reques
     int error = 0;
 
     if (first && !take_receive(at)) {
-        not_ready(at);
+        responder_rnr(at);
         return;
     }
     if (!at->peer->in.holds) { /* its shared receive queue was destroyed; or, unreliable, it is too long */
-        refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
     assert(at->peer->in.srq == at->srq); /* all parts name the same, and it cannot go without its receive */
@@ -316,7 +316,7 @@ static void respond_message(const struct responder *at, const struct soft_reques
     if (status == IBV_WC_SUCCESS) {
         if (!first)
             skip(segments, request->offset);
-        error = bring(request, segments, from, length);
+        error = payload_read(request, segments, from, length);
     }
     if (error == ESTALE) { /* the part is as good as never sent: it, or nothing, comes again */
         if (first)
@@ -333,7 +333,7 @@ static void respond_message(const struct responder *at, const struct soft_reques
         status = IBV_WC_MW_BIND_ERR;
     complete_receive(at, request, status, vendor_err, total);
     if (status != IBV_WC_SUCCESS)
-        refuse(at->peer, at->reply, requester_sees(status), true);
+        responder_refuse(at->peer, at->reply, requester_sees(status), true);
 }
 
 static void respond_send(const struct responder *at, const struct soft_request *request)
@@ -415,7 +415,7 @@ static bool allows(const struct responder *at, int access)
     bool allowed = at->peer->attr.qp_access_flags & (unsigned int)access;
 
     if (!allowed)
-        refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
     return allowed;
 }
 
@@ -426,7 +426,7 @@ static bool has_resources(const struct responder *at, const struct soft_request 
     bool enough = request->reads <= at->peer->attr.max_dest_rd_atomic;
 
     if (!enough)
-        refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
     return enough;
 }
 
@@ -439,7 +439,7 @@ static inline uint8_t *target(const struct responder *at, const struct soft_requ
                                         request->wqe->remote_addr, request->total - request->offset, access);
 
     if (!address)
-        refuse(at->peer, at->reply, IBV_WC_REM_ACCESS_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_ACCESS_ERR, false);
     return address;
 }
 
@@ -447,7 +447,7 @@ static inline uint8_t *target(const struct responder *at, const struct soft_requ
 static void not_moved(const struct responder *at, int error)
 {
     if (error != ESTALE)
-        refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, false);
 }
 
 /* Without a byte to write, the key is not looked at. */
@@ -463,7 +463,7 @@ static void respond_write(const struct responder *at, const struct soft_request 
         to.address = target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
         if (!to.address)
             return;
-        error = bring(request, &to, request->local, request->length);
+        error = payload_read(request, &to, request->local, request->length);
         soft_remote_close(&remote);
     }
     if (error)
@@ -484,7 +484,7 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
     if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
         return;
     if (!has_receive(at)) {
-        not_ready(at);
+        responder_rnr(at);
         return;
     }
     if (request->length) {
@@ -494,12 +494,12 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
     }
     if (!take_receive(at)) {
         soft_remote_close(&remote);
-        not_ready(at);
+        responder_rnr(at);
         return;
     }
     status = planned(at, &vendor_err);
     if (status == IBV_WC_SUCCESS)
-        error = bring(request, &to, request->local, request->length);
+        error = payload_read(request, &to, request->local, request->length);
     soft_remote_close(&remote);
     if (error) {
         give_back_receive(at->peer);
@@ -509,7 +509,7 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
     at->reply->kind = SOFT_ACK;
     complete_receive(at, request, status, vendor_err, request->total);
     if (status != IBV_WC_SUCCESS)
-        refuse(at->peer, at->reply, requester_sees(status), true);
+        responder_refuse(at->peer, at->reply, requester_sees(status), true);
 }
 
 static void respond_read(const struct responder *at, const struct soft_request *request)
@@ -525,7 +525,7 @@ static void respond_read(const struct responder *at, const struct soft_request *
         if (!from.address)
             return;
     }
-    error = give(request, &from, request->length);
+    error = payload_write(request, &from, request->length);
     soft_remote_close(&remote);
     if (error)
         not_moved(at, error);
@@ -542,7 +542,7 @@ static void respond_atomic(const struct responder *at, const struct soft_request
     if (!allows(at, IBV_ACCESS_REMOTE_ATOMIC) || !has_resources(at, request))
         return;
     if (request->wqe->remote_addr % 8) {
-        refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
     address = (uint64_t *)(void *)target(at, request, &remote, IBV_ACCESS_REMOTE_ATOMIC);
@@ -556,7 +556,7 @@ static void respond_atomic(const struct responder *at, const struct soft_request
     }
     soft_remote_close(&remote);
     original.address = (uint8_t *)&value;
-    give(request, &original, 8); /* eight bytes are always to be had */
+    payload_write(request, &original, 8); /* eight bytes are always to be had */
     at->reply->kind = SOFT_ACK;
 }
 
@@ -569,7 +569,7 @@ static bool find_shared(struct responder *at, const struct soft_request *request
     struct soft_srq *srq = soft_table_find(&at->peer->context->device->srqs, request->wqe->remote_srqn);
 
     if (!srq || srq->type != IBV_SRQT_XRC || srq->xrcd->shared != at->peer->xrcd->shared) {
-        refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
+        responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return false;
     }
     if (atomic_load_explicit(&srq->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
@@ -616,7 +616,7 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
 
     assert_held(&peer->rq_lock);
     if (!request->again && !is_in_order(peer, &part)) {
-        refuse(peer, reply, IBV_WC_REM_INV_REQ_ERR, false);
+        responder_refuse(peer, reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
     if (peer->qp.qp_type == IBV_QPT_XRC_RECV && !find_shared(&at, request))

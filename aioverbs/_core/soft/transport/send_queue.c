@@ -194,7 +194,7 @@ static bool may_retry(struct soft_qp *qp)
     return true;
 }
 
-static enum ibv_wc_status not_ready(struct soft_qp *qp, uint64_t rnr_ns)
+static enum ibv_wc_status send_queue_rnr(struct soft_qp *qp, uint64_t rnr_ns)
 {
     if (qp->attr.rnr_retry != 7) { /* 7: without end */
         if (!qp->rnr_left)
@@ -317,7 +317,7 @@ static struct soft_qp *execute_one(struct soft_qp *qp, const struct soft_wqe *wq
         status = reply.status;
         break;
     case SOFT_RNR:
-        status = not_ready(qp, reply.rnr_ns);
+        status = send_queue_rnr(qp, reply.rnr_ns);
         break;
     case SOFT_SILENT:
         status = no_answer(qp);

@@ -172,12 +172,13 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def contracts(session: nox.Session) -> None:
-    """Check that imports and cimports only go down the stack."""
+    """Check that imports, cimports, includes and calls in C only go down the stack."""
     session.install(*group("contracts"))
     for config in ("pyproject.toml", "tests/checks/pure_modules.toml"):
         cache = str(folder(session, f"imports-{Path(config).stem}"))
         session.run("lint-imports", "--config", config, "--cache-dir", cache, *session.posargs)
     session.run("python", "tests/checks/cimport_layers.py")
+    session.run("python", "tests/checks/core_layers.py")
 
 
 def fixed_addresses() -> list[str]:

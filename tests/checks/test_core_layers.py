@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.checks.core_layers import LAYERS, problems
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.toolchain
 
@@ -22,6 +23,10 @@ def core(tmp_path: Path) -> Path:
     )
     (tmp_path / "soft/api/upper.c").write_text(source)
     return tmp_path
+
+
+def test_the_project_itself_is_clean() -> None:
+    assert problems(ROOT / "aioverbs" / "_core") == []
 
 
 def test_downwards_is_allowed(core: Path) -> None:

@@ -880,7 +880,8 @@ static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
 /* Take back the leases of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
  * section. False: its peer is just at some of that memory; `last`: it is waited for no longer. It sends nothing more
  * before the peer has left, so who asks again and again has nothing new to wait for. */
-static bool requester_release_mr(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
+static bool requester_release_mr(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr,
+                                 bool last)
 {
     bool left = true, kick = false;
 

@@ -22,6 +22,9 @@
 #include "soft/base/fork_fds.h"
 #include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/copy_token.h"
+#include "soft/fabric/handshake.h"
+#include "soft/fabric/poll_loop.h"
 
 enum { LINK = 1, OPENED = 2, PIECES = 4, SECRET = 8 };
 

@@ -11,6 +11,7 @@
 
 #include "soft/base/address.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/accept.h"
 
 enum { CROWD = SOFT_MAX_HANDSHAKES + 5 };
 

@@ -12,6 +12,7 @@
 
 #include "soft/base/address.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/copy_token.h"
 
 /* What a test and its child share. */
 struct shared {

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "soft/fabric/stream.h"
+#include "soft/fabric/copy_token.h"
 
 enum { OPEN = 1, BUSY = 2 }; /* states of a word of the page */
 enum { ENDS = 3 };

@@ -1,5 +1,7 @@
 /* Peers that connect: who may, and how many at a time. All under progress. */
 #define _GNU_SOURCE
+#include "soft/fabric/accept.h"
+
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -12,6 +14,7 @@
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
+#include "soft/fabric/fabric.h"
 #include "soft/fabric/stream.h"
 
 enum {

@@ -17,6 +17,8 @@
  * That holds for an honest peer. One that is not honest needs neither lease nor gate to write to this process's memory:
  * it is of this user, or it would have none, and the kernel lets it. */
 #define _GNU_SOURCE
+#include "soft/fabric/copy_token.h"
+
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -25,6 +27,7 @@
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/memfd.h"
+#include "soft/fabric/direct_copy.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
 #include "soft/fabric/stream.h"

@@ -1,6 +1,8 @@
 /* Data that goes from the memory of one process to that of another in one copy: the owner of a region moves it, after
  * its own checks, by process_vm_readv and process_vm_writev. */
 #define _GNU_SOURCE
+#include "soft/fabric/direct_copy.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -14,6 +16,7 @@
 
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
+#include "soft/fabric/copy_token.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
 #include "soft/fabric/handshake_wire.h"

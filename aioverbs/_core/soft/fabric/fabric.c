@@ -20,7 +20,11 @@
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
 #include "soft/fabric/directory.h"
+#include "soft/fabric/link.h"
+#include "soft/fabric/poll_loop.h"
+#include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/wakeup.h"
 #include "soft/objects/device.h"
 
 int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *user)

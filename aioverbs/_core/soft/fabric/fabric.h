@@ -86,6 +86,11 @@ bool soft_fabric_leads(const struct soft_device *device, const struct soft_chann
 /* It leads no more, or, if that is NULL, nobody does: the thread takes over. */
 void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel);
 
+/* From the inside of the fabric. The thread runs: 0, or an errno: ECANCELED at the end of the process. Any lock but a
+ * stream's and the fabric's may be held. */
+int soft_fabric_start(struct soft_fabric *fabric);
+void soft_fabric_wake(struct soft_fabric *fabric);
+
 /* ---- Links: the way to a remote GID -------------------------------------------------------------------------- */
 
 /* Finds or makes it, and counts the caller; any lock but a stream's may be held. Nothing is connected before the first

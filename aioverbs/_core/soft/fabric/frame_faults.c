@@ -1,5 +1,7 @@
 /* What a network does to connections and to single frames, on demand. */
 #define _GNU_SOURCE
+#include "soft/fabric/frame_faults.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <sys/timerfd.h>
@@ -12,6 +14,7 @@
 #include "soft/fabric/frame.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/stream_rx.h"
 #include "soft/objects/device.h"
 #include "soft/objects/fault_counts.h"
 #include "soft/objects/hooks.h"

@@ -1,5 +1,7 @@
 /* The handshake of a stream: who is there, whether it may be, and how data can be moved. All under progress. */
 #define _GNU_SOURCE
+#include "soft/fabric/handshake.h"
+
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,9 +11,13 @@
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
 #include "soft/base/util.h"
+#include "soft/fabric/copy_token.h"
+#include "soft/fabric/direct_copy.h"
 #include "soft/fabric/directory.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/handshake_wire.h"
+#include "soft/fabric/link.h"
+#include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
 #include "soft/objects/device.h"
 

@@ -1,5 +1,7 @@
 /* Links: finding them by GID, connecting them, sending over them, and who waits for them. */
 #define _GNU_SOURCE
+#include "soft/fabric/link.h"
+
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,9 +15,15 @@
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
 #include "soft/base/util.h"
+#include "soft/fabric/accept.h"
+#include "soft/fabric/copy_token.h"
+#include "soft/fabric/direct_copy.h"
 #include "soft/fabric/directory.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
+#include "soft/fabric/frame_faults.h"
+#include "soft/fabric/handshake.h"
+#include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
 #include "soft/objects/device.h"
 #include "soft/objects/link_waiter.h"

@@ -4,6 +4,8 @@
  * whether he is still there. Else the thread sleeps in epoll_wait; after it had something to do it looks on for a
  * while, as long as that has been worth it lately. */
 #define _GNU_SOURCE
+#include "soft/fabric/poll_loop.h"
+
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -12,8 +14,13 @@
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
+#include "soft/fabric/accept.h"
 #include "soft/fabric/fabric.h"
+#include "soft/fabric/frame_faults.h"
+#include "soft/fabric/link.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/stream_rx.h"
+#include "soft/fabric/wakeup.h"
 #include "soft/objects/comp_channel.h"
 #include "soft/objects/device.h"
 

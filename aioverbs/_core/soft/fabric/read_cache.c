@@ -16,6 +16,7 @@
 #include "soft/base/lock_order.h"
 #include "soft/base/memfd.h"
 #include "soft/base/util.h"
+#include "soft/fabric/direct_copy.h"
 #include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/stream.h"
 #include "soft/objects/device.h"

@@ -23,8 +23,10 @@
 #include "soft/objects/read_cache_entry.h"
 
 struct soft_device;
+struct soft_fabric;
 struct soft_link;
 struct soft_qp;
+struct soft_stream;
 
 #define SOFT_LICENSED_BYTES (16u << 10) /* of a read: larger data is moved by its owner, in one copy */
 #define SOFT_LICENSED_RUN (128u << 10)  /* of several that are done together */
@@ -58,5 +60,19 @@ bool soft_licence_give(const struct soft_qp *qp, uint32_t key, uint64_t *address
 void soft_licence_recall_key(struct soft_device *device, uint32_t number);
 void soft_licence_recall_qp(const struct soft_qp *qp);
 void soft_licence_recall_all(struct soft_device *device);
+
+/* ---- From the inside of the fabric, under progress ------------------------------------------------------------ */
+
+/* Served: the page's descriptor, to be shown with WELCOME, or -1. */
+int soft_licence_offer(struct soft_stream *stream);
+/* When the last context is closed: nobody is left who could take something back. */
+void soft_licence_unmake(struct soft_fabric *fabric);
+
+/* Link: what came with WELCOME; the stream counts as silent, or not any more; what is not used any more is given back,
+ * or all is (outside of grace sections). */
+void soft_licence_take(struct soft_link *link);
+void soft_licence_suspend(struct soft_link *link, bool suspend);
+bool soft_licence_is_outdated(const struct soft_link *link);
+void soft_licence_drop(struct soft_link *link, bool all);
 
 #endif

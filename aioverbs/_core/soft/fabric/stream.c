@@ -14,8 +14,13 @@
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/util.h"
+#include "soft/fabric/accept.h"
+#include "soft/fabric/copy_token.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
+#include "soft/fabric/frame_faults.h"
+#include "soft/fabric/link.h"
+#include "soft/fabric/read_cache.h"
 #include "soft/objects/device.h"
 
 /* ---- Beginning ----------------------------------------------------------------------------------------------- */

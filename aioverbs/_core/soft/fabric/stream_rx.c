@@ -1,5 +1,7 @@
 /* The receiving side of a stream: bytes become messages of the handshake, then frames. All under progress. */
 #define _GNU_SOURCE
+#include "soft/fabric/stream_rx.h"
+
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -11,6 +13,8 @@
 #include "soft/base/util.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
+#include "soft/fabric/frame_faults.h"
+#include "soft/fabric/handshake.h"
 #include "soft/fabric/stream.h"
 
 #define ANSWER_BYTES (512u << 10) /* after so many that were moved, answers wait no longer */

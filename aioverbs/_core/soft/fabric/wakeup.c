@@ -6,6 +6,8 @@
  * his own resigns, and one that does not come in time is deposed, as are all where a socket is full: then the thread
  * reads and sends, as where nobody leads. */
 #define _GNU_SOURCE
+#include "soft/fabric/wakeup.h"
+
 #include <sys/epoll.h>
 
 #include "soft/base/lock_order.h"

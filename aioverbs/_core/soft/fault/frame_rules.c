@@ -4,6 +4,7 @@
 
 #include "soft/base/lock_order.h"
 #include "soft/fabric/fabric.h"
+#include "soft/fabric/frame_faults.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
 #include "soft/fault/fault.h"

@@ -1,8 +1,8 @@
 /* The queue pair's state machine: which attributes each transition must and may have. Pure. */
 #include "soft/objects/qp_state.h"
 
-#include <stdbool.h>
 #include <errno.h>
+#include <stdbool.h>
 
 /* Sets of queue pair types. */
 enum { RC = 1, UC = 2, UD = 4, INI = 8, TGT = 16, CONNECTED = RC | UC | INI | TGT, ALL = CONNECTED | UD };

@@ -4,8 +4,8 @@
  * Acknowledgements are coalesced: the last of a run of them tells of all. */
 #include "soft/transport/inbound.h"
 
-#include <string.h>
 #include <assert.h>
+#include <string.h>
 
 #include "soft/base/id_table.h"
 #include "soft/base/lock_order.h"

@@ -6,8 +6,8 @@
  * looked up there. */
 #include "soft/transport/requester.h"
 
-#include <string.h>
 #include <assert.h>
+#include <string.h>
 #include <time.h>
 
 #include "soft/base/epoch.h"

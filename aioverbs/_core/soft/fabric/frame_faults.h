@@ -1,0 +1,31 @@
+/* What is done to frames by a fault plan: while fabric->disturbed is not 0. */
+#ifndef AIOVERBS_SOFT_FABRIC_FRAME_FAULTS_H
+#define AIOVERBS_SOFT_FABRIC_FRAME_FAULTS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "soft/fabric/stream.h"
+
+/* Whether the peer has this GID, or is looked for by it. Under progress, or under tx of one that is open. */
+bool soft_stream_concerns(const struct soft_stream *stream, const union ibv_gid *gid);
+
+/* In a grace section, under tx, where there is room for a frame; under progress: whether it is to go on now. Else it is
+ * lost, or comes later. */
+bool soft_disturb_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                      unsigned int count);
+bool soft_disturb_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
+
+/* Under progress, not in a grace section: those that are due. */
+void soft_disturb_release(struct soft_fabric *fabric, uint64_t now);
+
+/* Under tx: what is on its way is lost. */
+void soft_disturb_forget(struct soft_stream *stream);
+
+static inline bool soft_is_disturbed(const struct soft_stream *stream)
+{
+    return atomic_load_explicit(&stream->fabric->disturbed, memory_order_relaxed);
+}
+
+#endif

@@ -36,8 +36,10 @@ LAYERS = (
 )
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
-# Functions that nothing calls are kept, so that what they call is seen; -g names the file that a function is from.
-_FLAGS = (
+# Functions that nothing calls are kept, so that what they call is seen, for which clang has no flag; -g names the file
+# that a function is from.
+_GCC = (
+    "gcc",
     "-std=c11",
     "-D_GNU_SOURCE",
     "-g1",
@@ -87,10 +89,9 @@ def symbols(paths: Iterable[Path], core: Path) -> dict[Path, Symbols]:
 
     :raises subprocess.CalledProcessError: a file does not compile by itself; the compiler has said why.
     """
-    compiler = [*shlex.split(os.environ.get("CC", "cc")), *_FLAGS, f"-I{core}"]
 
     def read(path: Path, target: Path) -> Symbols:
-        subprocess.run([*compiler, "-x", "c", "-c", str(path), "-o", str(target)], check=True)
+        subprocess.run([*_GCC, f"-I{core}", "-x", "c", "-c", str(path), "-o", str(target)], check=True)
         listed = subprocess.run(["nm", "-P", "-l", str(target)], check=True, capture_output=True, text=True)
         return parse_symbols(listed.stdout)
 

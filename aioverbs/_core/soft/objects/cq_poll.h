@@ -11,7 +11,6 @@ struct soft_qp;
 struct soft_srq;
 
 int soft_poll_cq(struct ibv_cq *cq, int count, struct ibv_wc *wc);
-
 void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags);
 
 /* Removes what `qp` or `srq` completed and nobody polled; either may be NULL. The caller is inside of the queue's

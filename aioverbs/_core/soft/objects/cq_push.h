@@ -10,7 +10,6 @@ struct soft_cq;
 struct soft_cqe;
 
 int soft_req_notify_cq(struct ibv_cq *cq, int solicited_only);
-
 int soft_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr);
 
 /* From the device half of any queue pair. False: the queue overran, the completion is lost. */

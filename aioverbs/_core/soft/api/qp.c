@@ -578,7 +578,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
             *link = before;
         }
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
-            if (to != IBV_QPS_ERR || !soft_asks(qp)) /* else whoever flushes it sees to it */
+            if (to != IBV_QPS_ERR || !soft_is_remote(qp)) /* else whoever flushes it sees to it */
                 soft_ask_no_more(qp);
             qp->waiting = false;
         }

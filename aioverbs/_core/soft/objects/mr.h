@@ -50,7 +50,7 @@ static inline uint8_t *soft_mr_resolve(struct soft_device *device, const struct 
     const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
 
     if (!found)
-        return soft_far_resolve(pd, key, address, length, access);
+        return soft_shared_resolve(pd, key, address, length, access);
     if (found->is_window)
         return NULL;
     return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);

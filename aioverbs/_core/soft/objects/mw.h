@@ -47,7 +47,7 @@ static inline uint8_t *soft_remote_open(struct soft_remote *remote, struct soft_
 
     remote->window = NULL;
     if (!found)
-        return soft_far_open(remote, qp, pd, key, address, length, access);
+        return soft_shared_open(remote, qp, pd, key, address, length, access);
     if (found->is_window)
         return soft_mw_open(container_of(found, struct soft_mw, key), remote, qp, pd, key, address, length, access);
     return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);

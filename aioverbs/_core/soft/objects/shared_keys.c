@@ -124,7 +124,7 @@ void soft_key_release(struct soft_device *device, struct soft_key *key)
         soft_shared_drop(key->file);
 }
 
-struct soft_key *soft_far_find(const struct soft_pd *pd, uint32_t key)
+struct soft_key *soft_shared_find(const struct soft_pd *pd, uint32_t key)
 {
     struct soft_shared *file = pd_file(pd);
     struct place place;
@@ -134,7 +134,7 @@ struct soft_key *soft_far_find(const struct soft_pd *pd, uint32_t key)
     return soft_table_find(&file->keys, place.key);
 }
 
-bool soft_far_find_others(const struct soft_pd *pd, uint32_t key)
+bool soft_shared_find_others(const struct soft_pd *pd, uint32_t key)
 {
     struct soft_shared *file = pd_file(pd);
     struct place place;
@@ -274,7 +274,7 @@ static uint8_t *reach(struct soft_shared *file, const struct place *at, uint32_t
     return place_here(file, told.offset + within, length);
 }
 
-uint8_t *soft_far_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
+uint8_t *soft_shared_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
 {
     struct soft_shared *file = pd_file(pd);
     const struct soft_key *found;
@@ -290,14 +290,14 @@ uint8_t *soft_far_resolve(const struct soft_pd *pd, uint32_t key, uint64_t addre
     return soft_mr_reach(container_of(found, struct soft_mr, key), pd, key, address, length, access);
 }
 
-uint8_t *soft_far_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
-                       uint64_t address, uint64_t length, int access)
+uint8_t *soft_shared_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                          uint64_t address, uint64_t length, int access)
 {
-    struct soft_key *found = soft_far_find(pd, key);
+    struct soft_key *found = soft_shared_find(pd, key);
 
     if (found && found->is_window)
         return soft_mw_open(container_of(found, struct soft_mw, key), remote, qp, pd, key, address, length, access);
-    return soft_far_resolve(pd, key, address, length, access);
+    return soft_shared_resolve(pd, key, address, length, access);
 }
 
 /* ---- Regions of others, by name --------------------------------------------------------------------------------- */
@@ -310,7 +310,7 @@ struct borrowed {
 /* That of this process has its memory where it was registered; that of others, where the file is mapped. */
 static int shared_key_look_up(const struct soft_pd *pd, uint32_t key, struct told *told, void **here)
 {
-    struct soft_key *found = soft_far_find(pd, key);
+    struct soft_key *found = soft_shared_find(pd, key);
     struct soft_shared *file = pd_file(pd);
     struct place place;
 

@@ -37,25 +37,25 @@ void soft_key_withdraw(struct soft_device *device, struct soft_key *key);
 void soft_key_release(struct soft_device *device, struct soft_key *key);
 
 /* What soft_mr_resolve, soft_remote_open and soft_key_find do with numbers that are not the device's own: those of
- * domains that processes share. What another process registered is reached by soft_far_resolve alone, where this
+ * domains that processes share. What another process registered is reached by soft_shared_resolve alone, where this
  * process has it; and stays good until the section ends, too. */
-uint8_t *soft_far_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access);
-uint8_t *soft_far_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
-                       uint64_t address, uint64_t length, int access);
-struct soft_key *soft_far_find(const struct soft_pd *pd, uint32_t key);
-bool soft_far_find_others(const struct soft_pd *pd, uint32_t key);
+uint8_t *soft_shared_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access);
+uint8_t *soft_shared_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                          uint64_t address, uint64_t length, int access);
+struct soft_key *soft_shared_find(const struct soft_pd *pd, uint32_t key);
+bool soft_shared_find_others(const struct soft_pd *pd, uint32_t key);
 
 /* Whether it is the number of a region of another process, as far as it is one. */
-static inline bool soft_far_is_others(const struct soft_pd *pd, uint32_t key)
+static inline bool soft_shared_is_others(const struct soft_pd *pd, uint32_t key)
 {
-    return key >> 8 >= SOFT_MAX_NUMBER && soft_far_find_others(pd, key);
+    return key >> 8 >= SOFT_MAX_NUMBER && soft_shared_find_others(pd, key);
 }
 
 static inline struct soft_key *soft_key_find(struct soft_device *device, const struct soft_pd *pd, uint32_t key)
 {
     struct soft_key *found = soft_table_find(&device->keys, key >> 8);
 
-    return found ? found : soft_far_find(pd, key);
+    return found ? found : soft_shared_find(pd, key);
 }
 
 /* A region of the domain by its key, which another process registered: for scatter/gather entries, its address is what

@@ -15,7 +15,7 @@ struct soft_mr;
 struct soft_request;
 
 /* Whether the peer is not of this device. */
-static inline bool soft_asks(const struct soft_qp *qp)
+static inline bool soft_is_remote(const struct soft_qp *qp)
 {
     return qp->link && qp->qp.qp_type != IBV_QPT_UD;
 }

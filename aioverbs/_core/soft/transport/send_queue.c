@@ -355,7 +355,7 @@ static uint64_t run(struct soft_qp *qp, struct soft_qp **broken)
     int64_t left = SOFT_QUEUE_TURN;
 
     assert_held(&qp->sq_lock);
-    if (soft_asks(qp))
+    if (soft_is_remote(qp))
         return soft_ask(qp);
     while (left > 0) {
         const struct soft_wqe *wqe = soft_ring_entry(&qp->sq, qp->window.taken);

@@ -26,7 +26,7 @@ from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
 __all__ = ["Given", "GivenSoft", "answer", "receive"]
 
 _INT = array.array("i").itemsize
-_TAKEN = 253  # all that a message may have (SCM_MAX_FD): what is beyond would be closed by the kernel, in this thread
+_TAKEN = 253  # all that a message may have (SCM_MAX_FD)
 
 
 class Given:
@@ -93,7 +93,7 @@ class GivenSoft:
 def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
     """A list of descriptors; those that are in it at the end are closed.
 
-    :param close: how: those of a peer by `engine.discard_descriptor`, as their close may take as long as he likes.
+    :param close: how: those of a peer by `handles.discard_descriptor`, as their close may take as long as he likes.
     """
     held: list[int] = []
     try:
@@ -193,14 +193,18 @@ async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) ->
 async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
     """So many bytes, and not one more; the descriptors that came with them are put into the list.
 
-    :raises VerbsError: with EPROTO where there were more than are taken, or more than this process may have.
+    A piece is looked at before it is taken: taking it would have the kernel close what finds no room, in this thread.
+
+    :raises VerbsError: with EPROTO where there were more than this process may have. The socket is closed then, by the
+        thread that closes what is in it.
     """
     data = b""
     room = socket.CMSG_LEN(_TAKEN * _INT)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # else what comes out of band is dropped, and closed
     while len(data) < size:
         try:
             # Not socket.recv_fds: that one forgets the flags.
-            piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_CMSG_CLOEXEC)
+            piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             await ready(sock)
             continue
@@ -210,8 +214,9 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> by
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors += array.array("i", content[: len(content) - len(content) % _INT])
         if flags & socket.MSG_CTRUNC:
+            handles.discard_descriptor(sock.detach())
             raise refusal(errno.EPROTO, "more descriptors were attached than this process can take")
         if not piece:
             raise BrokenResourceError(f"the peer closed the socket after {len(data)} of {size} bytes")
-        data += piece
+        data += sock.recv(len(piece))
     return data

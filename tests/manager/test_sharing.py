@@ -223,10 +223,10 @@ async def test_what_the_socket_takes_in_pieces(ends: Ends, stand_in: StandIn, sh
         close(made)
 
 
-def attach(sock: socket.socket, data: bytes, *fds: int) -> None:
+def attach(sock: socket.socket, data: bytes, *fds: int, flags: int = 0) -> None:
     """Send, and close what was attached."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.sendmsg([data], rights)
+    sock.sendmsg([data], rights, flags)
     for each in fds:
         os.close(each)
 
@@ -242,20 +242,31 @@ async def test_other_descriptors_than_two(ends: Ends, stand_in: StandIn, shared:
         await receiving
 
 
-async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: StandIn, shared: Share) -> None:
-    near, far = ends
-    receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
-    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+@contextlib.contextmanager
+def one_free_descriptor() -> Iterator[None]:
+    """The process may have one more than it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
     try:
-        with pytest.raises(VerbsError, match=r"EPROTO .*more descriptors were attached than this process can take"):
-            await receiving
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+    with (
+        one_free_descriptor(),
+        pytest.raises(VerbsError, match=r"EPROTO .*more descriptors were attached than this process can take"),
+    ):
+        await receiving
+    assert far.fileno() == -1
+    assert not await asyncio.get_running_loop().sock_recv(near, 1)
 
 
 async def test_descriptors_that_nobody_asked_for(ends: Ends, stand_in: StandIn, shared: Share) -> None:
@@ -266,25 +277,49 @@ async def test_descriptors_that_nobody_asked_for(ends: Ends, stand_in: StandIn, 
     assert Reply.parse(far.recv(Reply.SIZE)).status == errno.EPROTO
 
 
-async def test_a_descriptor_whose_close_waits(ends: Ends, stand_in: StandIn, shared: Share) -> None:
-    """Of a socket that lingers, as its buffer is full: the loop does not wait for that."""
-    near, far = ends
-    lingers = 20.0
+LINGERS = 20
+
+
+@pytest.fixture
+def lingering() -> Iterator[int]:
+    """The last descriptor of a socket that lingers, as its buffer is full."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # it grows to what is sent otherwise
         passed = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
     passed.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
             passed.send(bytes(1 << 16))
-    passed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, int(lingers)))
+    passed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGERS))
+    with other:
+        yield passed.detach()
+
+
+@pytest.mark.parametrize("out_of_band", [False, True])
+async def test_a_descriptor_whose_close_waits(
+    ends: Ends, stand_in: StandIn, shared: Share, lingering: int, out_of_band: bool
+) -> None:
+    """The loop does not wait for that."""
+    near, far = ends
+    data = Request.make(ID, KEY, bytes(16)).pack()
     begin = time.monotonic()
-    attach(far, Request.make(ID, KEY, bytes(16)).pack(), passed.detach())
+    attach(far, data[:1], lingering, flags=socket.MSG_OOB if out_of_band else 0)
+    attach(far, data[1:])
     with pytest.raises(VerbsError, match=r"EPROTO .*attached 1 descriptors"):
         await answer(near, stand_in.context, shared)
-    waited = time.monotonic() - begin
-    other.close()
-    assert waited < lingers / 2
+    assert time.monotonic() - begin < LINGERS / 2
+
+
+async def test_a_descriptor_whose_close_waits_and_that_finds_no_room(
+    ends: Ends, stand_in: StandIn, shared: Share, lingering: int
+) -> None:
+    near, far = ends
+    begin = time.monotonic()
+    attach(far, Request.make(ID, KEY, bytes(16)).pack(), stand_in.dup_cmd_fd(), stand_in.dup_cmd_fd(), lingering)
+    with one_free_descriptor(), pytest.raises(VerbsError, match=r"EPROTO .*than this process can take"):
+        await answer(near, stand_in.context, shared)
+    assert time.monotonic() - begin < LINGERS / 2
 
 
 async def test_a_peer_without_the_key(ends: Ends, stand_in: StandIn, shared: Share) -> None:

@@ -93,4 +93,6 @@ bool raw_is_closed(int fd); /* within the deadline */
 /* All of the handshake, without a secret. */
 int raw_open(const struct node *to);
 
+unsigned int open_descriptors(void); /* of this process, and a few more, always as many */
+
 #endif

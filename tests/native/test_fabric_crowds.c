@@ -4,6 +4,7 @@
 
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -12,6 +13,8 @@
 #include "soft/base/address.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/accept.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/memfd.h"
 
 enum { CROWD = SOFT_MAX_HANDSHAKES + 5 };
 
@@ -294,6 +297,86 @@ static void idle_peers_leave_descriptors(void)
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
+/* All of the handshake, as a peer whose memory the other side may reach. */
+static int raw_open_directly(const struct node *to)
+{
+    static const uint8_t none[SOFT_DIGEST];
+    uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_PROOF_SIZE], nonce[SOFT_NONCE] = {1};
+    struct soft_hello said = {.flags = SOFT_HELLO_DIRECT, .pid = (uint32_t)getpid(), .probe = (uintptr_t)nonce};
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control = {.header = {CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS}};
+    struct iovec piece = {hello, sizeof(hello)};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+    struct soft_welcome welcome;
+    int fd = raw_connect(to), leases;
+
+    leases = soft_sealed_make("leases", sizeof(struct soft_lease_page), F_SEAL_SEAL);
+    REQUIRE(leases >= 0);
+    memcpy(CMSG_DATA(&control.header), &leases, sizeof(leases));
+    memset(said.gids, 7, sizeof(said.gids));
+    memcpy(said.wanted, &to->device.gids[0], sizeof(said.wanted));
+    memcpy(said.nonce, nonce, sizeof(said.nonce));
+    soft_hello_pack(&said, hello);
+    REQUIRE_EQ(sendmsg(fd, &message, MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    soft_descriptor_close(leases);
+    REQUIRE(raw_read(fd, bytes, sizeof(bytes)));
+    REQUIRE(!soft_welcome_parse(bytes, &welcome));
+    CHECK(welcome.flags & SOFT_HELLO_DIRECT); /* where a kernel does not allow it, this fails */
+    soft_proof_pack(none, proof);
+    REQUIRE_EQ(send(fd, proof, sizeof(proof), MSG_NOSIGNAL), SOFT_PROOF_SIZE);
+    return fd;
+}
+
+/* A peer whose memory is reached takes two descriptors, and so does one of which that is not known yet. */
+static void direct_peers_leave_descriptors(void)
+{
+    enum { LIMIT = 200, MOST = LIMIT / 4 / 2 };
+    struct rlimit before, limit;
+    unsigned int open, i;
+    int fds[MOST], fd;
+
+    REQUIRE(grace_ready());
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    limit = (struct rlimit){LIMIT, before.rlim_max};
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    atomic_store(&b->expects, true);
+    fds[0] = raw_open_directly(b); /* the page of licences is made */
+    open = open_descriptors();
+    for (i = 1; i < MOST; i++)
+        fds[i] = raw_open_directly(b);
+    EVENTUALLY(stats_of(b).accepted == MOST);
+    CHECK_EQ(open_descriptors() - open, 3 * (MOST - 1)); /* each has one here */
+    fd = raw_connect(b);
+    accept_late(b);
+    CHECK_EQ(stats_of(b).streams, MOST); /* queue pairs are connected to all of them */
+    close(fd);
+    for (i = 0; i < MOST; i++)
+        close(fds[i]);
+    EVENTUALLY(!stats_of(b).streams);
+
+    for (i = 0; i < MOST; i++)
+        fds[i] = raw_connect(b);
+    EVENTUALLY(stats_of(b).streams == MOST);
+    fd = raw_connect(b);
+    soft_mutex_take(&b->device.fabric->progress);
+    soft_fabric_accept(b->device.fabric, &b->device.fabric->unix_watch);
+    soft_mutex_give(&b->device.fabric->progress);
+    CHECK(stats_of(b).streams <= MOST); /* the first ones may have given way by now */
+    for (i = 0; i < MOST; i++)
+        close(fds[i]);
+    close(fd);
+    close_both();
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
 CHECK_MAIN_ONCE(CASE(silent_peers_keep_nobody_out), CASE(silent_peers_that_come_again_keep_nobody_out),
                 CASE(silent_peers_of_the_network), CASE(silent_peers_that_are_looked_for),
-                CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors))
+                CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors),
+                CASE(direct_peers_leave_descriptors))

@@ -3,10 +3,12 @@
 #include "support_fabric.h"
 #include "support_fork.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "soft/base/fork_fds.h"
@@ -132,21 +134,9 @@ static void slow_talkers(void)
     close_all();
 }
 
-static unsigned int open_descriptors(void)
-{
-    DIR *listing = opendir("/proc/self/fd");
-    unsigned int count = 0;
-
-    REQUIRE(listing != NULL);
-    while (readdir(listing))
-        count++;
-    closedir(listing);
-    return count;
-}
-
 /* Beside one byte, or beside none where `byte` is NULL. Whether they went: the kernel may know that the other side
  * takes none. */
-static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int count)
+static bool send_with_descriptors_as(int flags, int fd, void *byte, int passed, unsigned int count)
 {
     union {
         struct cmsghdr header;
@@ -159,10 +149,15 @@ static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int c
     REQUIRE(count <= 8);
     while (count--)
         memcpy(CMSG_DATA(&control.header) + count * sizeof(int), &passed, sizeof(passed));
-    if (sendmsg(fd, &message, MSG_NOSIGNAL) == (ssize_t)piece.iov_len)
+    if (sendmsg(fd, &message, MSG_NOSIGNAL | flags) == (ssize_t)piece.iov_len)
         return true;
     CHECK_EQ(errno, EPERM);
     return false;
+}
+
+static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int count)
+{
+    return send_with_descriptors_as(0, fd, byte, passed, count);
 }
 
 /* All that come where none is asked for are closed, and the stream with them: in HELLO, behind it, and in what nobody
@@ -227,10 +222,12 @@ static int lingering(int *other)
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     static const struct linger for_long = {1, 3 * WAIT_S};
+    static const int room = 4096; /* which grows to what is sent otherwise */
     socklen_t size = sizeof(address);
     static uint8_t data[65536];
 
     REQUIRE_EQ(bind(listener, (struct sockaddr *)&address, size), 0);
+    REQUIRE_EQ(setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &room, sizeof(room)), 0);
     REQUIRE_EQ(listen(listener, 1), 0);
     REQUIRE_EQ(getsockname(listener, (struct sockaddr *)&address, &size), 0);
     REQUIRE_EQ(connect(fd, (struct sockaddr *)&address, size), 0);
@@ -246,7 +243,7 @@ static int lingering(int *other)
 /* Whose last close waits keeps nobody waiting, wherever it comes. */
 static void descriptors_whose_close_waits(void)
 {
-    enum { GREETING, SEVERAL, OPEN, UNREAD, WAYS };
+    enum { GREETING, SEVERAL, OUT_OF_BAND, OPEN, UNREAD, WAYS };
     static const union ibv_gid stranger = {.raw = {7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7}}; /* raw_hello's */
     struct soft_hello said = {.flags = 0};
     uint8_t hello[SOFT_HELLO_SIZE];
@@ -264,15 +261,17 @@ static void descriptors_whose_close_waits(void)
     for (way = GREETING; way < WAYS; way++) {
         fd = way < OPEN ? raw_connect(b) : raw_open(b);
         if (way >= OPEN) /* what is behind PROOF comes later */
-            EVENTUALLY(stats_of(b).accepted == way);
+            EVENTUALLY(stats_of(b).accepted == way - 1);
         if (way == UNREAD)
             CHECK_EQ(soft_fabric_stall(&b->device, &stranger, true), 1);
         passed = lingering(&other);
-        sent = send_with_descriptors(fd, hello, passed, way == SEVERAL ? 8 : 1);
+        soft_mutex_take(&b->device.fabric->progress); /* it is read when no other one is left */
+        sent = send_with_descriptors_as(way == OUT_OF_BAND ? MSG_OOB : 0, fd, hello, passed, way == SEVERAL ? 8 : 1);
         CHECK(sent || way >= OPEN);
         if (!sent)
             CHECK_EQ(setsockopt(passed, SOL_SOCKET, SO_LINGER, &(struct linger){0}, sizeof(struct linger)), 0);
         close(passed); /* the last one is on its way */
+        soft_mutex_give(&b->device.fabric->progress);
         if (way == UNREAD)
             CHECK_EQ(soft_fabric_cut(&b->device, &stranger), 1);
         CHECK(!sent || raw_is_closed(fd));
@@ -296,6 +295,149 @@ static void descriptors_whose_close_waits(void)
     close(other);
     node_close(nobody);
     close_all();
+}
+
+/* What finds no room in the process is closed by the kernel, where it is taken out of the socket. */
+static void descriptors_that_find_no_room(void)
+{
+    struct rlimit before, none;
+    uint8_t byte = 0;
+    int fd, passed, other;
+    unsigned int open;
+
+    open_all();
+    open = open_descriptors();
+    fd = raw_connect(b);
+    EVENTUALLY(stats_of(b).streams == 2);
+    passed = lingering(&other);
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    none = (struct rlimit){3, before.rlim_max};
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+    soft_mutex_take(&b->device.fabric->progress);
+    CHECK(send_with_descriptors(fd, &byte, passed, 8));
+    close(passed);
+    soft_mutex_give(&b->device.fabric->progress);
+    CHECK(raw_is_closed(fd));
+    sender_want(&honest, IBV_WR_SEND, 1, 100);
+    EVENTUALLY(a->responses == 2);
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+    CHECK(last_reason_is(b, "ulimit -n"));
+    close(fd);
+    close(other);
+    EVENTUALLY(open_descriptors() == open);
+    close_all();
+}
+
+/* While the thread that closes them waits, nobody who comes can bring another one. */
+static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
+{
+    int ends[2], other, passed, fd;
+    uint8_t byte = 0;
+    unsigned int before, open;
+
+    open_all();
+    before = open_descriptors();
+    passed = lingering(&other);
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, ends), 0);
+    CHECK(send_with_descriptors(ends[0], NULL, passed, 1));
+    close(passed);
+    close(ends[0]);
+    soft_descriptor_discard(ends[1]);
+    EVENTUALLY(fcntl(ends[1], F_GETFD) < 0);
+    while (!soft_descriptors_are_stuck()) {
+        fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0);
+        REQUIRE(fd >= 0);
+        soft_descriptor_discard(fd);
+    }
+    open = open_descriptors();
+    fd = raw_connect(b);
+    CHECK(send_with_descriptors(fd, &byte, STDERR_FILENO, 8));
+    EVENTUALLY(last_reason_is(b, "descriptors that a peer sent cannot be closed"));
+    CHECK_EQ(open_descriptors(), open + 1);
+    close(other);
+    CHECK(raw_is_closed(fd)); /* its turn has come */
+    CHECK(last_reason_is(b, "descriptors came that nobody asked for"));
+    close(fd);
+    EVENTUALLY(open_descriptors() == before);
+    close_all();
+}
+
+/* What waits in a socket that is to be closed is not open all at once. */
+static void descriptors_of_one_message_at_a_time(void)
+{
+    enum { MESSAGES = 5, EACH = 8 };
+    int ends[2], first[2], passed, other;
+    unsigned int open, i;
+    struct pollfd hung_up = {.events = 0};
+    uint8_t byte = 0;
+
+    REQUIRE_EQ(soft_descriptors_watch_forks(), 0);
+    open = open_descriptors();
+    passed = lingering(&other);
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, first), 0);
+    CHECK(send_with_descriptors(first[0], NULL, passed, 1));
+    close(passed);
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    for (i = 0; i < MESSAGES; i++)
+        CHECK(send_with_descriptors(ends[0], &byte, i ? STDERR_FILENO : first[1], EACH));
+    close(first[1]);
+    close(ends[0]);
+    soft_descriptor_discard(ends[1]);
+    hung_up.fd = first[0];
+    CHECK_EQ(poll(&hung_up, 1, WAIT_S * 1000), 1);
+    /* All of the first message were closed, the last one of which waits for what is in it. */
+    CHECK_EQ(open_descriptors(), open + 3); /* ends[1], first[0], other */
+    close(other);
+    close(first[0]);
+    EVENTUALLY(open_descriptors() == open);
+}
+
+/* ---- Who looks whether somebody listens ------------------------------------------------------------------ */
+
+/* A listener that has sent this by the time that who connects to it goes on. */
+static int listener = -1, sent_at_once;
+
+int connect(int fd, const struct sockaddr *address, socklen_t size)
+{
+    uint8_t byte = 0;
+    int accepted;
+
+    if (syscall(SYS_connect, fd, address, size))
+        return -1;
+    if (address->sa_family != AF_UNIX || listener < 0)
+        return 0;
+    accepted = accept(listener, NULL, NULL);
+    REQUIRE(accepted >= 0);
+    CHECK(send_with_descriptors(accepted, &byte, sent_at_once, 1));
+    close(sent_at_once);
+    close(accepted);
+    listener = -1;
+    return 0;
+}
+
+static void who_is_found_listening_holds_up_nobody(void)
+{
+    struct soft_entry listening, none;
+    unsigned int open;
+    char why[256];
+    uint64_t begin;
+    int other;
+
+    new_directory();
+    a = node_open();
+    listen_by_hand(a, &listening);
+    open = open_descriptors();
+    sent_at_once = lingering(&other);
+    listener = listening.fd;
+    begin = now_ns();
+    CHECK_EQ(soft_directory_enter(&settings, a->device.gids, &none, why, sizeof(why)), EADDRINUSE);
+    CHECK(now_ns() - begin < 2 * WAIT_S * 1000000000ull);
+    CHECK_EQ(listener, -1);
+    EVENTUALLY(open_descriptors() == open + 1);
+    close(other);
+    soft_directory_leave(&listening);
+    node_close(a);
+    CHECK_EQ(rmdir(directory()), 0);
 }
 
 static void is_not_stuck(void *argument)
@@ -673,6 +815,8 @@ static void a_peer_that_cannot_write(void)
 
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
                 CASE(descriptors_beside_no_byte), CASE(descriptors_whose_close_waits),
+                CASE(descriptors_that_find_no_room), CASE(descriptors_that_wait_to_be_closed_keep_peers_waiting),
+                CASE(descriptors_of_one_message_at_a_time), CASE(who_is_found_listening_holds_up_nobody),
                 CASE(a_child_closes_what_waits_to_be_closed), CASE(frames_that_are_none),
                 CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
                 CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),

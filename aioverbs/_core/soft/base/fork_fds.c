@@ -19,11 +19,21 @@ enum {
     MESSAGE = 253, /* descriptors of one message at most: SCM_MAX_FD of the kernel */
 };
 
-static unsigned long owned[LIMIT / WORD];  /* under the lock, a bit for each descriptor */
-static int highest = -1;                   /* of all that were ever owned; under the lock */
-static unsigned long doomed[LIMIT / WORD]; /* under the lock, like the next two: the closing thread closes these */
-static unsigned int doomed_count;
-static bool closing; /* that thread runs */
+struct set {
+    unsigned long bits[LIMIT / WORD]; /* one for each descriptor */
+    unsigned int count;
+};
+
+union rights { /* beside a message */
+    struct cmsghdr header;
+    char bytes[CMSG_SPACE(MESSAGE * sizeof(int))];
+};
+
+static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
+static int highest = -1;                  /* of all that were ever owned; under the lock */
+static struct set doomed;                 /* under the lock, like the next two: the closing thread closes these */
+static struct set brought;                /* and these first, which came out of one of those */
+static bool closing;                      /* that thread runs */
 static struct soft_mutex lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DESCRIPTORS);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int watch_error;
@@ -65,10 +75,10 @@ static void fork_fds_close_all(void)
     for (fd = 0; fd <= highest; fd++)
         if (!owned[fd / WORD])
             fd |= WORD - 1;
-        else if (owned[fd / WORD] & ~doomed[fd / WORD] & 1ul << fd % WORD)
+        else if (owned[fd / WORD] & 1ul << fd % WORD)
             close(fd);
     for (fd = 0; fd <= highest; fd += WORD)
-        owned[fd / WORD] = doomed[fd / WORD];
+        owned[fd / WORD] = 0;
     closing = false;
     fork_fds_after_fork();
 }
@@ -111,36 +121,77 @@ void soft_descriptor_close(int fd)
 
 /* ---- What strangers send -------------------------------------------------------------------------------------- */
 
-/* The number of one that is to be closed, which is nobody's from here on; -1: there is none. */
-static int take_doomed(void)
+/* Under the lock: takes one away, of which there is one. */
+static int take_from(struct set *set)
+{
+    int fd;
+
+    for (fd = 0; !(set->bits[fd / WORD] >> fd % WORD & 1); fd++)
+        if (!set->bits[fd / WORD])
+            fd |= WORD - 1;
+    set->bits[fd / WORD] &= ~(1ul << fd % WORD);
+    set->count--;
+    return fd;
+}
+
+/* The number of one that is to be closed, which is in no set from here on; -1: there is none. */
+static int take_doomed(bool *is_brought)
 {
     int fd = -1;
 
     soft_descriptors_hold();
-    if (!doomed_count)
-        closing = false;
-    else
-        for (fd = 0; !(doomed[fd / WORD] >> fd % WORD & 1); fd++)
-            if (!doomed[fd / WORD])
-                fd |= WORD - 1;
-    if (fd >= 0) {
-        doomed_count--;
-        doomed[fd / WORD] &= ~(1ul << fd % WORD);
-        owned[fd / WORD] &= ~(1ul << fd % WORD);
-    }
+    *is_brought = brought.count;
+    closing = brought.count || doomed.count;
+    if (closing)
+        fd = take_from(brought.count ? &brought : &doomed);
     soft_descriptors_release();
     return fd;
 }
 
-/* Takes what waits in a Unix stream; descriptors among it are discarded, too. It is shut down, so that it ends. */
-static bool empty(int fd)
+/* Under the lock. */
+static void put_into(struct set *set, int fd)
 {
-    char bytes[4096];
-    bool unwanted = false;
+    if (fd >= LIMIT) { /* there are none where few files may be open */
+        close(fd);
+        return;
+    }
+    owned[fd / WORD] &= ~(1ul << fd % WORD);
+    set->bits[fd / WORD] |= 1ul << fd % WORD;
+    set->count++;
+}
 
-    while (!unwanted && soft_descriptors_receive(fd, bytes, sizeof(bytes), NULL, &unwanted) > 0)
-        ;
-    return !unwanted;
+/* Under the lock: those that came, into the set. */
+static void take_rights(struct msghdr *message, struct set *set)
+{
+    struct cmsghdr *header;
+    size_t i;
+    int fd;
+
+    for (header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header))
+        if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
+            for (i = 0; i < (header->cmsg_len - CMSG_LEN(0)) / sizeof(fd); i++) {
+                memcpy(&fd, CMSG_DATA(header) + i * sizeof(fd), sizeof(fd));
+                put_into(set, fd);
+            }
+}
+
+/* By the closing thread: takes a message out of a Unix stream that is shut down, with its descriptors, as far as there
+ * is room for them. The kernel closes the others here. False: there was none. */
+static bool take_message(int fd)
+{
+    union rights rights;
+    char bytes[4096];
+    struct iovec piece = {bytes, sizeof(bytes)};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof(rights)};
+    ssize_t got;
+
+    soft_descriptors_hold();
+    got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC); /* which closes nothing under the lock */
+    if (got >= 0)
+        take_rights(&message, &brought);
+    soft_descriptors_release();
+    return got > 0 && recv(fd, bytes, (size_t)got, MSG_DONTWAIT) > 0;
 }
 
 static bool socket_is(int fd, int option, int expected)
@@ -151,21 +202,29 @@ static bool socket_is(int fd, int option, int expected)
     return !getsockopt(fd, SOL_SOCKET, option, &value, &size) && value == expected;
 }
 
-/* What waits in a Unix socket of messages is the kernel's to close, which this thread waits for: messages may be empty,
- * so that the last one is not told from the end. */
+/* What waits in a Unix stream is taken out a message at a time, and closed before the next one is taken: so no more
+ * than one message's descriptors are open at once, however many wait there. What waits in a Unix socket of messages is
+ * the kernel's to close, which this thread waits for: messages may be empty, so that the last one is not told from the
+ * end. So is what waits in a Unix stream that came out of another one. */
 static void *close_doomed(void *unused)
 {
     static const struct linger none = {0};
+    bool is_brought;
     int fd;
 
     (void)unused;
     prctl(PR_SET_NAME, "aioverbs-close");
-    while ((fd = take_doomed()) >= 0) {
+    while ((fd = take_doomed(&is_brought)) >= 0) {
         setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* most are no sockets */
-        if (socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
+        if (!is_brought && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
+            soft_descriptors_expect(fd);
             shutdown(fd, SHUT_RDWR);
-            while (!empty(fd))
-                ;
+            if (take_message(fd)) {
+                soft_descriptors_hold();
+                put_into(&doomed, fd);
+                soft_descriptors_release();
+                continue;
+            }
         }
         close(fd);
     }
@@ -179,7 +238,7 @@ static void begin_closing(void)
     sigset_t all, before;
     pthread_t thread;
 
-    if (closing || !doomed_count || pthread_attr_init(&detached))
+    if (closing || !(doomed.count || brought.count) || pthread_attr_init(&detached))
         return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* signals are for the user's threads */
@@ -192,19 +251,14 @@ static void begin_closing(void)
 /* Under the lock. */
 static void doom(int fd)
 {
-    if (fd < 0)
-        return;
-    if (fd >= LIMIT) { /* there are none where few files may be open */
-        close(fd);
-        return;
-    }
-    doomed[fd / WORD] |= 1ul << fd % WORD;
-    doomed_count++;
+    put_into(&doomed, fd);
     begin_closing();
 }
 
 void soft_descriptor_discard(int fd)
 {
+    if (fd < 0)
+        return;
     soft_descriptors_hold();
     doom(fd);
     soft_descriptors_release();
@@ -216,66 +270,105 @@ bool soft_descriptors_are_stuck(void)
 
     soft_descriptors_hold();
     begin_closing(); /* where nobody is let in meanwhile, nobody brings another one */
-    stuck = doomed_count > MESSAGE;
+    stuck = doomed.count > MESSAGE;
     soft_descriptors_release();
     return stuck;
 }
 
-/* Under the lock: those of one header. */
-static void take_descriptors(const struct cmsghdr *header, int *kept, bool *unwanted)
+void soft_descriptors_expect(int fd)
 {
-    size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int), i;
+    static const int one = 1;
 
-    for (i = 0; i < count; i++) {
-        int fd;
-
-        memcpy(&fd, CMSG_DATA(header) + i * sizeof(fd), sizeof(fd));
-        fd = soft_descriptor_own(fd);
-        if (kept && *kept < 0 && fd >= 0 && fcntl(fd, F_GET_SEALS) >= 0) {
-            *kept = fd;
-            continue;
-        }
-        doom(fd);
-        *unwanted = true;
-    }
+    setsockopt(fd, SOL_SOCKET, SO_OOBINLINE, &one, sizeof(one));
 }
 
+/* Under the lock: the one that came, which the message still has. */
+static void keep(struct msghdr *message, int *kept, bool *unwanted)
+{
+    const struct cmsghdr *header = CMSG_FIRSTHDR(message);
+    int fd;
+
+    if (!header || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
+        return;
+    memcpy(&fd, CMSG_DATA(header), sizeof(fd));
+    if (fcntl(fd, F_GET_SEALS) >= 0) {
+        *kept = soft_descriptor_own(fd);
+        return;
+    }
+    doom(fd); /* closing it closes no file, but may wait as well */
+    *unwanted = true;
+}
+
+/* What comes is looked at first, which takes nothing away: whatever finds no room here is not closed by that. Then it
+ * is taken only where it has no descriptors that are not kept here. */
 ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted)
 {
     union {
         struct cmsghdr header;
-        char bytes[CMSG_SPACE(MESSAGE * sizeof(int))];
+        char bytes[CMSG_SPACE(sizeof(int))];
     } control;
     struct iovec piece = {to, size};
-    struct msghdr message = {
-        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
-    bool held = kept;
-    struct cmsghdr *header;
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
     ssize_t got;
 
-    if (held)
+    if (kept && *kept < 0) {
+        message.msg_control = &control;
+        message.msg_controllen = CMSG_LEN(sizeof(int)); /* and not of two, for which there is space */
         soft_descriptors_hold();
-    got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    header = got >= 0 ? CMSG_FIRSTHDR(&message) : NULL; /* they are installed, also where no byte came */
-    if (header && !held) {
-        soft_descriptors_hold();
-        held = true;
     }
-    for (; header; header = CMSG_NXTHDR(&message, header))
-        if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
-            take_descriptors(header, kept, unwanted);
-    if (held)
+    got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (got > 0 && message.msg_flags & MSG_CTRUNC)
+        *unwanted = true;
+    if (message.msg_control) {
+        if (got > 0)
+            keep(&message, kept, unwanted);
         soft_descriptors_release();
+    }
+    if (got <= 0 || *unwanted)
+        return got;
+    do
+        got = recv(fd, to, (size_t)got, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
     return got;
+}
+
+ssize_t soft_descriptors_receive_all(int fd, void *to, size_t size, bool *unwanted)
+{
+    union rights rights;
+    struct iovec piece = {to, size};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof(rights)};
+    ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+
+    if (got < 0 || !(CMSG_FIRSTHDR(&message) || message.msg_flags & MSG_CTRUNC))
+        return got;
+    soft_descriptors_hold();
+    take_rights(&message, &doomed);
+    begin_closing();
+    soft_descriptors_release();
+    *unwanted = true;
+    return got;
+}
+
+/* Takes what waits in a Unix stream, as far as no descriptors come: whether all was taken. */
+static bool empty(int fd)
+{
+    char bytes[4096];
+    bool unwanted = false;
+
+    while (!unwanted && soft_descriptors_receive(fd, bytes, sizeof(bytes), NULL, &unwanted) > 0)
+        ;
+    return !unwanted;
 }
 
 void soft_descriptor_hang_up(int fd)
 {
     if (fd < 0)
         return;
+    soft_descriptors_expect(fd);
     shutdown(fd, SHUT_RDWR);
     if (empty(fd))
         soft_descriptor_close(fd);
     else
-        soft_descriptor_discard(fd); /* more may come of what waits there than is good to have open at once */
+        soft_descriptor_discard(fd);
 }

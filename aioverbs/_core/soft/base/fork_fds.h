@@ -22,13 +22,22 @@ void soft_descriptor_close(int fd); /* anywhere; nothing where it is negative */
 
 /* The last close of a file takes as long as who made it likes: a TCP socket lingers for the time that was set for it, a
  * file of FUSE waits for its server. So a stranger's descriptor is closed by a thread that has nothing else to do, and
- * never by the kernel in the thread that reads: not where a message finds no room for its descriptors, nor where a Unix
- * socket is closed that has messages left. */
+ * never in the thread that reads, by the kernel neither: that one looks at a message before it takes it, and leaves one
+ * with descriptors where it is, unless it has them itself by then. */
 
-/* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. The first descriptor that comes goes to `*kept` where that is
- * -1 and it is a memory file, whose close does not wait; all others are discarded, and `*unwanted` becomes true. Where
- * `kept` is NULL none is taken, and a child that is forked meanwhile may keep one that nobody asked for. */
+/* Before the first look at a Unix socket: what comes out of band waits in line, where the kernel would else drop it. */
+void soft_descriptors_expect(int fd);
+
+/* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. One descriptor may come, where `*kept` is -1 and it is a memory
+ * file, whose close does not wait: it goes to `*kept`. Where others come, or that one finds no room, nothing is taken
+ * and `*unwanted` becomes true: nothing is left to do with the socket than to hang up. None may come where `kept` is
+ * NULL. */
 ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted);
+
+/* The same in one system call, of who is no stranger any more and could stop this process as well: those that come are
+ * discarded, as far as they find room, and closed by the kernel at once beyond that. A child that is forked meanwhile
+ * may keep them. */
+ssize_t soft_descriptors_receive_all(int fd, void *to, size_t size, bool *unwanted);
 
 /* Closes one by that thread, some time. A child that is forked while it is being closed keeps it. */
 void soft_descriptor_discard(int fd);

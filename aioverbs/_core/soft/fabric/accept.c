@@ -76,6 +76,12 @@ void soft_listeners_wake(struct soft_fabric *fabric)
     set_rest(fabric, SOFT_SERVED_TCP, false);
 }
 
+/* Whether it has a descriptor of its peer's process, too, or may come to have one. */
+static bool has_two(const struct soft_stream *stream, enum soft_stage stage)
+{
+    return stream->is_unix && (is_unfinished(stage) || (stage == SOFT_OPEN && stream->pidfd >= 0));
+}
+
 void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -85,12 +91,13 @@ void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage)
 
     fabric->handshakes += (uint32_t)change;
     fabric->handshakes_of[kind] += (uint32_t)change;
-    if (change >= 0 || !was_full)
+    fabric->two_of[kind] += (uint32_t)(has_two(stream, stage) - has_two(stream, stream->stage));
+    if (change >= 0)
         return;
-    if (kind == SOFT_OUTGOING)
-        soft_fabric_wake(fabric); /* who reads connects the next one */
-    else
+    if (kind != SOFT_OUTGOING)
         set_rest(fabric, kind, false);
+    else if (was_full)
+        soft_fabric_wake(fabric); /* who reads connects the next one */
 }
 
 /* Which of two that may give way does so. */
@@ -120,15 +127,17 @@ bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
     return first;
 }
 
-/* So many streams of each kind are served: half of the descriptors that the process may have are for them (and for one
- * more for each process that moves data itself), and the others are the application's. */
-static uint32_t most_served(void)
+/* Half of the descriptors that the process may have are for streams that are served, a quarter for each kind, and the
+ * others are the application's. One over a Unix socket has two where its peer moves data itself, and is counted so
+ * until that is known. */
+static bool is_full(const struct soft_fabric *fabric, enum soft_kind kind)
 {
+    uint32_t streams = fabric->streams_of[kind];
     struct rlimit limit;
 
-    if (getrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur / 4 > SOFT_MAX_SERVED)
-        return SOFT_MAX_SERVED;
-    return limit.rlim_cur / 4 ? (uint32_t)(limit.rlim_cur / 4) : 1;
+    if (!streams || getrlimit(RLIMIT_NOFILE, &limit))
+        return streams >= SOFT_MAX_SERVED;
+    return streams >= SOFT_MAX_SERVED || streams + fabric->two_of[kind] >= limit.rlim_cur / 4;
 }
 
 /* The stream of this kind whose time has been over for longest. */
@@ -147,9 +156,10 @@ static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_ki
 }
 
 /* Whether one more stream of this kind may be served, for which somebody waits. Where there are as many as may be, one
- * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS; its peer connects again when it has
- * something to send. One that a queue pair is connected to has as much time again before it is asked about anew. Where
- * they have all places, who waits does so for as long as they stay, which is said once. */
+ * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS, or another one as well, where it
+ * had a single descriptor; its peer connects again when it has something to send. One that a queue pair is connected to
+ * has as much time again before it is asked about anew. Where they have all places, who waits does so for as long as
+ * they stay, which is said once. */
 static bool accept_make_room(struct soft_fabric *fabric, enum soft_kind kind)
 {
     static const char crowded[] =
@@ -158,26 +168,28 @@ static bool accept_make_room(struct soft_fabric *fabric, enum soft_kind kind)
     struct soft_stream *stream;
     unsigned int asked;
 
-    if (fabric->streams_of[kind] < most_served()) {
-        fabric->is_crowded[kind] = false;
-        return true;
-    }
-    for (asked = 0; asked < ASKED && (stream = find_overdue(fabric, kind, now)); asked++) {
-        struct grace_reader *grace = grace_enter();
-        bool expected = stream->stage == SOFT_OPEN && fabric->user->expects(stream);
+    for (asked = 0; is_full(fabric, kind); asked++) {
+        struct grace_reader *grace;
+        bool expected;
 
-        grace_leave(grace);
-        if (!expected) {
-            soft_stream_close(stream, SOFT_END_REFUSED_PEER, "no queue pair is connected to it, and another one waits");
-            return true;
+        stream = asked < ASKED ? find_overdue(fabric, kind, now) : NULL;
+        if (!stream) {
+            if (asked && !fabric->is_crowded[kind]) {
+                fabric->is_crowded[kind] = true;
+                soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, crowded);
+            }
+            return false;
         }
-        stream->deadline = now + SOFT_HANDSHAKE_NS;
+        grace = grace_enter();
+        expected = stream->stage == SOFT_OPEN && fabric->user->expects(stream);
+        grace_leave(grace);
+        if (expected)
+            stream->deadline = now + SOFT_HANDSHAKE_NS;
+        else
+            soft_stream_close(stream, SOFT_END_REFUSED_PEER, "no queue pair is connected to it, and another one waits");
     }
-    if (asked && !fabric->is_crowded[kind]) {
-        fabric->is_crowded[kind] = true;
-        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, crowded);
-    }
-    return false;
+    fabric->is_crowded[kind] = false;
+    return true;
 }
 
 /* ---- Who may ------------------------------------------------------------------------------------------------- */
@@ -191,8 +203,6 @@ static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, 
         return "the peer's user cannot be told";
     if (is_unix && !soft_settings_allow(&fabric->settings, peer->uid))
         return "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others";
-    if (is_unix && soft_descriptors_are_stuck())
-        return "descriptors that a peer sent cannot be closed";
     return NULL;
 }
 
@@ -240,10 +250,15 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
 
     assert_held(&fabric->progress);
     for (count = 0; count < AT_ONCE; count++) {
-        bool full = fabric->streams_of[kind] >= most_served();
-
-        if ((full || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) && !is_waited_at(listener))
+        if ((is_full(fabric, kind) || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) && !is_waited_at(listener))
             return;
+        /* Even to turn one away may leave a socket to be closed. */
+        if (kind == SOFT_SERVED_UNIX && soft_descriptors_are_stuck()) {
+            if (is_waited_at(listener))
+                soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "descriptors that a peer sent cannot be closed");
+            set_rest(fabric, kind, true);
+            return;
+        }
         if (!soft_handshake_make_place(fabric, kind) || !accept_make_room(fabric, kind)) {
             set_rest(fabric, kind, true);
             return;

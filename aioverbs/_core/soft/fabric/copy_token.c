@@ -8,12 +8,14 @@
  * queues. So a peer that keeps a word BUSY holds up that queue pair, that verb and who polls these queues, nobody else.
  *
  * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: a peer that has kept
- * others waiting for SOFT_LEASE_NS, in one wait or in all (soft/base/wait_budget.h), is overdue. Then its gate is shut, so that
- * no system call that it begins from then on moves anything, though it may have been stopped right before that; the
- * link is torn, so that no answer to what was asked on it is ever heard; all leases of it count as taken back, which
+ * others waiting for SOFT_LEASE_NS, in one wait or in all (soft/base/wait_budget.h), is overdue. Then its gate is shut,
+ * so that no system call that it begins from then on moves anything, though it may have been stopped right before that;
+ * the link is torn, so that no answer to what was asked on it is ever heard; all leases of it count as taken back, which
  * the caller rests on; and no lease is opened on it again, so data goes over the stream. What is left is a system call
- * that has gone through the gate: the kernel does not stop in the middle of one, and one that moves
- * SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_LEASE_NS are.
+ * that has gone through the gate: one that moves SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_LEASE_NS are,
+ * unless the kernel waits for a page in the middle of it, which nobody can call off. The owner has its own pages brought
+ * before it makes the lease BUSY, where the look for them costs little (soft/fabric/direct_copy.c); others that take
+ * longer than SOFT_LEASE_NS are not covered.
  * That holds for an honest peer. One that is not honest needs neither lease nor gate to write to this process's memory:
  * it is of this user, or it would have none, and the kernel lets it. */
 #define _GNU_SOURCE
@@ -87,6 +89,8 @@ const char *soft_lease_take(struct soft_stream *stream)
     if (soft_sealed_bytes(stream->came_fd) != (off_t)sizeof(*stream->leases))
         return "the leases that came are not what they should be"; /* it could be cut short under our hands */
     stream->leases = copy_token_page_map(stream->came_fd);
+    soft_descriptor_close(stream->came_fd);
+    stream->came_fd = -1;
     return stream->leases ? NULL : "the leases that came cannot be mapped";
 }
 

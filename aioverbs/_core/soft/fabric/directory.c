@@ -76,11 +76,12 @@ static bool is_alive(const char *path)
     int fd;
 
     strcpy(address.sun_path, path);
-    fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    soft_descriptors_release();
     alive = fd < 0 || !connect(fd, (struct sockaddr *)&address, sizeof(address)) ||
             (errno != ECONNREFUSED && errno != ENOENT);
-    if (fd >= 0)
-        close(fd);
+    soft_descriptor_hang_up(fd); /* who listens there may have sent something by now */
     return alive;
 }
 

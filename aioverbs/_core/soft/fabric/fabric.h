@@ -138,7 +138,8 @@ bool soft_lease_may_stay(struct soft_link *link, uint64_t begin);
 /* The peer was waited for as long as it may take: the link is torn, and has no more leases. */
 void soft_lease_give_up(struct soft_link *link);
 
-/* How long a system call that moves SOFT_DIRECT_FRAGMENT bytes takes at most, on a machine that is as busy as can be. */
+/* How long a system call that moves SOFT_DIRECT_FRAGMENT bytes takes at most, on a machine that is as busy as can be,
+ * where the kernel has to wait for none of their pages. */
 #define SOFT_LEASE_NS 2000000000u
 
 /* ---- Streams ------------------------------------------------------------------------------------------------- */

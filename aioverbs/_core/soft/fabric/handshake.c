@@ -168,7 +168,8 @@ static bool is_ours(const struct soft_device *device, const uint8_t gid[16])
  * believed. So those who are let in are trusted not to speak for each other. What does not rest on that:
  *
  * - nobody has a GID of this device: what comes from one of these comes from its own process;
- * - on one host nobody has a GID that the directory lists for a device of another user, whom the kernel tells apart;
+ * - over a Unix socket nobody has a GID that the directory lists for a device of another user, whom the kernel tells
+ *   apart; over TCP nothing does;
  * - who is let in has the same GIDs for as long as the stream lasts, and queue pairs take requests over streams of the
  *   GID only that they were connected to.
  */

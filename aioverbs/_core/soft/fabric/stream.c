@@ -87,8 +87,10 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
         hang_up(fd, is_unix);
         return error;
     }
-    if (is_unix) /* TCP finds out by itself what it needs */
+    if (is_unix) { /* TCP finds out by itself what it needs */
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room));
+        soft_descriptors_expect(fd);
+    }
     stream->next = fabric->streams;
     stream->place = &fabric->streams;
     if (stream->next)

@@ -35,7 +35,7 @@ _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SO
 #define SOFT_CONNECT_NS 30000000000ull
 #define SOFT_PATIENCE_NS 500000000u /* that a handshake has for itself, however many others wait for its place */
 #define SOFT_MAX_HANDSHAKES 256u    /* of each kind of streams at a time, like the next one */
-#define SOFT_MAX_SERVED 4096u       /* and no more than a quarter of the descriptors that the process may have */
+#define SOFT_MAX_SERVED 4096u       /* and as many as find room in a quarter of the process's descriptors */
 #define SOFT_LINGER_NS 1000000000u  /* how long a link stays connected that nobody uses */
 #define SOFT_TURN_BYTES SOFT_OUT_REQUEST
 
@@ -93,8 +93,9 @@ struct soft_stream {
     bool paused;           /* both. Served: no room for answers, so no requests are taken */
     bool stalled;          /* both: nothing is read, by order */
     bool unfinished;       /* both: its turn was over before all frames were handled that are at hand */
-    /* Progress. Descriptors may come over a Unix socket; the kernel cannot refuse them; it does; none is left. */
-    enum { SOFT_RIGHTS_COME, SOFT_RIGHTS_STAY, SOFT_RIGHTS_END, SOFT_RIGHTS_ENDED } rights;
+    /* Progress. Descriptors may come over a Unix socket; the kernel cannot refuse them, from others or from a peer of
+     * this user; it does; none is left. */
+    enum { SOFT_RIGHTS_COME, SOFT_RIGHTS_STAY, SOFT_RIGHTS_OURS, SOFT_RIGHTS_END, SOFT_RIGHTS_ENDED } rights;
     atomic_bool direct; /* written under progress; read by who sends */
     char why_not_direct[64];
     char reason[96]; /* progress: why it ended last */
@@ -174,6 +175,7 @@ struct soft_fabric {
     uint32_t looks;
     uint32_t stream_count, handshakes;
     uint32_t streams_of[SOFT_KINDS], handshakes_of[SOFT_KINDS];
+    uint32_t two_of[SOFT_KINDS];    /* that count as two descriptors */
     atomic_ullong sweep_at;         /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
     bool rests[SOFT_OUTGOING];      /* nobody is accepted there: until the next sweep, or until a place is free */
     bool is_crowded[SOFT_OUTGOING]; /* it was said that one waits there for which no other one gives way */

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
@@ -29,24 +30,35 @@
 #define SO_PASSRIGHTS 83
 #endif
 
-/* After the handshake no descriptors are to come. A kernel that knows SO_PASSRIGHTS (since 6.16) refuses those that are
- * sent from there on. What was sent before may still be on its way, until nothing is left to read once: sending looks at
- * the option and queues under the lock under which reading finds the queue empty. */
-static void end_rights(struct soft_stream *stream)
+/* Has the kernel refuse descriptors that are sent from here on: false where it cannot, before 6.16. */
+static bool refuse_rights(int fd)
 {
 #ifdef SO_PASSRIGHTS
     static const int none = 0;
 
-    if (stream->rights == SOFT_RIGHTS_COME)
-        stream->rights = setsockopt(stream->watch.fd, SOL_SOCKET, SO_PASSRIGHTS, &none, sizeof(none)) ? SOFT_RIGHTS_STAY
-                                                                                                      : SOFT_RIGHTS_END;
+    return !setsockopt(fd, SOL_SOCKET, SO_PASSRIGHTS, &none, sizeof(none));
 #else
-    stream->rights = SOFT_RIGHTS_STAY;
+    (void)fd;
+    return false;
 #endif
 }
 
+/* After the handshake no descriptors are to come. Where the kernel refuses them, what was sent before may still be on
+ * its way, until nothing is left to read once: sending looks at the option and queues under the lock under which
+ * reading finds the queue empty. Elsewhere they may come at any time, and looking before each read takes as long as
+ * reading a small message. A peer of this user, who could stop the process as well, is spared that. */
+static void end_rights(struct soft_stream *stream)
+{
+    if (stream->rights != SOFT_RIGHTS_COME)
+        return;
+    if (refuse_rights(stream->watch.fd))
+        stream->rights = SOFT_RIGHTS_END;
+    else
+        stream->rights = stream->uid == geteuid() ? SOFT_RIGHTS_OURS : SOFT_RIGHTS_STAY;
+}
+
 /* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
- * close what comes nevertheless, in this thread. */
+ * close what comes nevertheless, in this thread. What is refused stays in the socket, for another thread to close. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
     int *kept = stream->stage == SOFT_GREETING ? &stream->came_fd : NULL;
@@ -55,11 +67,12 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
 
     if (stream->stage == SOFT_OPEN)
         end_rights(stream);
-    got = soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
+    got = stream->rights == SOFT_RIGHTS_OURS ? soft_descriptors_receive_all(stream->watch.fd, to, size, &unwanted)
+                                             : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_END)
         stream->rights = SOFT_RIGHTS_ENDED;
     if (unwanted)
-        soft_stream_refuse(stream, "descriptors came that nobody asked for");
+        soft_stream_refuse(stream, "descriptors came that nobody asked for, or that find no room (ulimit -n)");
     return got;
 }
 

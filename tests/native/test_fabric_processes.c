@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -14,6 +15,7 @@
 #include <unistd.h>
 
 #include "soft/base/address.h"
+#include "soft/base/fork_fds.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/copy_token.h"
 
@@ -576,6 +578,71 @@ static void an_owner_that_waits_for_a_page_has_no_lease(void)
     free(data);
 }
 
+struct reading {
+    int fd;
+    void *to;
+};
+
+static void *read_one(void *argument)
+{
+    struct reading *reading = argument;
+
+    CHECK_EQ(read(reading->fd, reading->to, 1), 1);
+    return NULL;
+}
+
+/* As a fork does. */
+static void *hold_again_and_again(void *done)
+{
+    int i;
+
+    for (i = 0; i < 1000; i++) {
+        soft_descriptors_hold();
+        soft_descriptors_release();
+        sleep_us(20);
+    }
+    atomic_store((atomic_bool *)done, true);
+    return NULL;
+}
+
+/* Who sends a socket and has it, too, can read from it into memory whose pages do not come: whoever else reads waits. */
+static void a_socket_that_its_sender_reads_keeps_no_fork_waiting(void)
+{
+    int trial = bring_by_hand(NULL, 0), ends[2], fd;
+    pthread_t bringer, reader, forker;
+    struct pollfd hung_up = {.events = 0};
+    atomic_bool done = false;
+    struct reading reading;
+
+    if (trial < 0)
+        return;
+    close(trial);
+    REQUIRE_EQ(soft_descriptors_watch_forks(), 0);
+    share();
+    reading.to = mmap(NULL, soft_page(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(reading.to != MAP_FAILED);
+    fd = bring_by_hand(reading.to, soft_page());
+    REQUIRE(fd >= 0);
+    REQUIRE_EQ(pthread_create(&bringer, NULL, bring_late, &fd), 0);
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    REQUIRE_EQ(write(ends[0], "", 1), 1);
+    reading.fd = fcntl(ends[1], F_DUPFD_CLOEXEC, 0);
+    REQUIRE_EQ(pthread_create(&reader, NULL, read_one, &reading), 0);
+    EVENTUALLY(shared->wanted);
+    soft_descriptor_discard(ends[1]);
+    hung_up.fd = ends[0];
+    CHECK_EQ(poll(&hung_up, 1, WAIT_S * 1000), 1); /* and then it is read */
+    REQUIRE_EQ(pthread_create(&forker, NULL, hold_again_and_again, &done), 0);
+    EVENTUALLY(done);
+    shared->come = true;
+    CHECK_EQ(pthread_join(forker, NULL) || pthread_join(reader, NULL) || pthread_join(bringer, NULL), 0);
+    close(reading.fd);
+    close(ends[0]);
+    close(fd);
+    munmap(reading.to, soft_page());
+    unshare_it();
+}
+
 static void all_leases_can_be_had(void)
 {
     static uint16_t leases[SOFT_LEASES];
@@ -705,5 +772,5 @@ static void nothing_moves_without_a_lease(void)
 
 CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),
                 CASE(nothing_moves_after_the_peer_was_given_up), CASE(an_owner_that_waits_for_a_page_has_no_lease),
-                CASE(all_leases_can_be_had), CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease),
-                CASE(a_fork_keeps_no_sockets))
+                CASE(a_socket_that_its_sender_reads_keeps_no_fork_waiting), CASE(all_leases_can_be_had),
+                CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease), CASE(a_fork_keeps_no_sockets))

@@ -24,11 +24,6 @@ struct set {
     unsigned int count;
 };
 
-union rights { /* beside a message */
-    struct cmsghdr header;
-    char bytes[CMSG_SPACE(MESSAGE * sizeof(int))];
-};
-
 static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
 static int highest = -1;                  /* of all that were ever owned; under the lock */
 static struct set doomed;                 /* under the lock, like the next two: the closing thread closes these */
@@ -160,38 +155,33 @@ static void put_into(struct set *set, int fd)
     set->count++;
 }
 
-/* Under the lock: those that came, into the set. */
-static void take_rights(struct msghdr *message, struct set *set)
+/* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket; the descriptors that come go to the set, as far as there is
+ * room for them, and the kernel closes the others here: whether there were some. Without the lock, as whoever has the
+ * socket, too, may have the kernel wait in the middle of his own reading, and this one with it. So a child that is
+ * forked meanwhile may keep them. */
+static bool take_message(int fd, void *to, size_t size, struct set *set, ssize_t *got)
 {
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(MESSAGE * sizeof(int))];
+    } control;
+    struct iovec piece = {to, size};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
     struct cmsghdr *header;
     size_t i;
-    int fd;
 
-    for (header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header))
-        if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
-            for (i = 0; i < (header->cmsg_len - CMSG_LEN(0)) / sizeof(fd); i++) {
-                memcpy(&fd, CMSG_DATA(header) + i * sizeof(fd), sizeof(fd));
-                put_into(set, fd);
-            }
-}
-
-/* By the closing thread: takes a message out of a Unix stream that is shut down, with its descriptors, as far as there
- * is room for them. The kernel closes the others here. False: there was none. */
-static bool take_message(int fd)
-{
-    union rights rights;
-    char bytes[4096];
-    struct iovec piece = {bytes, sizeof(bytes)};
-    struct msghdr message = {
-        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof(rights)};
-    ssize_t got;
-
+    *got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (*got < 0 || !(CMSG_FIRSTHDR(&message) || message.msg_flags & MSG_CTRUNC))
+        return false;
     soft_descriptors_hold();
-    got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC); /* which closes nothing under the lock */
-    if (got >= 0)
-        take_rights(&message, &brought);
+    for (header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header))
+        for (i = 0; header->cmsg_type == SCM_RIGHTS && i < (header->cmsg_len - CMSG_LEN(0)) / sizeof(fd); i++) {
+            memcpy(&fd, CMSG_DATA(header) + i * sizeof(fd), sizeof(fd));
+            put_into(set, fd);
+        }
     soft_descriptors_release();
-    return got > 0 && recv(fd, bytes, (size_t)got, MSG_DONTWAIT) > 0;
+    return true;
 }
 
 static bool socket_is(int fd, int option, int expected)
@@ -209,7 +199,9 @@ static bool socket_is(int fd, int option, int expected)
 static void *close_doomed(void *unused)
 {
     static const struct linger none = {0};
+    char bytes[4096];
     bool is_brought;
+    ssize_t got;
     int fd;
 
     (void)unused;
@@ -219,7 +211,8 @@ static void *close_doomed(void *unused)
         if (!is_brought && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
             soft_descriptors_expect(fd);
             shutdown(fd, SHUT_RDWR);
-            if (take_message(fd)) {
+            take_message(fd, bytes, sizeof(bytes), &brought, &got);
+            if (got > 0) {
                 soft_descriptors_hold();
                 put_into(&doomed, fd);
                 soft_descriptors_release();
@@ -334,19 +327,14 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool 
 
 ssize_t soft_descriptors_receive_all(int fd, void *to, size_t size, bool *unwanted)
 {
-    union rights rights;
-    struct iovec piece = {to, size};
-    struct msghdr message = {
-        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof(rights)};
-    ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    ssize_t got;
 
-    if (got < 0 || !(CMSG_FIRSTHDR(&message) || message.msg_flags & MSG_CTRUNC))
-        return got;
-    soft_descriptors_hold();
-    take_rights(&message, &doomed);
-    begin_closing();
-    soft_descriptors_release();
-    *unwanted = true;
+    if (take_message(fd, to, size, &doomed, &got)) {
+        soft_descriptors_hold();
+        begin_closing();
+        soft_descriptors_release();
+        *unwanted = true;
+    }
     return got;
 }
 

@@ -28,14 +28,24 @@ static void close_both(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
+static void raise_limit(struct rlimit *limit)
+{
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, limit), 0);
+    limit->rlim_cur = limit->rlim_max;
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, limit), 0);
+}
+
 /* They have all places, and more of them wait in front of an honest one: it waits until so many have had their time. */
 static void silent_peers_keep_nobody_out(void)
 {
     static int fds[CROWD];
     unsigned int i;
+    struct rlimit limit;
     uint64_t begin;
     int fd;
 
+    raise_limit(&limit);
+    REQUIRE(limit.rlim_cur / 4 >= 2 * SOFT_MAX_HANDSHAKES); /* each counts for two here */
     new_directory();
     a = node_open();
     b = node_open();
@@ -57,13 +67,6 @@ static void silent_peers_keep_nobody_out(void)
     }
     close(fd);
     close_both();
-}
-
-static void raise_limit(struct rlimit *limit)
-{
-    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, limit), 0);
-    limit->rlim_cur = limit->rlim_max;
-    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, limit), 0);
 }
 
 /* Whoever gave way comes again, behind those that wait: so many that the others take longer than a handshake may. */

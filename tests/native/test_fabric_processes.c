@@ -19,10 +19,6 @@
 #include "soft/fabric/stream.h"
 #include "soft/fabric/copy_token.h"
 
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22 /* since Linux 5.14 */
-#endif
-
 /* What a test and its child share. */
 struct shared {
     atomic_uint ready, go;
@@ -30,7 +26,7 @@ struct shared {
     union ibv_gid gid[2];
     atomic_ullong address;
     atomic_bool stopped, at;  /* who is to move data does not, as if it were stopped; and is about to */
-    atomic_bool wanted, come; /* a page of its own that it has to wait for; and does so no more */
+    atomic_bool wanted, come; /* a page that somebody has to wait for; and does so no more */
 };
 
 static struct shared *shared;
@@ -295,10 +291,13 @@ static bool is_expected(const struct soft_stream *from)
 
 static const struct soft_fabric_user movers = {move_request, move_response, nothing_to_do, no_kick, is_expected};
 
-static void serve_region(void)
+static void serve_directly(void)
 {
     static struct soft_device device;
 
+    region = malloc(LARGE);
+    REQUIRE(region != NULL);
+    fill_pattern(region, LARGE, 1);
     memcpy(device.gids, shared->gid, sizeof(device.gids));
     CHECK_EQ(soft_fabric_new(&device, &movers), 0);
     soft_fabric_configure(&device, &settings);
@@ -306,14 +305,6 @@ static void serve_region(void)
     atomic_store(&shared->ready, 1);
     for (;;)
         pause();
-}
-
-static void serve_directly(void)
-{
-    region = malloc(LARGE);
-    REQUIRE(region != NULL);
-    fill_pattern(region, LARGE, 1);
-    serve_region();
 }
 
 static struct soft_device *own; /* never freed, as devices are not: each leads to the one before */
@@ -523,61 +514,6 @@ static void *bring_late(void *fd)
     return NULL;
 }
 
-/* Its last page is missing. */
-static void serve_from_slow_pages(void)
-{
-    size_t size = (LARGE + soft_page() - 1) / soft_page() * soft_page();
-    pthread_t thread;
-    int fd;
-
-    region = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    REQUIRE(region != MAP_FAILED);
-    memset(region, 1, size - soft_page());
-    fd = bring_by_hand(region, size);
-    REQUIRE(fd >= 0);
-    REQUIRE_EQ(pthread_create(&thread, NULL, bring_late, &fd), 0);
-    serve_region();
-}
-
-/* While the owner waits for a page, the requester has its memory back at once, and keeps it when the page has come. */
-static void an_owner_that_waits_for_a_page_has_no_lease(void)
-{
-    enum ibv_wr_opcode opcodes[2] = {IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE};
-    uint8_t *data = calloc(1, LARGE);
-    struct soft_frame_segment segment = {(uintptr_t)data, LARGE};
-    int trial = bring_by_hand(NULL, 0);
-    unsigned int i, count;
-
-    REQUIRE(data != NULL);
-    count = trial < 0 || madvise(data + soft_page() - (uintptr_t)data % soft_page(), 1, MADV_POPULATE_READ) ? 0 : 2;
-    for (i = 0; i < count; i++) {
-        struct soft_link *link;
-        uint32_t serial;
-        uint16_t lease;
-        pid_t child;
-
-        begin();
-        child = start(serve_from_slow_pages);
-        EVENTUALLY(shared->ready);
-        link = connect_directly();
-        REQUIRE(soft_link_direct(link));
-        REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
-        CHECK_EQ(send_direct(link, opcodes[i], lease, serial, &segment, 1), 0);
-        EVENTUALLY(shared->wanted);
-        CHECK(soft_lease_close(link, lease, serial));
-        shared->come = true;
-        EVENTUALLY(shared->go == 1);
-        CHECK_EQ(shared->error, ESTALE);
-        CHECK(!data[0] && !memcmp(data, data + 1, LARGE - 1));
-        end_directly(link);
-        end(child);
-        finish();
-    }
-    if (trial >= 0)
-        close(trial);
-    free(data);
-}
-
 struct reading {
     int fd;
     void *to;
@@ -771,6 +707,6 @@ static void nothing_moves_without_a_lease(void)
 }
 
 CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),
-                CASE(nothing_moves_after_the_peer_was_given_up), CASE(an_owner_that_waits_for_a_page_has_no_lease),
+                CASE(nothing_moves_after_the_peer_was_given_up),
                 CASE(a_socket_that_its_sender_reads_keeps_no_fork_waiting), CASE(all_leases_can_be_had),
                 CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease), CASE(a_fork_keeps_no_sockets))

@@ -13,9 +13,9 @@
  * the link is torn, so that no answer to what was asked on it is ever heard; all leases of it count as taken back, which
  * the caller rests on; and no lease is opened on it again, so data goes over the stream. What is left is a system call
  * that has gone through the gate: one that moves SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_LEASE_NS are,
- * unless the kernel waits for a page in the middle of it, which nobody can call off. The owner has its own pages brought
- * before it makes the lease BUSY, where the look for them costs little (soft/fabric/direct_copy.c); others that take
- * longer than SOFT_LEASE_NS are not covered.
+ * where all pages are there. Pages that the kernel has to wait for longer than that, in the middle of the system call,
+ * are not covered: nobody can call it off, and to look for them before each one costs too much.
+ *
  * That holds for an honest peer. One that is not honest needs neither lease nor gate to write to this process's memory:
  * it is of this user, or it would have none, and the kernel lets it. */
 #define _GNU_SOURCE

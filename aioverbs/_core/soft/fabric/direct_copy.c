@@ -16,19 +16,11 @@
 
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
-#include "soft/base/util.h"
 #include "soft/fabric/copy_token.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
 #include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/stream.h"
-
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22 /* since Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
-#endif
-
-#define LOOKED_AT (128u << 10) /* bytes of a piece, whose copy takes fifty times as long as the look */
 
 /* ---- Processes ----------------------------------------------------------------------------------------------- */
 
@@ -258,24 +250,6 @@ static int move(struct soft_stream *stream, struct iovec *here, unsigned int her
     return 0;
 }
 
-/* Has the pages of a large piece brought that are not there, such as those of a mapped file: the kernel stops in the
- * middle of a system call that has to wait for one, and the lease is held for as long. For smaller pieces looking would
- * take too long, beside what is moved. */
-static void bring_pages(const struct iovec *piece, bool to_write)
-{
-    unsigned char there[SOFT_DIRECT_FRAGMENT / 4096 + 1];
-    size_t page = soft_page(), before = (uintptr_t)piece->iov_base % page, i = 0;
-    size_t pages = (before + piece->iov_len + page - 1) / page;
-    char *begin = (char *)piece->iov_base - before;
-
-    if (mincore(begin, pages * page, there))
-        return;
-    while (i < pages && there[i] & 1)
-        i++;
-    if (i < pages)
-        madvise(begin + i * page, (pages - i) * page, to_write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-}
-
 int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload,
                      const struct iovec *local, unsigned int count, bool pull)
 {
@@ -298,8 +272,6 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     for (i = 0; i < count && i < SOFT_FRAME_SEGMENTS + 1 && left; i++) {
         here[i] = (struct iovec){local[i].iov_base, local[i].iov_len < left ? local[i].iov_len : left};
         left -= here[i].iov_len;
-        if (here[i].iov_len >= LOOKED_AT)
-            bring_pages(&here[i], pull);
     }
     if (left)
         return EMSGSIZE;

@@ -8,7 +8,7 @@ import pytest
 
 from tests.native.build import build, programs
 
-pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(900)]  # the first one builds them all
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import array
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -26,7 +27,7 @@ from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
 __all__ = ["Given", "GivenSoft", "answer", "receive"]
 
 _INT = array.array("i").itemsize
-_TAKEN = 253  # all that a message may have (SCM_MAX_FD)
+_MOST = 2  # descriptors of a reply
 
 
 class Given:
@@ -116,17 +117,17 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given 
     request = Request.make(shared_id, share_key, os.urandom(16))
     await _send(sock, request.pack(), [])
     with _descriptors(handles.discard_descriptor) as attached:
-        reply = Reply.parse(await _receive(sock, Reply.SIZE, attached))
+        reply = Reply.parse(await _receive(sock, Reply.SIZE, attached, _MOST))
         if reply.status == errno.EXDEV:
             raise other_device(shared_id, reply.device)
         if reply.status:
             raise refusal(reply.status)
         if not reply.proves(share_key, request):
             raise refusal(errno.EACCES, "the peer does not know the share key")
-        kinds = [stat.S_IFMT(os.fstat(each).st_mode) for each in attached]
         soft = software.is_software(reply.device)
-        if kinds != ([stat.S_IFREG] if soft else [stat.S_IFCHR, stat.S_IFREG]):
-            raise refusal(errno.EPROTO, f"the peer attached {len(kinds)} descriptors, or others than it should have")
+        due = [_is_memory] if soft else [_is_device, _is_memory]
+        if len(attached) != len(due) or not all(fits(each) for fits, each in zip(due, attached, strict=True)):
+            raise refusal(errno.EPROTO, f"the peer attached {len(attached)} descriptors, or others than it should have")
         *commands, file = attached
         attached.clear()
     if soft:
@@ -145,14 +146,10 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
     """
     _check(sock)
     refused: VerbsError | ClosedResourceError | None = None
-    with _descriptors(handles.discard_descriptor) as attached:
-        data = await _receive(sock, Request.SIZE, attached)
-        strays = len(attached)
+    data = await _receive(sock, Request.SIZE, [], 0)
     with _descriptors(os.close) as given:
         try:
             request = Request.parse(data)
-            if strays:
-                raise refusal(errno.EPROTO, f"the peer attached {strays} descriptors to its request")
             if check_device(context, request.shared_id) != shared.number:
                 raise refusal(errno.ENOENT)
             if not request.proves(shared.share_key):
@@ -190,18 +187,19 @@ async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) ->
             left, rights = left[sent:], []
 
 
-async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
-    """So many bytes, and not one more; the descriptors that came with them are put into the list.
+async def _receive(sock: socket.socket, size: int, descriptors: list[int], most: int) -> bytes:
+    """So many bytes, and not one more; the descriptors that came with them are put into the list, `most` of them.
 
     A piece is looked at before it is taken: taking it would have the kernel close what finds no room, in this thread.
+    And no more are taken than are to come: by a few pieces the peer would have all that this process may have.
 
-    :raises VerbsError: with EPROTO where there were more than this process may have. The socket is closed then, by the
-        thread that closes what is in it.
+    :raises VerbsError: with EPROTO where there were more than that, or than this process may have. The socket is closed
+        then, by the thread that closes what is in it.
     """
     data = b""
-    room = socket.CMSG_LEN(_TAKEN * _INT)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # else what comes out of band is dropped, and closed
     while len(data) < size:
+        room = socket.CMSG_LEN((most - len(descriptors)) * _INT) if len(descriptors) < most else 0
         try:
             # Not socket.recv_fds: that one forgets the flags.
             piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
@@ -215,8 +213,22 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int]) -> by
                 descriptors += array.array("i", content[: len(content) - len(content) % _INT])
         if flags & socket.MSG_CTRUNC:
             handles.discard_descriptor(sock.detach())
-            raise refusal(errno.EPROTO, "more descriptors were attached than this process can take")
+            advice = f"the peer attached more than {most} descriptors, or more than this process can take (ulimit -n)"
+            raise refusal(errno.EPROTO, advice)
         if not piece:
             raise BrokenResourceError(f"the peer closed the socket after {len(data)} of {size} bytes")
         data += sock.recv(len(piece))
     return data
+
+
+def _is_device(descriptor: int) -> bool:
+    return stat.S_ISCHR(os.fstat(descriptor).st_mode)
+
+
+def _is_memory(descriptor: int) -> bool:
+    """Whether it is a memory file. Asking for its kind would have a file of FUSE wait for its server."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True

@@ -47,7 +47,11 @@ def refusal(error: int, advice: str | None = None) -> VerbsError:
 
 
 def other_device(shared_id: int, name: str) -> VerbsError:
-    """What is said where it is of another device than this one."""
+    """What is said where it is of another device than this one.
+
+    :param name: of this one, as a peer says that nobody has proved to be one: in printable characters here.
+    """
+    name = "".join(each if each.isprintable() else "?" for each in name)
     advice = f"it is shared of the device with GUID {device_of(shared_id)}, and {name} is another one: a protection "
     return refusal(errno.EXDEV, f"{advice}domain is one device's; import_device() takes that of another process")
 
@@ -116,7 +120,10 @@ class _Lease:
     """
 
     def __init__(self, file: int) -> None:
-        self._file = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._file = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except BlockingIOError:  # else it would wait for that
+            raise refusal(errno.EPROTO, "another process has a lease (F_SETLEASE) on the file") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             gone = os.fstat(self._file).st_size > 0

@@ -218,7 +218,8 @@ class SharedProtectionDomain(Resource):
         :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read
             and written by nobody else meanwhile.
         :raises VerbsError: the peer was refused, and told so: with ENOENT, EACCES or EXDEV for another id, key or
-            device; with EPROTO or EPROTONOSUPPORT where it speaks something else.
+            device; with EPROTO or EPROTONOSUPPORT where it speaks something else. With EPROTO also, and not told, where
+            it attached descriptors: then the socket is closed.
         :raises BrokenResourceError: the peer is gone.
         :raises ClosedResourceError: it is not open.
         """

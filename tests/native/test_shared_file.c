@@ -6,6 +6,7 @@
 #include "support_threads.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -96,15 +97,17 @@ static int likeness(const struct shared *shared, off_t size, size_t head, int se
 
 static void files_that_are_none(void)
 {
-    const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
     struct shared shared;
     struct stat own;
     int i;
 
     shared_open(&shared);
     REQUIRE_EQ(fstat(shared.fd, &own), 0);
-    expect_refused(&shared, likeness(&shared, own.st_size, 64, F_SEAL_SHRINK), HERE);
-    expect_refused(&shared, likeness(&shared, own.st_size, 64, F_SEAL_GROW), HERE);
+    expect_refused(&shared, likeness(&shared, own.st_size, 64, seals & ~F_SEAL_GROW), HERE);
+    expect_refused(&shared, likeness(&shared, own.st_size, 64, seals & ~F_SEAL_SHRINK), HERE);
+    /* Its maker could have its pages be written, where they are to be given back. */
+    expect_refused(&shared, likeness(&shared, own.st_size, 64, seals & ~F_SEAL_SEAL), HERE);
     expect_refused(&shared, likeness(&shared, own.st_size, 0, seals), HERE);
     expect_refused(&shared, likeness(&shared, own.st_size - 4096, 64, seals), HERE);
     expect_refused(&shared, likeness(&shared, own.st_size + 4096, 64, seals), HERE);
@@ -120,7 +123,59 @@ static void files_that_are_none(void)
         REQUIRE_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
         expect_refused(&shared, fd, HERE);
     }
-    CHECK_REFUSED(soft_import_shpd(shared.home.context, -1, KEY), ENOENT); /* as opening /proc/self/fd/-1 says */
+    CHECK_REFUSED(soft_import_shpd(shared.home.context, -1, KEY), EPROTO);
+    shared_close(&shared);
+}
+
+/* A file that is right, of so much memory. */
+static int file_of(const struct shared *shared, uint64_t bytes)
+{
+    const size_t step = (size_t)2 << 20, head = sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * 2;
+    int fd = memfd_create("likeness", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    REQUIRE(fd >= 0);
+    REQUIRE_EQ(ftruncate(fd, (off_t)((head + step - 1) / step * step + bytes)), 0);
+    REQUIRE_EQ(pwrite(fd, shared->file->page, 8, 0), 8);
+    REQUIRE_EQ(pwrite(fd, &bytes, 8, 8), 8);
+    REQUIRE_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL), 0);
+    return fd;
+}
+
+/* To clear what the dead left there would take as long as its maker likes. */
+static void files_of_more_memory_than_there_is(void)
+{
+    struct shared shared;
+    uint64_t bytes;
+    int fd;
+
+    shared_open(&shared);
+    bytes = shared.file->page->head.bytes;
+    expect_refused(&shared, file_of(&shared, 5 * bytes), HERE);
+    fd = file_of(&shared, bytes);
+    CHECK_REFUSED(soft_import_shpd(shared.home.context, fd, KEY), ENOENT); /* nobody is in it */
+    close(fd);
+    shared_close(&shared);
+}
+
+/* Another process has a lease on it: opening it would wait until that is given back, 45 s at most. */
+static void a_file_with_a_lease(void)
+{
+    struct shared shared;
+    char path[64];
+    uint64_t begin;
+    int fd, leased;
+
+    shared_open(&shared);
+    fd = file_of(&shared, shared.file->page->head.bytes);
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    leased = open(path, O_RDONLY | O_CLOEXEC);
+    REQUIRE(leased >= 0);
+    close(fd);
+    REQUIRE_EQ(fcntl(leased, F_SETLEASE, F_RDLCK), 0);
+    REQUIRE_EQ(fcntl(leased, F_SETSIG, SIGURG), 0); /* which asks for it back, and ends no process */
+    begin = now_ns();
+    expect_refused(&shared, leased, HERE);
+    CHECK(now_ns() - begin < 30000000000ull);
     shared_close(&shared);
 }
 
@@ -590,8 +645,8 @@ static void a_child_has_none_of_it(void)
     shared_close(&shared);
 }
 
-CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(files_of_huge_pages), CASE(it_cannot_be_cut_short),
-                CASE(no_slot_is_left), CASE(no_key_is_left), CASE(no_memory_is_left), CASE(closed_with_a_piece_out),
-                CASE(what_they_leave_is_cleared), CASE(nobody_waits_for_ever),
-                CASE(who_leaves_just_in_time_is_not_waited_for_again_and_again), CASE(regions_go_under_fire),
-                CASE(a_child_has_none_of_it))
+CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(files_of_more_memory_than_there_is), CASE(a_file_with_a_lease),
+                CASE(files_of_huge_pages), CASE(it_cannot_be_cut_short), CASE(no_slot_is_left), CASE(no_key_is_left),
+                CASE(no_memory_is_left), CASE(closed_with_a_piece_out), CASE(what_they_leave_is_cleared),
+                CASE(nobody_waits_for_ever), CASE(who_leaves_just_in_time_is_not_waited_for_again_and_again),
+                CASE(regions_go_under_fire), CASE(a_child_has_none_of_it))

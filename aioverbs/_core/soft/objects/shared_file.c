@@ -65,21 +65,36 @@ static void mark(struct soft_shared *file, uint32_t slot, bool taken)
         atomic_fetch_and(&file->page->taken[slot / 64], ~bit);
 }
 
-/* The chunks of a slot whose process is gone. */
-static void free_chunks(struct soft_shared *file, uint32_t slot)
+static bool is_of(const struct alloc_area *area, size_t chunk, const bool gone[SOFT_SHARED_SLOTS])
+{
+    uint16_t owner = atomic_load(&area->owners[chunk]);
+
+    return owner && owner <= SOFT_SHARED_SLOTS && gone[owner - 1];
+}
+
+/* The chunks of slots whose processes are gone: once for all of them, as each may be said to reach to the end. */
+static void free_chunks(struct soft_shared *file, const bool gone[SOFT_SHARED_SLOTS])
 {
     const struct alloc_area *area = &file->area;
-    size_t end = atomic_load(&file->page->slots[slot].highest), count = area->bytes / area->chunk_bytes, i, run;
+    size_t end = 0, count = area->bytes / area->chunk_bytes, i, run;
+    uint32_t slot;
 
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
+        unsigned int highest = gone[slot] ? atomic_load(&file->page->slots[slot].highest) : 0;
+
+        end = highest > end ? highest : end;
+    }
     if (end > count)
         end = count;
     for (i = 0; i < end; i += run + 1) {
-        for (run = 0; i + run < end && atomic_load(&area->owners[i + run]) == slot + 1; run++)
+        for (run = 0; i + run < end && is_of(area, i + run, gone); run++)
             ;
         if (run)
             alloc_area_put(area, i, run);
     }
-    atomic_store(&file->page->slots[slot].highest, 0);
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
+        if (gone[slot])
+            atomic_store(&file->page->slots[slot].highest, 0);
 }
 
 /* Whoever has the slot's lock, and nothing of his own there, like the next one. Nobody waits for it or finds a key. */
@@ -92,33 +107,36 @@ static void shared_slot_silence(struct soft_shared *file, uint32_t slot)
     soft_shared_forget_keys(file, slot);
 }
 
-static void shared_slot_clear(struct soft_shared *file, const uint32_t *slots, uint32_t count)
+static void shared_slots_clear(struct soft_shared *file, const bool gone[SOFT_SHARED_SLOTS])
 {
-    uint32_t i;
+    uint32_t slot;
 
-    for (i = 0; i < count; i++)
-        shared_slot_silence(file, slots[i]);
-    if (count) {
-        grace_wait();
-        soft_shared_wait(file);
-    }
-    for (i = 0; i < count; i++)
-        free_chunks(file, slots[i]);
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
+        if (gone[slot])
+            shared_slot_silence(file, slot);
+    grace_wait();
+    soft_shared_wait(file);
+    free_chunks(file, gone);
 }
 
 void soft_shared_reap(struct soft_shared *file)
 {
-    uint32_t slots[SOFT_SHARED_SLOTS], count = 0, slot, i;
+    bool gone[SOFT_SHARED_SLOTS], some = false;
+    uint32_t slot;
 
     soft_mutex_take(&file->reaping);
-    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
-        if (slot != file->slot && is_marked(file, slot) && !shared_file_lock(file, F_WRLCK, slot))
-            slots[count++] = slot;
-    shared_slot_clear(file, slots, count);
-    for (i = 0; i < count; i++) {
-        mark(file, slots[i], false);
-        atomic_store(&file->overdue[slots[i]], false);
-        shared_file_lock(file, F_UNLCK, slots[i]);
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
+        gone[slot] = slot != file->slot && is_marked(file, slot) && !shared_file_lock(file, F_WRLCK, slot);
+        some = some || gone[slot];
+    }
+    if (some)
+        shared_slots_clear(file, gone);
+    for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
+        if (!gone[slot])
+            continue;
+        mark(file, slot, false);
+        atomic_store(&file->overdue[slot], false);
+        shared_file_lock(file, F_UNLCK, slot);
     }
     soft_mutex_give(&file->reaping);
 }
@@ -126,6 +144,7 @@ void soft_shared_reap(struct soft_shared *file)
 /* A slot that nothing is left in, which waits for nobody; or any that is free, if need be. */
 static int take_slot(struct soft_shared *file, bool any)
 {
+    bool gone[SOFT_SHARED_SLOTS] = {false};
     uint32_t slot;
     int error = EAGAIN;
 
@@ -144,8 +163,9 @@ static int take_slot(struct soft_shared *file, bool any)
     }
     if (error)
         return EMFILE;
+    gone[file->slot] = true;
     if (is_marked(file, file->slot))
-        shared_slot_clear(file, &file->slot, 1);
+        shared_slots_clear(file, gone);
     else
         shared_slot_silence(file, file->slot);
     mark(file, file->slot, true);
@@ -192,11 +212,6 @@ static size_t memory_at(uint64_t bytes)
     return up(sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * sizeof(uint16_t), HUGE_PAGE);
 }
 
-static bool possible(uint64_t bytes)
-{
-    return bytes && bytes <= MOST_BYTES && bytes % HUGE_PAGE == 0;
-}
-
 /* As much as the machine has, so that it is never what there is too little of. The kernel gives pages for what is
  * touched. */
 static uint64_t memory_bytes(void)
@@ -204,6 +219,13 @@ static uint64_t memory_bytes(void)
     uint64_t bytes = up((size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE), HUGE_PAGE);
 
     return bytes < MOST_BYTES ? bytes : MOST_BYTES;
+}
+
+/* What another process says. The machine may have had more memory when the file was made; with much more than that, to
+ * clear what the dead left would take as long as who made the file likes. */
+static bool possible(uint64_t bytes)
+{
+    return bytes && bytes <= MOST_BYTES && bytes / 4 <= memory_bytes() && bytes % HUGE_PAGE == 0;
 }
 
 static void shared_area_hold(void *file)
@@ -336,13 +358,15 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
     return shared_file_finish(file, error);
 }
 
-/* It is what soft_shared_make made, as far as it can be told: that it is never cut short is what counts. */
+/* It is what soft_shared_make made, as far as it can be told. That it is never cut short is what counts, and that it
+ * gets no further seals: with F_SEAL_FUTURE_WRITE its pages could not be given back, and would be written instead. */
 static int shared_file_check(const struct soft_shared *file, uint64_t *bytes)
 {
     struct soft_shared_head head;
     off_t size = soft_sealed_bytes(file->fd);
 
-    if (size < 0 || pread(file->fd, &head, sizeof(head), 0) != (ssize_t)sizeof(head) ||
+    if (size < 0 || !(fcntl(file->fd, F_GET_SEALS) & F_SEAL_SEAL) ||
+        pread(file->fd, &head, sizeof(head), 0) != (ssize_t)sizeof(head) ||
         memcmp(head.magic, MAGIC, sizeof(head.magic)) || !possible(head.bytes) ||
         (uint64_t)size != memory_at(head.bytes) + head.bytes)
         return EPROTO;
@@ -367,13 +391,14 @@ static struct soft_shared *shared_file_find(struct soft_device *device, int fd)
     return file;
 }
 
-/* A description of its own, as locks belong to that; who gave the descriptor has the other one, too. */
+/* A description of its own, as locks belong to that; who gave the descriptor has the other one, too. EWOULDBLOCK: he
+ * has a lease on the file (F_SETLEASE), for which opening it would wait. */
 static int open_again(int fd)
 {
     char path[64];
 
     snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-    return open(path, O_RDWR | O_CLOEXEC);
+    return open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
 }
 
 static int shared_file_join(struct soft_shared *file, int fd)
@@ -384,7 +409,7 @@ static int shared_file_join(struct soft_shared *file, int fd)
     soft_descriptors_hold();
     file->fd = soft_descriptor_own(open_again(fd));
     if (file->fd < 0)
-        error = errno;
+        error = errno == EWOULDBLOCK ? EPROTO : errno;
     soft_descriptors_release();
     if (!error)
         error = shared_file_check(file, &bytes);
@@ -399,12 +424,17 @@ static int shared_file_join(struct soft_shared *file, int fd)
 }
 
 /* What others left, and they themselves, may have to be waited for, so it is made ready before device->lock is taken.
- * */
+ * And whoever asks any other file than a memory file for anything may have to wait for that, as long as its owner likes.
+ */
 struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
 {
     struct soft_shared *file, *found;
     int error;
 
+    if (soft_sealed_bytes(fd) < 0) {
+        errno = EPROTO;
+        return NULL;
+    }
     soft_mutex_take(&device->lock);
     found = shared_file_find(device, fd);
     soft_mutex_give(&device->lock);

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -358,6 +359,54 @@ static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
     CHECK(raw_is_closed(fd)); /* its turn has come */
     CHECK(last_reason_is(b, "descriptors came that nobody asked for"));
     close(fd);
+    EVENTUALLY(open_descriptors() == before);
+    close_all();
+}
+
+/* It gives all of its pages back when it is closed, also those behind its end: another thread waits for that. Which
+ * waits for another one here, so that the file stays. */
+static void a_large_file_keeps_nobody_waiting(void)
+{
+    static const struct {
+        off_t pages; /* bytes of them */
+        int seals;
+        bool stays;
+    } files[] = {{4096, F_SEAL_SHRINK | F_SEAL_GROW, false},
+                 {4096, 0, true}, /* who knows how large it is by then */
+                 {4 << 20, F_SEAL_SHRINK | F_SEAL_GROW, true}};
+    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
+    unsigned int before, open, i, stay = 0;
+    struct soft_hello said = {.flags = 0};
+    int ends[2], other, passed, fd;
+
+    open_all();
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    before = open_descriptors();
+    passed = lingering(&other);
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, ends), 0);
+    CHECK(send_with_descriptors(ends[0], NULL, passed, 1));
+    close(passed);
+    close(ends[0]);
+    soft_descriptor_discard(ends[1]);
+    EVENTUALLY(fcntl(ends[1], F_GETFD) < 0);
+    open = open_descriptors();
+    for (i = 0; i < sizeof(files) / sizeof(files[0]); i++) {
+        fd = raw_connect(b);
+        passed = memfd_create("large", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        REQUIRE_EQ(ftruncate(passed, 4096), 0);
+        REQUIRE_EQ(fallocate(passed, FALLOC_FL_KEEP_SIZE, 0, files[i].pages), 0);
+        REQUIRE_EQ(fcntl(passed, F_ADD_SEALS, files[i].seals), 0);
+        CHECK(send_with_descriptors(fd, hello, passed, 1));
+        CHECK_EQ(send(fd, hello + 1, sizeof(hello) - 1, MSG_NOSIGNAL), SOFT_HELLO_SIZE - 1);
+        CHECK(raw_read(fd, welcome, sizeof(welcome))); /* it is let in, whatever it brought */
+        close(fd);
+        close(passed);
+        EVENTUALLY(stats_of(b).streams == 1);
+        stay += files[i].stays;
+        CHECK_EQ(open_descriptors(), open + stay);
+    }
+    close(other);
     EVENTUALLY(open_descriptors() == before);
     close_all();
 }
@@ -816,8 +865,8 @@ static void a_peer_that_cannot_write(void)
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
                 CASE(descriptors_beside_no_byte), CASE(descriptors_whose_close_waits),
                 CASE(descriptors_that_find_no_room), CASE(descriptors_that_wait_to_be_closed_keep_peers_waiting),
-                CASE(descriptors_of_one_message_at_a_time), CASE(who_is_found_listening_holds_up_nobody),
-                CASE(a_child_closes_what_waits_to_be_closed), CASE(frames_that_are_none),
-                CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
-                CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
+                CASE(a_large_file_keeps_nobody_waiting), CASE(descriptors_of_one_message_at_a_time),
+                CASE(who_is_found_listening_holds_up_nobody), CASE(a_child_closes_what_waits_to_be_closed),
+                CASE(frames_that_are_none), CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames),
+                CASE(reasons_are_kept), CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
                 CASE(a_peer_that_does_not_prove), CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

@@ -29,7 +29,7 @@ void soft_descriptor_close(int fd); /* anywhere; nothing where it is negative */
 void soft_descriptors_expect(int fd);
 
 /* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. One descriptor may come, where `*kept` is -1 and it is a memory
- * file, whose close does not wait: it goes to `*kept`. Where others come, or that one finds no room, nothing is taken
+ * file, whose close takes as long as giving its pages back: it goes to `*kept`. Where others come, or that one finds no room, nothing is taken
  * and `*unwanted` becomes true: nothing is left to do with the socket than to hang up. None may come where `kept` is
  * NULL. */
 ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted);

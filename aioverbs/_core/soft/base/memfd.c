@@ -10,7 +10,10 @@
 
 #include "soft/base/fork_fds.h"
 
-enum { SETTLED = F_SEAL_SHRINK | F_SEAL_GROW };
+enum {
+    SETTLED = F_SEAL_SHRINK | F_SEAL_GROW,
+    SMALL = 2 << 20, /* a huge page */
+};
 
 int soft_sealed_make(const char *name, off_t bytes, int more)
 {
@@ -40,4 +43,13 @@ off_t soft_sealed_bytes(int fd)
         home.f_type == HUGETLBFS_MAGIC)
         return -1;
     return found.st_size;
+}
+
+bool soft_sealed_is_small(int fd)
+{
+    off_t bytes = soft_sealed_bytes(fd);
+    struct stat found;
+
+    /* It may have pages behind its end, which it got before it was sealed. */
+    return bytes >= 0 && bytes <= SMALL && !fstat(fd, &found) && found.st_blocks <= SMALL / 512;
 }

@@ -3,6 +3,7 @@
 #define AIOVERBS_SOFT_BASE_MEMFD_H
 
 #include <fcntl.h>
+#include <stdbool.h>
 #include <sys/types.h>
 
 #ifndef F_SEAL_FUTURE_WRITE
@@ -15,5 +16,8 @@ int soft_sealed_make(const char *name, off_t bytes, int more);
 
 /* How many bytes one has; -1: it is no such file, or one of huge pages, of which none may be left. */
 off_t soft_sealed_bytes(int fd);
+
+/* Whether one has few pages, and gets no more: its last close gives back all that it has, which takes as long. */
+bool soft_sealed_is_small(int fd);
 
 #endif

@@ -11,6 +11,7 @@
 #include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
+#include "soft/base/memfd.h"
 #include "soft/base/util.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
@@ -58,7 +59,8 @@ static void end_rights(struct soft_stream *stream)
 }
 
 /* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
- * close what comes nevertheless, in this thread. What is refused stays in the socket, for another thread to close. */
+ * close what comes nevertheless, in this thread. What is refused stays in the socket, for another thread to close. So is
+ * a file that may be larger than what is asked for: the last close of one of gigabytes takes a second. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
     int *kept = stream->stage == SOFT_GREETING ? &stream->came_fd : NULL;
@@ -69,6 +71,10 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
         end_rights(stream);
     got = stream->rights == SOFT_RIGHTS_OURS ? soft_descriptors_receive_all(stream->watch.fd, to, size, &unwanted)
                                              : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
+    if (kept && *kept >= 0 && !soft_sealed_is_small(*kept)) {
+        soft_descriptor_discard(*kept);
+        *kept = -1;
+    }
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_END)
         stream->rights = SOFT_RIGHTS_ENDED;
     if (unwanted)

@@ -17,14 +17,14 @@ logger = logging.getLogger("aioverbs.fabric")
 
 EVERY_S = 1.0
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a handler of signals may ask in the middle of a section
 _logged: dict[tuple[int, str], int] = {}  # by process and device: how many of its refusals
 _attended: weakref.WeakKeyDictionary[handles.Context, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 
 
 def _forked() -> None:
     global _lock
-    _lock = threading.Lock()  # who held it is not here
+    _lock = threading.RLock()  # who held it is not here
 
 
 os.register_at_fork(after_in_child=_forked)

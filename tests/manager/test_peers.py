@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import queue
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -154,6 +155,19 @@ async def test_another_loop_takes_over(directory: Path, port: int) -> None:
 
 async def opened(device: Device) -> None:
     await device.open()
+
+
+@pytest.mark.once
+async def test_a_handler_of_signals_asks_in_the_middle(device: Device) -> None:
+    """In the thread that is at it already."""
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def ask() -> None:
+        with peer_log._lock:
+            answers.put(device.refusals())
+
+    threading.Thread(target=ask, daemon=True).start()  # which waits for itself where it must wait
+    assert await asyncio.to_thread(answers.get, timeout=patience(10)) == device.refusals()
 
 
 async def test_who_says_nothing_yet(found: Device, port: int) -> None:

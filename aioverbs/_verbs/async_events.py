@@ -163,6 +163,7 @@ class EventPump:
 
     async def _listen(self, resource: Resource | None) -> AsyncGenerator[DeviceEvent, None]:
         self._check_process()
+        self._forget_closed_loops()
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
@@ -238,6 +239,14 @@ class EventPump:
         if loop not in loops:
             self._let_sleep(loop)
 
+    def _forget_closed_loops(self) -> None:
+        # Who listened on a loop that was closed in the middle does not leave, and would keep events from others.
+        with self._lock:
+            self._listeners = tuple(listener for listener in self._listeners if not listener.loop.is_closed())
+        for loop in tuple(self._wakers):
+            if loop.is_closed():
+                self._let_sleep_unheeded(loop)
+
     def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
         context = self._context()
         try:
@@ -265,6 +274,7 @@ class EventPump:
             self._tell_watchers(None)
         elif event.event_type is EventType.CQ_ERR and element is not None:  # else it is of somebody beside us
             self._tell_watchers(element)
+        self._forget_closed_loops()
         with self._lock:
             listeners = [listener for listener in self._listeners if listener.concerns(event)]
             if not listeners:

@@ -156,9 +156,11 @@ class _Watch:
         await patiently(self._completer.acknowledge)
 
     async def _let_go(self) -> None:
-        # A loop that is gone wakes nothing any more.
-        with anyio.move_on_after(_STOP_S) as scope, contextlib.suppress(AffinityError):
-            await run_on_owner(self._home, self._remove)
+        with anyio.move_on_after(_STOP_S) as scope:
+            try:
+                await run_on_owner(self._home, self._remove)
+            except AffinityError:  # that loop is gone, and nobody is there
+                self._remove()
         if scope.cancelled_caught:
             raise BusyResourceError(
                 f"{self._completer.handle!r} is watched by {self._loop!r}, which does not answer: run or close that"

@@ -13,6 +13,7 @@ import pytest
 from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, State, ThreadModel
 from aioverbs._lifecycle.affinity import to_the_end
 from aioverbs._verbs.device import Device, open_device
+from tests.descriptors import descriptors, descriptors_at_first
 from tests.holding import hold
 from tests.manager.test_write import REMOTE
 from tests.pace import patience
@@ -100,6 +101,22 @@ def test_what_a_loop_was_closing_whose_thread_has_ended_is_closed_with_its_devic
         begun.device.handle.faults.unhold()
         another.run_until_complete(ended(another.create_task(begun.device.aclose())))
         assert begun.region.closed
+
+
+@pytest.mark.parametrize("model", ThreadModel)
+async def test_a_completion_queue_of_a_closed_loop_leaves_no_descriptor(device: Device, model: ThreadModel) -> None:
+    async def make() -> ResourceDomain:
+        domain = await device.resource_domain(thread_model=model).open()
+        kept.append(await domain.completion_queue(64).open())
+        return domain
+
+    kept: list[Resource] = []
+    before = descriptors_at_first()
+    with a_loop() as loop:
+        domain = await asyncio.to_thread(loop.run_until_complete, make())
+    await domain.aclose()
+    assert descriptors() == before
+    assert kept[0].closed
 
 
 @pytest.mark.parametrize("left", [False, True])

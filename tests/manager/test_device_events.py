@@ -1,9 +1,11 @@
 """A device's asynchronous events, as an iterator, on one loop and on several."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
+import select
 import warnings
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,6 +26,7 @@ from aioverbs._verbs.async_events import Eventful, EventPump
 from tests.capabilities import Capability, needs
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.pace import patience
+from tests.waiting import until
 
 WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
@@ -250,6 +253,23 @@ async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
         loop.close()
     del listener, task, thread
     gc.collect()
+    assert descriptors() == before
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_listener_whose_loop_was_closed_keeps_no_events_from_others(device: Device) -> None:
+    before = descriptors_at_first()
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        listener = loop.create_task(listen_to_all(device))
+        await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0))
+    async with device.resource_domain() as domain, domain.completion_queue(64):  # which is told, and so takes events
+        device.handle.faults.set_port(False)
+        await until(lambda: not select.select([device.handle.async_fd], [], [], 0)[0])
+        others = device.events()
+        assert [event.event_type for event in await take(others, 1)] == [EventType.PORT_ERR]
+        await others.aclose()
+    device.handle.faults.set_port(True)
+    assert not listener.done()
     assert descriptors() == before
 
 

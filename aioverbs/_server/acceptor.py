@@ -390,19 +390,21 @@ class Acceptor:
     async def stop(self) -> None:
         """Accept nobody any more; those that are on their way go on, unless their loop is gone."""
         acceptors, self._acceptors = self._acceptors, []
-        if self._is_deserted():
-            self._desert()
-        else:
-            for task in acceptors:
-                task.cancel()
-            if acceptors:
-                await asyncio.wait(acceptors)
-            self._close_sockets()
         manager, self._manager = self._manager, None
-        if manager is not None:
-            channel, listener = manager
-            await listener.aclose()
-            await channel.leave()
+        try:
+            if self._is_deserted():
+                self._desert()
+            else:
+                for task in acceptors:
+                    task.cancel()
+                if acceptors:
+                    await asyncio.wait(acceptors)
+        finally:  # also where this is cancelled: who looked at the sockets was before, and has let go of them
+            self._close_sockets()
+            if manager is not None:
+                channel, listener = manager
+                await listener.aclose()
+                await channel.leave()
 
     def destroy(self) -> None:
         """What its connections are made on is being closed: where its loop is gone, too, its ports are closed.

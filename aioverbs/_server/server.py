@@ -393,7 +393,7 @@ class Server(_Accepting):
             return
         wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         until = anyio.current_time() + wait_s
-        if self._stopping is None or self._draining is None:
+        if self._stopping is None or self._draining is None or self._stopping.cancelled():  # before it began
             self._draining = anyio.CancelScope(deadline=until)
             self._stopping = asyncio.ensure_future(self._stop(self._draining))
         else:

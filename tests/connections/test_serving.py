@@ -201,6 +201,26 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("turns", range(6))
+async def test_it_stops_where_all_tasks_of_its_loop_are_cancelled(device: Device, turns: int) -> None:
+    """As programs do at their ends."""
+    async with device.resource_domain() as domain:
+        server = await served(domain).open()
+        async with asked(server, domain) as near:
+            stopping = asyncio.create_task(server.stop())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.wait([stopping])
+            async with asyncio.timeout(patience(10)):
+                await server.aclose()
+                await server.wait_closed()
+            assert not server.addresses
+            await near.abort()
+
+
+@pytest.mark.once
 async def test_a_domain_or_a_pool(device: Device) -> None:
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match="one of these"):

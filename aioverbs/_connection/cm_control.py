@@ -117,11 +117,13 @@ class CmLine:
             conversation.hang_up()
 
     async def aclose(self) -> None:
-        """Disconnect, and close the identifier."""
-        await self.identifier.aclose()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.leave()
+        """Disconnect, and close the identifier, and the channel, where this is cancelled, too."""
+        try:
+            await self.identifier.aclose()
+        finally:
+            channel, self._channel = self._channel, None
+            if channel is not None:
+                await channel.leave()
 
 
 def _source(gid: bytes, peer: Address) -> str | None:
@@ -159,7 +161,6 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
             advice = f"{identifier.device_name} leads there, and the domain is of {device}"
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV, advice)
     except BaseException:
-        await identifier.aclose()
-        await channel.leave()
+        await CmLine(identifier, channel).aclose()
         raise
     return CmLine(identifier, channel)

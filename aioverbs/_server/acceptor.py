@@ -181,9 +181,9 @@ class Acceptor:
             listener = channel.channel.listener(host, port, backlog=backlog)
             listener._life.quiet = True
             await listener.open()
-        except (OSError, LibraryNotFoundError) as error:  # of these VerbsError
+        except BaseException as error:
             await channel.leave()
-            if transport == "rdmacm":
+            if transport == "rdmacm" or not isinstance(error, OSError | LibraryNotFoundError):  # of these VerbsError
                 raise
             logger.debug("peers are not heard by rdma_cm: %s", error)
             return

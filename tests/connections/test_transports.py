@@ -1,5 +1,6 @@
 """Peers that are looked for by rdma_cm, with a stand-in for it, and found or not."""
 
+import asyncio
 import dataclasses
 import errno
 import socket
@@ -20,19 +21,26 @@ from aioverbs import (
     UnreachableError,
     WorkCompletionError,
     connect,
+    listen,
     reconnecting,
 )
 from aioverbs._connection import connect as connect_module
-from aioverbs._connection.cm_control import CmLine
+from aioverbs._connection.cm_control import CmLine, SharedChannel
 from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.message_channel import Traffic
 from aioverbs._core.handles import handles
+from aioverbs._server import acceptor as acceptor_module
 from aioverbs._verbs import ports
 from aioverbs._verbs.qp_state_machine import Changes
 from aioverbs.gid_selection import Gid
+from aioverbs.rdma_cm import listener as rdma_cm_listener
+from aioverbs.rdma_cm.cm_id import Address
+from aioverbs.rdma_cm.state_machine import Stage
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
+from tests.descriptors import descriptors, descriptors_at_first
+from tests.manager.connection_manager import StubIdentifier, connection_manager
 from tests.pace import patience
 
 pytestmark = pytest.mark.once
@@ -177,6 +185,48 @@ async def no_answer(*_: object) -> CmLine:
 async def silence(*_: object) -> CmLine:
     """Stand in for a peer whose connection manager is silent."""
     return SilentLine()
+
+
+async def test_a_line_that_is_cancelled_in_its_goodbye_leaves_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubIdentifier, "disconnect", mock.Mock())  # of a peer that does not answer
+    with connection_manager():
+        channel = SharedChannel()
+        await channel.open()
+        identifier = await channel.channel.identifier().open()
+        assert identifier._conversation is not None
+        identifier._conversation.stage = Stage.CONNECTED
+        closing = asyncio.create_task(CmLine(identifier, channel).aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled()
+        assert identifier.closed
+        assert channel.channel.closed
+
+
+async def test_a_listener_that_is_cancelled_in_its_opening_leaves_no_channel(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = asyncio.Event()
+
+    async def look_up(host: str, port: int) -> Address:
+        looking.set()
+        await anyio.sleep_forever()
+        raise AssertionError("nothing ends it but a cancellation")
+
+    monkeypatch.setattr(acceptor_module, "by_manager", lambda transport, domain, ssl: True)
+    monkeypatch.setattr(rdma_cm_listener, "look_up", look_up)
+    before = descriptors_at_first()
+    with connection_manager():
+        async with device.resource_domain() as domain:
+            listener = listen(HOST, domain=domain, settings=SMALL)
+            opening = asyncio.create_task(listener.open())
+            await looking.wait()
+            opening.cancel()
+            await asyncio.wait([opening])
+            assert opening.cancelled()
+    assert descriptors() == before
 
 
 UNANSWERED = [

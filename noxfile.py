@@ -147,9 +147,9 @@ def flaky(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Have a storage server and clients move files on the best device there is; `-- --size 1000`."""
-    install_project(session, *EXTRAS["demo"], *EXTRAS["uvloop"])
-    session.run("aioverbs", "demo", *session.posargs)
+    """Have a storage server and clients move files on the best device there is; `-- --size 1G`."""
+    install_project(session, *group("storage"), *EXTRAS["uvloop"])
+    session.run("python", "examples/storage_server", "demo", *session.posargs)
 
 
 @nox.session
@@ -385,12 +385,9 @@ def build(session: nox.Session) -> None:
         python = f"{outside}/venv/bin/python"
         (wheel,) = Path(outside, "dist").glob("*.whl")
         session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
-        shutil.copy(ROOT / "examples" / "first_transfer.py", outside)
         with session.chdir(outside):
             session.run(python, "-c", "import aioverbs; print(aioverbs.__version__, aioverbs.__file__)", external=True)
-            session.run(python, "first_transfer.py", external=True)
-            session.run(python, "-m", "pip", "install", "-q", f"{wheel}[demo]", external=True)
-            session.run(f"{outside}/venv/bin/aioverbs", "demo", "--size", "8", "--seconds", "0.5", external=True)
+            session.run(f"{outside}/venv/bin/aioverbs", "demo", "--size", "8", external=True)
 
 
 def on_release(

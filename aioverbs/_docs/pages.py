@@ -50,10 +50,10 @@ def write(folder: Path) -> None:
     _page(folder / "reference" / "command.rst", _command())
     for path in _all_examples():
         _page(folder / "examples" / f"{path.stem}.rst", _example(path))
-        if path.is_dir():
-            (folder / "examples" / path.name).mkdir()
         for each in _files(path):
-            shutil.copy(each, folder / "examples" / each.relative_to(EXAMPLES))
+            copy = folder / "examples" / each.relative_to(EXAMPLES)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(each, copy)
     _page(folder / "examples" / "index.rst", _examples())
 
 
@@ -157,7 +157,7 @@ def _all_examples() -> list[Path]:
 
 
 def _files(example: Path) -> list[Path]:
-    return sorted(example.glob("*.py")) if example.is_dir() else [example]
+    return sorted(example.rglob("*.py")) if example.is_dir() else [example]
 
 
 def _docstring(example: Path) -> str:
@@ -173,7 +173,7 @@ def _example(path: Path) -> Iterator[str]:
     yield to_rst(_docstring(path), references_from(""))
     for each in _files(path):
         if path.is_dir():
-            yield from ("", *_title(each.name, "-"))
+            yield from ("", *_title(each.relative_to(path).as_posix(), "-"))
         yield from ("", f".. literalinclude:: {each.relative_to(EXAMPLES)}", "   :language: python", "   :linenos:")
 
 

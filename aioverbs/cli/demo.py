@@ -1,73 +1,72 @@
-"""`aioverbs demo`: a storage server and its clients, in a process each, from the first byte to the last."""
+"""`aioverbs demo`: two processes on the best device there is, and every byte between them compared."""
 
 from typing import TYPE_CHECKING
 
 import click
 
-from aioverbs.cli.common import (
-    Seconds,
-    Status,
-    UntilStopped,
-    console,
-    device_names,
-    json_option,
-    print_json,
-    run,
-)
+from aioverbs.cli.common import Status, UntilStopped, console, device_names, json_option, print_json, run
 
 if TYPE_CHECKING:
-    from aioverbs.cli.demonstration.outcome import Outcome, Plan
+    from rich.console import Console
+
+    from aioverbs.cli.demo_run import Outcome
 
 __all__ = ["demo"]
 
 
 @click.command()
 @click.option("--device", shell_complete=device_names, help="Its name; else AIOVERBS_DEVICE's, else the best there is.")
+@click.option("--size", type=click.IntRange(1, 4096), default=64, show_default=True, help="MiB of memory to read.")
 @click.option(
-    "--size", type=click.IntRange(1, 65536), default=200, show_default=True, help="MiB of files, all together."
+    "--messages", type=click.IntRange(1, 10**6), default=1000, show_default=True, help="To send and get back."
 )
-@click.option("--clients", type=click.IntRange(1, 16), default=2, show_default=True, help="Processes.")
-@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Loops of the server.")
-@click.option(
-    "--seconds", type=Seconds(0.2, 3600), default=3.0, show_default=True, help="How long single blocks are read."
-)
-@click.option("--seed", type=int, default=1, show_default=True, help="Files are made from it.")
 @json_option
-def demo(device: str | None, size: int, clients: int, workers: int, seconds: float, seed: int, as_json: bool) -> None:
-    """Start a storage server and clients of it, have them write and read files, and compare every byte.
+def demo(device: str | None, size: int, messages: int, as_json: bool) -> None:
+    """Exchange messages with a second process, read its memory one-sidedly, and compare every byte.
 
-    The server has a loop for each of its workers and the clients are processes of their own. They make files of mixed
-    sizes, write them to volumes, flush, read them back one-sidedly, and then read single blocks for a while. In the end
-    there is what was open, what was measured, and what came of a call from a loop that had no right to it.
-
-    All of it is in a folder below TMPDIR, which is gone afterwards. The exit status is 1 where something was not as it
-    was written.
+    Then call the connection from a thread and an event loop that do not own it, which raises an AffinityError, and show
+    what the device does natively. The exit status is 1 if a byte was wrong or that call was not stopped.
     """
-    from aioverbs.cli.demonstration.outcome import Plan
-
-    plan = Plan(device, size << 20, clients, workers, seconds, seed)
-    run(_demo(plan, as_json))
+    run(_demo(device, size << 20, messages, as_json))
 
 
-async def _demo(plan: "Plan", as_json: bool) -> Status:
-    from aioverbs.cli.demonstration.course import demonstrate
-    from aioverbs.cli.demonstration.progress import Bars, Lines, Silence
-    from aioverbs.cli.demonstration.storage import check_installed
-    from aioverbs.cli.demonstration.summary import for_programs, print_summary
+async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> Status:
+    from aioverbs.cli.demo_run import demonstrate
 
-    check_installed()
-    out = console()
-    show: Silence = Silence() if as_json else Bars(out) if out.is_terminal else Lines(out)
     outcome: Outcome | None = None
     with UntilStopped():
-        try:
-            outcome = await demonstrate(plan, show)
-        finally:
-            show.stop()
+        outcome = await demonstrate(device, size, messages)
     if outcome is None:
         return Status.INTERRUPTED
     if as_json:
-        print_json(for_programs(outcome))
+        print_json({"verified": outcome.good, **vars(outcome)})
     else:
-        print_summary(out, outcome)
+        _print(console(), outcome)
     return Status.OK if outcome.good else Status.NO
+
+
+def _print(out: "Console", outcome: "Outcome") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from aioverbs.cli.histogram import duration
+    from aioverbs.cli.inventory import FEATURES
+    from aioverbs.cli.top_view import quantity
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("device", Text.assemble((outcome.device, "bold"), f": {outcome.reason}"))
+    for feature, native in outcome.native.items():
+        table.add_row(FEATURES[feature], Text("native", "green") if native else Text("emulated or missing", "yellow"))
+    this, other = outcome.processes
+    latencies = ", ".join(f"{name} {duration(value)}" for name, value in outcome.round_trip_ns.items())
+    rate = outcome.bytes / outcome.read_seconds
+    table.add_row("processes", f"{this}, which asked, and {other}, which answered messages and owned the memory")
+    table.add_row("messages", f"{outcome.messages:,} of 64 bytes there and back: {latencies}")
+    table.add_row("one-sided reads", f"{outcome.bytes:,} bytes, {quantity(rate)}B/s")
+    stopped = f"AffinityError: {outcome.affinity_error}" if outcome.affinity_error else "its call was not stopped"
+    table.add_row("a wrong loop", stopped)
+    out.print(table)
+    if outcome.good:
+        out.print(Text("verified: each message and each byte", "bold green"))
+    else:
+        out.print(Text(f"not as it should be: {'; '.join(outcome.faults)}", "bold red"))

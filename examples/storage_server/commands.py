@@ -1,25 +1,28 @@
-"""The commands: `serve`, `client`, `load` and `access`."""
+"""The commands: `serve`, `client`, `load`, `demo` and `access`."""
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 import aioverbs
 from storage_server import load as loading, transfer
 from storage_server.catalog import Catalog
 from storage_server.client import Storage, connect
+from storage_server.demo.report import print_report
+from storage_server.demo.scenario import Plan, demonstrate
 from storage_server.errors import StorageError
 from storage_server.messages import Mode
 from storage_server.protocol import ProtocolError
@@ -50,6 +53,8 @@ def _told() -> Iterator[None]:
     except (StorageError, ProtocolError, OSError, aioverbs.BrokenResourceError, anyio.EndOfStream) as error:
         text = str(error) or "the server ended the connection"
         raise click.ClickException(text) from error
+    except aioverbs.DeviceNotFoundError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @click.group(help="Volumes in files, read and written by RDMA. AIOVERBS_DEVICE names the device.")
@@ -209,16 +214,6 @@ def clone(context: click.Context, source: str, name: str) -> None:
     _use(context, lambda storage: storage.clone(source, name))
 
 
-@contextlib.contextmanager
-def _progress(what: str, size: int) -> Iterator[Callable[[int], object]]:
-    """A bar on terminals, and nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=size)
-        yield lambda more: progress.advance(task, more)
-
-
 _verify = click.option("--verify", is_flag=True, help="Compare checksums with the server's.")
 _messages = click.option("--by-messages", is_flag=True, help="Not one-sidedly.")
 
@@ -234,8 +229,9 @@ def put(context: click.Context, file: Path, name: str, *, verify: bool, by_messa
 
     async def send(storage: Storage) -> None:
         async with storage.open(name, write=True, by_messages=by_messages) as volume:
-            with _progress(f"put {file.name}", length) as tell:
-                await transfer.put(file, volume, tell, verify=verify)
+            with transfer.bars(Console(stderr=True)) as bars:
+                task = bars.add_task(f"put {file.name}", total=length)
+                await transfer.put(file, volume, functools.partial(bars.advance, task), verify=verify)
         print(f"wrote {length:,} bytes to {name}", file=sys.stderr)
 
     _use(context, send)
@@ -250,8 +246,9 @@ def put(context: click.Context, file: Path, name: str, *, verify: bool, by_messa
 def get(context: click.Context, name: str, file: Path, *, verify: bool, by_messages: bool) -> None:
     async def fetch(storage: Storage) -> None:
         async with storage.open(name, by_messages=by_messages) as volume:
-            with _progress(f"get {name}", volume.size) as tell:
-                await transfer.get(volume, file, tell, verify=verify)
+            with transfer.bars(Console(stderr=True)) as bars:
+                task = bars.add_task(f"get {name}", total=volume.size)
+                await transfer.get(volume, file, functools.partial(bars.advance, task), verify=verify)
             print(f"read {volume.size:,} bytes of {name}", file=sys.stderr)
 
     _use(context, fetch)
@@ -282,6 +279,29 @@ def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> No
     print(json.dumps(done, indent=2))
     if done["wrong_blocks"]:
         raise click.ClickException(f"{done['wrong_blocks']} blocks were not what was written")
+
+
+# ---- demo
+
+
+@main.command(help="Start a server and clients of it, have them write and read files, and compare every byte.")
+@click.option("--device", help="Its name; else AIOVERBS_DEVICE's, else the best there is.")
+@click.option("--size", default="200M", show_default=True, type=size, help="Of all files together.")
+@click.option("--clients", default=2, show_default=True, type=click.IntRange(1, 16), help="Processes.")
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 64), help="Loops of the server.")
+@click.option("--seconds", default=3.0, show_default=True, type=click.FloatRange(0.2, 3600), help="Of single reads.")
+@click.option("--seed", default=1, show_default=True, type=int, help="Files are made from it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def demo(*, as_json: bool, **options: Any) -> None:
+    console = Console(quiet=as_json, width=None if sys.stdout.isatty() else 160, highlight=False)
+    with _told():
+        outcome = asyncio.run(demonstrate(Plan(**options), console))
+    if as_json:
+        print(json.dumps({"verified": outcome.verified, **asdict(outcome), "tree": str(outcome.tree)}, indent=2))
+    else:
+        print_report(console, outcome)
+    if not outcome.verified:
+        sys.exit(1)
 
 
 # ---- access

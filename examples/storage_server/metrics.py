@@ -14,8 +14,6 @@ __all__ = ["Metrics"]
 
 _SYNC_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 _GROUP = (1, 2, 4, 8, 16, 32, 64)
-
-
 _UNCOUNTED_MOST = 64
 
 
@@ -60,6 +58,10 @@ class Metrics(Collector):
                 return
             self.syncs.observe(lasted_s)
             self.groups.observe(flushes)
+
+    def value(self, name: str, **labels: str) -> float:
+        """What was counted so far; 0 where nothing was."""
+        return self.registry.get_sample_value(f"storage_{name}", labels) or 0.0
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         """Answer `GET /metrics`, in a thread; the port, and what ends that."""

@@ -5,46 +5,69 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
 from storage_server.errors import InvalidError
 from storage_server.remote_volume import PIECE, RemoteVolume, several
 
-__all__ = ["get", "put"]
+__all__ = ["bars", "get", "put"]
 
 Tell = Callable[[int], object]
 """Is told of so many more bytes."""
 
 
-async def put(path: Path, volume: RemoteVolume, tell: Tell, *, verify: bool = False) -> None:
-    """Write a file to the beginning of a volume, and flush it.
+def bars(console: Console) -> Progress:
+    """Bars for what is under way, on terminals; nothing is shown elsewhere."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
-    :raises InvalidError: it is longer than the volume.
+
+async def put(path: Path, volume: RemoteVolume, tell: Tell, *, offset: int = 0, verify: bool = False) -> None:
+    """Write a file to a volume, and flush it.
+
+    :param offset: where in the volume it begins.
+    :raises InvalidError: it is longer than the volume is from there on.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > volume.size:
+        if offset + size > volume.size:
             raise InvalidError(f"{path} has {size:,} bytes, and volume {volume.name!r} {volume.size:,}: resize it")
 
         async def put_piece(at: int) -> None:
             data = await asyncio.to_thread(os.pread, file.fileno(), min(PIECE, size - at), at)
-            await volume.write(at, data, verify=verify)
+            await volume.write(offset + at, data, verify=verify)
             tell(len(data))
 
         await several(put_piece, range(0, size, PIECE))
         await volume.flush()
 
 
-async def get(volume: RemoteVolume, path: Path, tell: Tell, *, verify: bool = False) -> None:
-    """Read a volume to a file, which is there when all of it is."""
+async def get(
+    volume: RemoteVolume, path: Path, tell: Tell, *, offset: int = 0, size: int | None = None, verify: bool = False
+) -> None:
+    """Read a volume to a file, which is there when all of it is.
+
+    :param offset: where in the volume to begin.
+    :param size: how many bytes; None: all from there on.
+    """
+    length = volume.size - offset if size is None else size
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with beside.open("wb", buffering=0) as file:
 
             async def get_piece(at: int) -> None:
-                data = await volume.read(at, min(PIECE, volume.size - at), verify=verify)
+                data = await volume.read(offset + at, min(PIECE, length - at), verify=verify)
                 await asyncio.to_thread(os.pwrite, file.fileno(), data, at)
                 tell(len(data))
 
-            await several(get_piece, range(0, volume.size, PIECE))
+            await several(get_piece, range(0, length, PIECE))
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

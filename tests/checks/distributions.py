@@ -30,12 +30,10 @@ def sdist_faults(names: set[str]) -> Iterator[str]:
 
 
 def _programs() -> Iterator[str]:
-    """The files of Python's that a wheel has: the package's, and the example that the demonstration starts."""
+    """The files of Python's that a wheel has."""
     for path in ROOT.glob("aioverbs/**/*.py"):
         if not any(ROOT / "aioverbs" / name in path.parents for name in _NOT_SHIPPED):
             yield path.relative_to(ROOT).as_posix()
-    for path in ROOT.glob("examples/storage_server/**/*.py"):
-        yield f"aioverbs/_{path.relative_to(ROOT).as_posix()}"
 
 
 def wheel_faults(names: set[str]) -> Iterator[str]:

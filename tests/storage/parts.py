@@ -52,7 +52,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """What the server counted."""
-        return self.serving.metrics.registry.get_sample_value(f"storage_{name}", labels) or 0.0
+        return self.serving.metrics.value(name, **labels)
 
 
 @contextlib.asynccontextmanager

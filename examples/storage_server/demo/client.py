@@ -1,0 +1,140 @@
+"""A client's part of the demonstration: what the worker processes of its pool run.
+
+Each worker is connected to the server for as long as it is there, and has files in a folder of its own.
+"""
+
+import array
+import asyncio
+import contextlib
+import filecmp
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aioverbs import AffinityError, MemoryRegion, Worker, current_worker
+from storage_server import transfer
+from storage_server.catalog import BLOCK
+from storage_server.client import Storage, connect
+from storage_server.demo.files import DataFile, end_of
+
+__all__ = ["Assignment", "client", "done", "is_native", "step"]
+
+_SAMPLES_MOST = 500_000
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a client is to do.
+
+    :param folder: for its files.
+    :param token: what it proves who it is by.
+    """
+
+    files: list[DataFile]
+    folder: Path
+    port: int
+    token: str
+
+
+@contextlib.asynccontextmanager
+async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterator[Client]":
+    """The client of a worker, connected."""
+    assignment = assignments[worker.number]
+    async with (
+        connect("127.0.0.1", assignment.port, assignment.token, domain=worker.domain) as storage,
+        worker.domain.register(BLOCK) as local,
+    ):
+        yield Client(assignment, storage, local, f"client-{worker.number + 1}")
+
+
+async def step(name: str, *args: object) -> Any:
+    """Have the client of this worker do something; what came of it."""
+    own: Client = current_worker().state
+    own.done = 0
+    return await getattr(own, name)(*args)
+
+
+def is_native() -> bool:
+    """Whether this worker's thread domain is native, and its queues so take no locks."""
+    return current_worker().domain.native
+
+
+def done() -> int:
+    """How many bytes of its present step the client of this worker has done."""
+    own: Client = current_worker().state
+    return own.done
+
+
+class Client:
+    """A client at work. `done` grows with the bytes that it has moved in the present step."""
+
+    def __init__(self, assignment: Assignment, storage: Storage, local: MemoryRegion, volume: str) -> None:
+        self.done = 0
+        self._files = assignment.files
+        self._folder = assignment.folder
+        self._storage = storage
+        self._local = local
+        self._volume = volume
+
+    def _progress(self, more: int) -> None:
+        self.done += more
+
+    def _path(self, file: DataFile) -> Path:
+        return self._folder / file.name
+
+    async def make(self) -> None:
+        """Make the files."""
+        self._folder.mkdir()
+        for file in self._files:
+            await asyncio.to_thread(self._path(file).write_bytes, file.contents())
+            self._progress(file.size)
+
+    async def write(self) -> None:
+        """Make a volume, write all files to it, and flush each."""
+        await self._storage.create(self._volume, end_of(self._files))
+        async with self._storage.open(self._volume, write=True) as volume:
+            for file in self._files:
+                await transfer.put(self._path(file), volume, self._progress, offset=file.offset)
+
+    async def read(self) -> list[str]:
+        """Read all files back and compare each byte; the names of those that are not as they were."""
+        wrong, copy = [], self._folder / "copy"
+        async with self._storage.open(self._volume) as volume:
+            for file in self._files:
+                await transfer.get(volume, copy, self._progress, offset=file.offset, size=file.size)
+                if not await asyncio.to_thread(filecmp.cmp, self._path(file), copy, shallow=False):
+                    wrong.append(f"{self._volume}/{file.name}")
+        return wrong
+
+    async def sample(self, seconds: float) -> tuple["array.array[int]", int]:
+        """Read single blocks into registered memory for some time; how long each took, and how many were wrong."""
+        file = max(self._files, key=lambda each: each.size)
+        made = self._path(file).read_bytes()
+        took, wrong, end = array.array("Q"), 0, time.perf_counter() + seconds
+        async with self._storage.open(self._volume) as volume:
+            while time.perf_counter() < end and len(took) < _SAMPLES_MOST:
+                at = random.randrange(file.size // BLOCK) * BLOCK
+                self._local.buffer[:] = bytes(BLOCK)
+                began = time.perf_counter_ns()
+                await volume.read_into(self._local[:], file.offset + at)
+                took.append(time.perf_counter_ns() - began)
+                wrong += self._local.buffer != made[at : at + BLOCK]
+                self._progress(BLOCK)
+        return took, wrong
+
+    async def call_from_wrong_loop(self) -> str | None:
+        """Read from another thread, with an event loop of its own; the error that stops that, None: nothing did."""
+
+        async def read(volume: Any) -> None:
+            await volume.read_into(self._local[:], 0)
+
+        self._local.buffer[:] = bytes(BLOCK)
+        async with self._storage.open(self._volume) as volume:
+            try:
+                await asyncio.to_thread(lambda: asyncio.run(read(volume)))
+            except AffinityError as error:
+                return str(error) if not any(self._local.buffer) else None
+        return None

@@ -1,0 +1,230 @@
+"""The demonstration: its files, what it tells, and what becomes of wrong bytes and of processes that end too early."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from storage_server.catalog import BLOCK
+from storage_server.demo import scenario
+from storage_server.demo.files import LARGEST, LEAST_BYTES, SMALLEST, data_files, end_of
+from storage_server.errors import InvalidError
+
+from tests.pace import patience
+from tests.running import wait_for_ends
+from tests.storage.processes import command, here, run
+
+SMALL = ("demo", "--size", "2M", "--seconds", "0.2", "--device", "soft0")
+KEYS = ["verified", "device", "native", "files", "bytes", "seconds", "wrong", "blocks", "read_us", "flushes", "syncs"]
+KEYS += ["message_bytes", "affinity_error", "tree"]
+
+Course = Any  # the scenario's own
+
+
+# ---- Files
+
+totals = st.integers(LEAST_BYTES, 256 << 20)
+seeds = st.text(max_size=5)
+
+
+@given(totals, seeds)
+def test_files_have_all_bytes_together_and_no_block_in_common(total: int, seed: str) -> None:
+    files, end = data_files(total, seed), 0
+    assert sum(file.size for file in files) == total
+    assert min(file.size for file in files) <= SMALLEST
+    assert max(file.size for file in files) <= LARGEST
+    assert len({file.name for file in files}) == len(files)
+    assert files == data_files(total, seed)
+    for file in files:
+        assert file.offset == end
+        end = -(-(end + file.size) // BLOCK) * BLOCK
+    assert end_of(files) == end
+
+
+def test_sizes_are_mixed() -> None:
+    sizes = [file.size for file in data_files(100 << 20, "1")]
+    assert max(sizes) == 25 << 20
+    for least, most in ((1, 1 << 10), (1 << 10, 1 << 20), (1 << 20, LARGEST)):
+        assert sum(least <= size < most for size in sizes) >= 3
+
+
+def test_too_little_for_files_of_mixed_sizes() -> None:
+    with pytest.raises(InvalidError, match=r"65,536 bytes together, or more, not 65,535"):
+        data_files(LEAST_BYTES - 1, "")
+
+
+def test_contents_are_the_same_again_and_other_ones_in_each_file() -> None:
+    files = data_files(1 << 20, "1")
+    contents = [file.contents() for file in files]
+    assert [len(each) for each in contents] == [file.size for file in files]
+    assert contents == [file.contents() for file in data_files(1 << 20, "1")]
+    assert len(set(contents)) == len(files)
+
+
+# ---- All of it
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the demonstration's folder is; it is gone afterwards."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield path
+    assert list(path.iterdir()) == []
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_for_programs() -> None:
+    done = run(*SMALL, "--clients", "3", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert list(told) == KEYS
+    assert (told["verified"], told["wrong"], told["device"], told["native"]) == (True, [], "soft0", True)
+    assert told["bytes"] == (2 << 20) // 3 * 3
+    assert told["flushes"] == told["files"] > 9
+    assert 0 < told["syncs"] <= told["flushes"] + 9, "those of volumes that are closed, too"
+    assert told["message_bytes"] == 0, "all went one-sidedly"
+    assert list(told["seconds"]) == ["making files", "writing", "reading and comparing", "reading blocks"]
+    assert told["blocks"] > 0
+    assert 0 < told["read_us"]["p50"] <= told["read_us"]["p99"] <= told["read_us"]["max"]
+    assert "ibv_post_send on <QueuePair" in told["affinity_error"]
+    assert len(re.findall("Connection with", told["tree"])) == 3
+
+
+def test_for_people() -> None:
+    done = run(*SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+    for said in ("reading and comparing: 2.1 MB in ", "WorkerPool", "AffinityError: ibv_post_send", "domains native"):
+        assert said in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"verified: 2,097,152 bytes in \d+ files, each byte", last)
+
+
+# ---- What is wrong
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+    """Has something done when everything is as it is before a phase."""
+
+    def have(title: str, do: Callable[[], object]) -> None:
+        phase = scenario._Course._phase
+
+        async def instead(self: Course, begun: str, *args: Any) -> list[Any]:
+            if begun == title:
+                do()
+            return await phase(self, begun, *args)
+
+        monkeypatch.setattr(scenario._Course, "_phase", instead)
+
+    return have
+
+
+def volumes(temporary: Path) -> list[Path]:
+    """The files that the server keeps volumes in."""
+    (folder,) = temporary.iterdir()
+    return sorted((folder / "server" / "volumes").iterdir())
+
+
+def test_a_wrong_byte_in_a_volume(temporary: Path, before: Callable[[str, Callable[[], object]], None]) -> None:
+    def spoil() -> None:
+        with volumes(temporary)[0].open("r+b") as volume:
+            byte = volume.read(1)
+            volume.seek(0)
+            volume.write(bytes([byte[0] ^ 1]))
+
+    before("reading and comparing", spoil)
+    status, said = here(*SMALL, "--json")
+    assert status == 1
+    told = json.loads(said)
+    assert told["verified"] is False
+    assert told["wrong"] in (["client-1/file-0000"], ["client-2/file-0000"])
+
+
+def test_blocks_that_are_wrong_are_seen(temporary: Path, before: Callable[[str, Callable[[], object]], None]) -> None:
+    def spoil() -> None:
+        for path in volumes(temporary):
+            path.write_bytes(bytes(path.stat().st_size))
+
+    before("reading blocks", spoil)
+    status, said = here(*SMALL)
+    assert status == 1
+    assert re.search(r"wrong: [\d,]+ blocks of client-1\n", said)
+    assert said.endswith("not all was as it should be\n")
+
+
+@pytest.mark.parametrize("phase", ["writing", "reading and comparing", "reading blocks"])
+def test_a_client_that_is_killed(phase: str, before: Callable[[str, Callable[[], object]], None]) -> None:
+    others = descendants(os.getpid())
+    before(phase, lambda: os.kill(max(descendants(os.getpid())), signal.SIGKILL))
+    status, said = here(*SMALL, "--json")
+    assert status == 1
+    assert re.fullmatch(r"Error: .*worker \d .*\n", said)
+    assert descendants(os.getpid()) == others
+
+
+def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=5 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    status, said = here(*SMALL)
+    assert status == 1
+    assert "5 MiB free, and 70 are needed: have TMPDIR name another folder, or say a smaller --size" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--size", "1K"), "bytes together, or more"),
+        (("--device", "mlx5_7"), ""),  # it is not there, or what lists such devices is not
+        (("--size", "much"), "is no size"),
+        (("--clients", "0"), "--clients"),
+        (("--seconds", "0"), "--seconds"),
+    ],
+)
+def test_what_cannot_be_done_is_told(arguments: tuple[str, ...], said: str) -> None:
+    status, told = here(*SMALL, *arguments)
+    assert status in (1, 2)
+    assert "Error: " in told
+    assert said in told
+
+
+# ---- Who has enough
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_end_all_of_it(number: signal.Signals, temporary: Path) -> None:
+    env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(*SMALL, "--seconds", "60"), env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("reading and comparing"):
+                assert process.poll() is None
+            pids = descendants(process.pid)
+            assert len(pids) == 2
+            time.sleep(0.1)  # blocks are being read, or will be
+            process.send_signal(number)
+            _, complaints = process.communicate(timeout=patience(20))
+        finally:
+            process.kill()
+    wait_for_ends(pids)
+    if number is signal.SIGKILL:
+        for left in temporary.iterdir():  # nobody was there to take it away
+            shutil.rmtree(left)
+    else:
+        assert (process.returncode, complaints.strip()) == (1, "Aborted!")

@@ -1,6 +1,7 @@
 """examples/asgi.py behind real servers: workers that are spawned, and workers that are forked after its import."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -22,6 +23,10 @@ from tests.waiting import wait_until
 
 pytest.importorskip("uvicorn")
 import httpx
+
+sys.path.append(str(ROOT / "examples"))
+
+from key_value import LONGEST, NEIGHBOURS, place_of
 
 __all__ = ["directory_of_sockets", "short_path"]
 pytestmark = pytest.mark.timeout(120)
@@ -156,7 +161,7 @@ def server(request: pytest.FixtureRequest) -> str:
 
 def test_objects(server: str, tmp_path: Path) -> None:
     """What one worker was given the others give, the last one that was put."""
-    sizes = (0, 1, 1000, 256 * 1024 - 12)
+    sizes = (0, 1, 500, LONGEST - 4)
     with serving(server, tmp_path, set()) as service:
         service.until_workers(2)
         with ThreadPoolExecutor(8) as threads:
@@ -166,13 +171,13 @@ def test_objects(server: str, tmp_path: Path) -> None:
                 for name, got in zip([*objects] * 8, threads.map(service.get, [*objects] * 8), strict=True):
                     assert got == objects[name], (turn, name)
         assert service.ask("nothing").status_code == 404
-        assert service.ask("large", bytes(256 * 1024 - 11)).status_code == 413
-        assert service.ask("x" * 256).status_code == 414
+        assert service.ask("large", bytes(LONGEST - 4)).status_code == 413
+        assert service.ask("large", bytes(1 << 20)).status_code == 413
 
 
 def test_objects_that_are_put_while_they_are_got(tmp_path: Path) -> None:
     """One or the other, and always a whole one."""
-    whole = {bytes([each]) * 200_000 for each in range(4)}
+    whole = {bytes([each]) * 900 for each in range(4)}
     with serving("gunicorn", tmp_path, set()) as service, ThreadPoolExecutor(4) as threads:
         service.put("object", min(whole))
         puts = [threads.submit(service.put, "object", each) for each in [*whole] * 10]
@@ -185,10 +190,13 @@ def test_objects_that_are_put_while_they_are_got(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path) -> None:
-    with serving("uvicorn", tmp_path, set()) as service, ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(service.ask, map(str, range(130)), [b"x"] * 130))
-        assert sorted(each.status_code for each in answers) == [204] * 128 + [507] * 2
-        assert service.ask("7", b"y").status_code == 507, "there is no room for both"
+    """For a key all of whose places have other keys."""
+    names = sorted(map(str, range(50_000)), key=lambda name: place_of(name.encode()))
+    groups = (list(group) for _, group in itertools.groupby(names, lambda name: place_of(name.encode())))
+    together = next(group for group in groups if len(group) > NEIGHBOURS)[: NEIGHBOURS + 1]
+    with serving("uvicorn", tmp_path, set()) as service:
+        assert [service.ask(name, b"x").status_code for name in together] == [204] * NEIGHBOURS + [507]
+        assert service.ask(together[0], b"y").status_code == 204, "it has its place"
 
 
 def test_a_worker_that_is_killed(server: str, tmp_path: Path) -> None:
@@ -199,7 +207,7 @@ def test_a_worker_that_is_killed(server: str, tmp_path: Path) -> None:
     with serving(server, tmp_path, killed) as service, ThreadPoolExecutor(4) as threads:
 
         def load(name: str) -> None:
-            possible = [b"first" * 10_000]
+            possible = [b"first" * 100]
             service.put(name, possible[0])
             begun.wait(patience(20))
             for number in range(10**6):
@@ -210,7 +218,7 @@ def test_a_worker_that_is_killed(server: str, tmp_path: Path) -> None:
                     if number % 2:
                         assert service.get(name) in possible, number
                     else:
-                        possible.append(bytes([number % 256]) * 50_000)
+                        possible.append(bytes([number % 256]) * 900)
                         service.put(name, possible[-1])
                         possible[:-1] = []
                 except httpx.TransportError:

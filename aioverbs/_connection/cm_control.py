@@ -7,6 +7,7 @@ from typing import Unpack
 
 from aioverbs._connection.message_channel import Traffic
 from aioverbs._core.handles import handles
+from aioverbs._lifecycle.resource import open_part, suppress_warning
 from aioverbs._verbs.qp_state_machine import Changes
 from aioverbs.errors import (
     ConnectionRejectedError,
@@ -37,8 +38,7 @@ class SharedChannel:
         :raises LibraryNotFoundError: librdmacm is not installed.
         :raises VerbsError: the kernel's module is not loaded.
         """
-        self.channel._life.quiet = True
-        await self.channel.open()
+        await open_part(self.channel)
 
     def use(self) -> None:
         """One more uses it."""
@@ -60,7 +60,7 @@ class CmLine:
 
     def __init__(self, identifier: Identifier, channel: SharedChannel) -> None:
         self.identifier = identifier
-        identifier._life.quiet = True
+        suppress_warning(identifier)
         self._channel: SharedChannel | None = channel
         self._traffic: Traffic | None = None
 
@@ -149,9 +149,8 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
     except VerbsError as error:  # the kernel's module is not loaded
         raise UnreachableError(error.verb, error.errno, error.advice) from error
     identifier = channel.channel.identifier()
-    identifier._life.quiet = True
     try:
-        await identifier.open()
+        await open_part(identifier)
         address = await look_up(host, port)
         if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:  # from another address nobody answers there
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV)

@@ -16,6 +16,7 @@ from aioverbs._connection.handshake import Handshake, refusal_of
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import dial
 from aioverbs._lifecycle.affinity import running_loop
+from aioverbs._lifecycle.resource import life_of, suppress_warning
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.ports import check_port, gid_index
 from aioverbs.errors import (
@@ -97,7 +98,7 @@ async def _shake_hands(
 
 def _leave(connection: Connection) -> None:
     """Have a connection aborted by a task."""
-    connection._life.quiet = True  # nobody left it open
+    suppress_warning(connection)  # nobody left it open
     task = running_loop().create_task(connection.abort())
     _left.add(task)
     task.add_done_callback(_left.discard)
@@ -159,7 +160,7 @@ class Connecting:
         if connection is None:
             raise RuntimeError("this is in no block: there is nothing to leave")
         if not connection.closed:
-            connection._life.check_owner("aclose")  # first: the owner's end of the block comes after a refusal
+            life_of(connection).check_owner("aclose")  # first: the owner's end of the block comes after a refusal
         self._connection, self._is_taken = None, False
         await connection.__aexit__(kind, error, traceback)
 

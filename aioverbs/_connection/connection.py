@@ -20,7 +20,7 @@ from aioverbs._connection.wire import FrameKind
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
 from aioverbs._lifecycle.affinity import Affinity, running_loop
 from aioverbs._lifecycle.lifecycle import OPEN
-from aioverbs._lifecycle.resource import Resource
+from aioverbs._lifecycle.resource import Resource, open_part_now
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.base_domain import Domain
@@ -219,9 +219,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         qp = QueuePair(
             self, self._domain._placement(), cq, None, depths, port=settings.port, gid_index=settings.gid_index
         )
-        qp._life.quiet = True
-        qp._open_now()
-        qp._drop_parents()  # its life has them: who forgets a connection is to be warned
+        open_part_now(qp, keeps_parents=False)
         traffic = Traffic(qp, owner, block, settings, lambda kind, number, data: grants.heard(kind, number, data))
         grants = Grants(traffic, self._domain.base.handle, settings.max_grants)
         traffic.when_over = end.over

@@ -11,7 +11,7 @@ from aioverbs._connection.wire import FrameKind, GrantNotice
 from aioverbs._core.data_path.data_path import RegionSlice, RemoteRegion
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop, to_the_end, wake
-from aioverbs._lifecycle.resource import Resource
+from aioverbs._lifecycle.resource import Resource, open_part
 from aioverbs._memory.region import MemoryRegion, MemoryWindow
 from aioverbs._verbs.quirks import is_soft_roce
 from aioverbs.errors import GrantRevokedError, VerbsError
@@ -175,9 +175,7 @@ class Grants:
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
         # A window goes with this queue pair and without touching the region. Else the memory is registered once more.
         if _window_serves(self._base.context, piece):
-            window = MemoryWindow(owner, self._base, MwType.TYPE_2)
-            window._life.quiet = True
-            await window.open()
+            window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
             try:  # a window is not destroyed while it is being bound
                 return window, await to_the_end(self._traffic.qp.bind_window(window, piece, access))
             except BaseException:
@@ -187,8 +185,7 @@ class Grants:
         region = MemoryRegion(
             owner, self._base, piece.buffer, access | (AccessFlags.LOCAL_WRITE if writes else AccessFlags(0))
         )
-        region._life.quiet = True
-        await region.open()
+        await open_part(region)
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:

@@ -5,6 +5,7 @@ import contextlib
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.resource import life_of, open_part, open_part_now
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
 from aioverbs._memory.region import is_large
 from aioverbs._verbs.base_domain import Domain
@@ -31,11 +32,10 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     if pool is None:
         count = max(1, min(_BLOCKS, _SLAB // size))
         made = domain.buffer_pool(size, count, limit=_ANY_NUMBER)
-        made._life.quiet = True
         if is_large(size * count):
-            await made.open()  # meanwhile others come, and make one each
+            await open_part(made)  # meanwhile others come, and make one each
         else:
-            made._open_now()
+            open_part_now(made)
         pool = domain.base._common.setdefault(key, made)
         if pool is not made:
             await made.aclose()
@@ -70,7 +70,7 @@ class _Queues:
         for cq in tuple(self._broken):
             if not cq.statistics().children:
                 with contextlib.suppress(AffinityError, ConcurrentAccessError):  # the next time, or with the domain
-                    cq._life.close_later()
+                    life_of(cq).close_later()
                     self._broken.remove(cq)
 
     def add(self, cq: CompletionQueue) -> None:
@@ -97,7 +97,6 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
         return found
     most = max(needed, domain.handle.context.attributes.max_cqe)
     made = domain.completion_queue(min(needed * _SHARERS, most), spin_ns=settings.spin_ns)
-    made._life.quiet = True
-    made._open_now()  # without an await, in which others would make one each
+    open_part_now(made)  # without an await, in which others would make one each
     queues.add(made)
     return made

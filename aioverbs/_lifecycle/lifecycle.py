@@ -305,7 +305,7 @@ class Life:
                 self._bell = Bell()
             return self._bell
 
-    async def _settled(self) -> None:
+    async def settled(self) -> None:
         """Until nobody opens or closes it; a closing whose loop is gone is taken back."""
         await self.bell().wait_while(self._is_under_way, look_s=_LOOK_S)
 
@@ -374,7 +374,7 @@ class Life:
         interruptions: list[BaseException] = []
         try:
             while not await self._close(interruptions):
-                await self._settled()
+                await self.settled()
         except Exception as error:
             for each in interruptions:
                 if not isinstance(each, Warning):  # who cancelled is to see that; the error is no cause
@@ -533,7 +533,7 @@ class Life:
     async def _wait_for(self, child: "Life", interruptions: list[BaseException]) -> None:
         """Until who closes a child has done so."""
         try:
-            await child._settled()
+            await child.settled()
         except anyio.get_cancelled_exc_class() as raised:
             closing = child._closing
             if child.lasting or (closing is not None and closing.elsewhere):  # it may take for ever
@@ -543,7 +543,7 @@ class Life:
 
     async def _settled_at_last(self, interruptions: list[BaseException]) -> None:
         try:
-            await to_the_end(self._settled())
+            await to_the_end(self.settled())
         except asyncio.CancelledError as raised:
             interruptions.append(raised)
 

@@ -13,7 +13,9 @@ from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Lif
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 
-__all__ = ["Handled", "Resource", "ResourceStatistics"]
+__all__ = [
+    "Handled", "Resource", "ResourceStatistics", "life_of", "open_part", "open_part_now", "suppress_warning",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,42 @@ class Resource(anyio.abc.AsyncResource):
         life = getattr(self, "_life", None)
         if life is not None:  # a subclass refused its arguments
             life.forget()
+
+
+R = TypeVar("R", bound=Resource)
+
+
+def life_of(resource: Resource) -> Life:
+    """Return the tree node of a resource, for other packages of the library."""
+    return resource._life
+
+
+def suppress_warning(resource: Resource, suppress: bool = True) -> None:
+    """Warn no user of a resource that is left open, as the library opened it; with False, warn again."""
+    resource._life.quiet = suppress
+
+
+async def open_part(part: R, *, keeps_parents: bool = True) -> R:
+    """Open what the library makes for itself: no user is warned that it was left open.
+
+    :param keeps_parents: whether the part keeps the objects of its parents, and not only their lives; without that a
+        user who forgets the whole is warned while the whole still has the part.
+    :raises VerbsError: a verb failed, or another error of its `Resource.open`.
+    """
+    suppress_warning(part)
+    await part.open()
+    if not keeps_parents:
+        part._drop_parents()
+    return part
+
+
+def open_part_now(part: R, *, keeps_parents: bool = True) -> R:
+    """Open what the library makes for itself as `open_part` does, without an await, in which others could come in."""
+    suppress_warning(part)
+    part._open_now()
+    if not keeps_parents:
+        part._drop_parents()
+    return part
 
 
 H = TypeVar("H", bound=Destroyable)

@@ -18,7 +18,7 @@ import anyio
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import Life, Site, State, line_of
-from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics, creation_site
+from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics, creation_site, life_of, open_part_now
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs._memory.region import MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
 from aioverbs.allocators import Allocator
@@ -504,10 +504,8 @@ class BufferPool(Resource):
     def _add_slab(self) -> None:
         buffers = self._next_slab
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
-        slab._life.quiet = True
-        slab._open_now()
-        slab._life.drain = functools.partial(_quiet, slab.pins)
-        slab._drop_parents()  # its life has them: who forgets a pool is to be warned
+        open_part_now(slab, keeps_parents=False)
+        life_of(slab).drain = functools.partial(_quiet, slab.pins)
         self._buffers += buffers
         self._shelf.slabs.append(slab)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last in is the first out

@@ -12,7 +12,7 @@ from aioverbs._core.handles import handles
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Bell
 from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Handled
+from aioverbs._lifecycle.resource import Handled, life_of, open_part
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs._memory.region import MemoryRegion
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
@@ -96,7 +96,7 @@ class _Entry:
     async def settled(self) -> None:
         """Until nobody is opening or closing it."""
         await self.bell.wait_while(lambda: self.opening)
-        await self.region._life._settled()
+        await life_of(self.region).settled()
 
     @property
     def idle(self) -> bool:
@@ -175,7 +175,7 @@ class RegistrationCache:
         # Guards the entries, their order (the longest unused first), those that go, and the counts. The collector may
         # end a block inside of it, which takes the lock again, and only ever takes a user away. In a child of a fork it
         # is a new one.
-        self._life = pd._life
+        self._life = life_of(pd)
         self._lock = threading.RLock()
         forks.renew_lock_in_children(self)
         self._entries: dict[_Key, _Entry] = {}
@@ -217,7 +217,7 @@ class RegistrationCache:
                 self._misses += 1
             region = MemoryRegion(pd, pd.handle, view, access)
             del view, pd
-            region._life.hold(_LetGo(region))
+            life_of(region).hold(_LetGo(region))
             try:
                 async with region:
                     yield region
@@ -301,10 +301,8 @@ class RegistrationCache:
         region = entry.region
         try:
             await _close(self._surplus())  # first: the device may have no more room
-            region._life.quiet = True
-            region._life.hold(_Forget(self, entry))  # before its handle, and so after that at the end
-            await region.open()
-            region._drop_parents()  # its life has them: who forgets a protection domain is to be warned
+            life_of(region).hold(_Forget(self, entry))  # before its handle, and so after that at the end
+            await open_part(region, keeps_parents=False)
         except BaseException:
             self._remove(entry)
             _let_go_unopened(region)

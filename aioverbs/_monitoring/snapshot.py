@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 
 from aioverbs._lifecycle.lifecycle import CLOSED, Life
-from aioverbs._lifecycle.resource import Resource
+from aioverbs._lifecycle.resource import Resource, life_of
 from aioverbs._monitoring.jsonable import plain
 from aioverbs.errors import ClosedResourceError
 
@@ -25,7 +25,7 @@ _devices: dict[int, weakref.ref[Resource]] = {}  # by their numbers; changed by 
 
 def remember(device: Resource) -> None:
     """Have samples tell of a device, as long as it is open."""
-    number = device._life.serial
+    number = life_of(device).serial
     _devices[number] = weakref.ref(device, lambda _: _devices.pop(number, None))
 
 
@@ -48,7 +48,7 @@ def sample() -> dict[str, object]:
     ``truncated`` is true.
     """
     room = _Room(MOST)
-    trees = [_tree(device._life, room) for device in _open_devices()]
+    trees = [_tree(life_of(device), room) for device in _open_devices()]
     return {"time_ns": time.monotonic_ns(), "truncated": room.left < 0, "devices": trees}
 
 
@@ -128,6 +128,6 @@ def _statistics(user: object) -> object:
         return None
     try:
         # A device would ask its verbs object for counts. Who closes that just now must not find somebody inside.
-        return user.statistics() if user._life.parents else Resource.statistics(user)
+        return user.statistics() if life_of(user).parents else Resource.statistics(user)
     except ClosedResourceError:
         return None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioverbs._lifecycle.affinity import Affinity, running_loop
+from aioverbs._lifecycle.resource import open_part_now
 from aioverbs._pool.process_main import ProcessSettings
 from aioverbs._pool.process_worker import ProcessWorker, Visit, pickled_call
 from aioverbs._pool.supervisor import Counts, Crew, Hand
@@ -73,8 +74,7 @@ class Processes(Threads):
         key = secrets.randbits(64)
         shared = self._pd.share(key)
         try:
-            shared._open_now()
-            shared._life.quiet = True
+            open_part_now(shared)
         except VerbsError as error:
             if error.errno != errno.EOPNOTSUPP:
                 raise

@@ -13,7 +13,7 @@ import anyio
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited, Outcome
 from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Resource, ResourceStatistics
+from aioverbs._lifecycle.resource import Resource, ResourceStatistics, open_part_now
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
 from aioverbs._pool.backends import Errand, Processes, Threads
 from aioverbs._pool.placement import Key, PlacementPolicy, RoundRobin
@@ -147,8 +147,7 @@ class WorkerPool(Resource):
         if self.state is not State.NEW:
             self._open_now()  # which says why it cannot be
         if self._is_own_pd:
-            self._pd._open_now()
-            self._pd._life.quiet = True
+            open_part_now(self._pd)
         try:
             self._open_now()
         except BaseException:

@@ -20,6 +20,7 @@ from aioverbs._connection.handshake import Reason, Refusal
 from aioverbs._connection.tcp_control import Lifeline, adopt
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, ready, running_loop, to_the_end
+from aioverbs._lifecycle.resource import open_part
 from aioverbs._server.accept import Terms
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
@@ -178,9 +179,7 @@ class Acceptor:
         channel = SharedChannel()
         try:
             await channel.open()
-            listener = channel.channel.listener(host, port, backlog=backlog)
-            listener._life.quiet = True
-            await listener.open()
+            listener = await open_part(channel.channel.listener(host, port, backlog=backlog))
         except BaseException as error:
             await channel.leave()
             if transport == "rdmacm" or not isinstance(error, OSError | LibraryNotFoundError):  # of these VerbsError

@@ -16,7 +16,7 @@ from aioverbs._connection.connection import Connection
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited
-from aioverbs._lifecycle.resource import Resource
+from aioverbs._lifecycle.resource import Resource, life_of, suppress_warning
 from aioverbs._pool.placement import Key
 from aioverbs._pool.pool import WorkerPool
 from aioverbs._server.accept import Terms, TlsContext, answered
@@ -60,11 +60,11 @@ class _Accepting(anyio.abc.AsyncResource):
         self._check_caller("open")
         self._owner = Affinity.of_running_loop()
         try:
-            self._place._life.attach(self._acceptor)
+            life_of(self._place).attach(self._acceptor)
             await self._acceptor.open(*self._where)
         except BaseException:
             self._owner = None
-            self._place._life.detach(self._acceptor)
+            life_of(self._place).detach(self._acceptor)
             raise
         return self
 
@@ -149,7 +149,7 @@ class ConnectionListener(_Accepting):
         assert connection._end is not None
         connection._end.when_closed = functools.partial(arrival.tell, False)
         arrival.tell(True)
-        connection._life.quiet = True  # nobody's fault that it is open, before somebody took it
+        suppress_warning(connection)  # nobody's fault that it is open, before somebody took it
         self._ready.append(connection)
         self._wake()
         return why
@@ -180,7 +180,7 @@ class ConnectionListener(_Accepting):
                     self._wake()  # it is another one's
                 raise
         connection = self._ready.popleft()
-        connection._life.quiet = False
+        suppress_warning(connection, False)
         if self._ready:
             self._wake()
         return connection
@@ -211,7 +211,7 @@ class ConnectionListener(_Accepting):
         await to_the_end(self._close())
 
     async def _close(self) -> None:
-        self._place._life.detach(self._acceptor)
+        life_of(self._place).detach(self._acceptor)
         await self._acceptor.stop()
         await self._acceptor.cancel()
         while self._waiters:
@@ -401,7 +401,7 @@ class Server(_Accepting):
         await asyncio.shield(self._stopping)
 
     async def _stop(self, draining: anyio.CancelScope) -> None:
-        self._place._life.detach(self._acceptor)
+        life_of(self._place).detach(self._acceptor)
         try:
             await self._acceptor.stop()
             drained = False
@@ -418,7 +418,7 @@ class Server(_Accepting):
     async def _stop_deserted(self) -> None:
         # The tasks of the loop that opened it do not go on, and nobody waits for them.
         self._following = self._stopping = None
-        self._place._life.detach(self._acceptor)
+        life_of(self._place).detach(self._acceptor)
         await self._acceptor.stop()
         self._over = True
         self._bell.ring()

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Bell, OwnedIterator, running_loop
-from aioverbs._lifecycle.resource import Handled, Resource
+from aioverbs._lifecycle.resource import Handled, Resource, life_of
 from aioverbs.errors import ClosedResourceError, ForkedProcessError, VerbsError
 from aioverbs.types import EventType
 
@@ -57,7 +57,7 @@ class _Listener:
         self.loop = running_loop()
         self._resource = resource
         self._events: deque[DeviceEvent | None] = deque()
-        self._bell = resource._life.bell() if resource is not None else Bell()  # that rings when it is closed
+        self._bell = life_of(resource).bell() if resource is not None else Bell()  # that rings when it is closed
 
     def concerns(self, event: DeviceEvent) -> bool:
         return self._resource is None or self._resource is event.resource

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from aioverbs._core.handles import handles, parent_domain as core
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Resource
+from aioverbs._lifecycle.resource import Resource, life_of
 from aioverbs._memory.region import ImportedMemoryRegion
 from aioverbs._memory.registration_cache import RegistrationCache
 from aioverbs._providers import hardware
@@ -202,7 +202,7 @@ class SharedProtectionDomain(Resource):
 
     def _open(self) -> None:
         self._id, self._share = shared_pd.share(self._pd.handle, self._share_key)
-        self._pd._life.hold(self._share)
+        life_of(self._pd).hold(self._share)
 
     async def send(self, socket: socket.socket) -> None:
         """Let the process at the other end of a socket have it, which calls `import_device`: answer one request.

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Resource
+from aioverbs._lifecycle.resource import Resource, open_part_now
 from aioverbs._verbs.completion_queue import MessageModel, Placement
 from aioverbs._verbs.protection_domain import InterchangeableDomain, ParentDomain, ProtectionDomain, base_of
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
@@ -66,19 +66,15 @@ class ResourceDomain(InterchangeableDomain):
     def _open(self) -> None:
         owner = self._life.owner
         if self._pd.state is State.NEW:
-            self._open_part(self._pd)
+            open_part_now(self._pd)
         if owner is not None:
-            self._td = ThreadDomain(self, self._context, self._budget, require_native=self._require_native, owner=owner)
-            self._open_part(self._td)
-        self._parent = ParentDomain(
-            self._pd, self._td, self.allocator, self.context, require_native=self._require_native
+            self._td = open_part_now(
+                ThreadDomain(self, self._context, self._budget, require_native=self._require_native, owner=owner)
+            )
+        self._parent = open_part_now(
+            ParentDomain(self._pd, self._td, self.allocator, self.context, require_native=self._require_native)
         )
-        self._open_part(self._parent)
         self._handle = self._parent.handle
-
-    def _open_part(self, part: Resource) -> None:
-        part._life.quiet = True
-        part._open_now()
 
     @property
     def base(self) -> ProtectionDomain:

@@ -8,7 +8,7 @@ from typing import Self
 from aioverbs._core.handles import rdma_cm as core
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Life
-from aioverbs._lifecycle.resource import Handled
+from aioverbs._lifecycle.resource import Handled, life_of, open_part_now, suppress_warning
 from aioverbs.errors import ClosedResourceError
 from aioverbs.rdma_cm.cm_id import Address, Identifier, look_up, written
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
@@ -45,13 +45,12 @@ class _Requests:
             event.identifier.destroy()
             return
         identifier = Identifier(channel, event)
-        identifier._life.came_from(self._life)
+        life_of(identifier).came_from(self._life)
         try:
-            identifier._open_now()
+            open_part_now(identifier)  # nobody's fault that it is open, before somebody took it
         except ClosedResourceError:  # the channel is being closed
             event.identifier.destroy()
             return
-        identifier._life.quiet = True  # nobody's fault that it is open, before somebody took it
         self._waiting.append(identifier)
         self._bell.ring()
 
@@ -71,7 +70,7 @@ class _Requests:
             assert self._failure is not None
             raise self._failure
         identifier = self._waiting.popleft()
-        identifier._life.quiet = False
+        suppress_warning(identifier, False)
         return identifier
 
     async def drain(self) -> None:

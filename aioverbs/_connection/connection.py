@@ -43,7 +43,7 @@ from aioverbs.types import AccessFlags, AtomicCap
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Connection", "Line"]
+__all__ = ["Connection", "Line", "on_closed"]
 
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -543,6 +543,12 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """An `anyio.abc.ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
         traffic = self._now()
         return MessageByteStream(self, traffic.fragment, traffic.check_caller)
+
+
+def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
+    """Call a function, one for each connection, when an open connection is closed."""
+    assert connection._end is not None
+    connection._end.when_closed = callback
 
 
 async def _patiently(call: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from aioverbs._connection.connection import Connection, Line
+from aioverbs._connection.connection import Connection, Line, on_closed
 from aioverbs._connection.tcp_control import adopt
 from aioverbs._lifecycle.affinity import to_the_end
 from aioverbs._pool.pickled_errors import pickled_error, unpickled_error
@@ -63,8 +63,7 @@ async def handle(line: Awaitable[Line], peer: str, tell: Tell, domain: Domain, s
     connection, why = await answered(line, peer, domain, service.terms)
     if connection is None:
         return Handled(why)
-    assert connection._end is not None
-    connection._end.when_closed = functools.partial(tell, False)
+    on_closed(connection, functools.partial(tell, False))
     tell(True)
     try:
         await service.handler(connection)

@@ -12,7 +12,7 @@ from typing import Self
 import anyio.abc
 
 from aioverbs._connection.connect import Transport, check_transport
-from aioverbs._connection.connection import Connection
+from aioverbs._connection.connection import Connection, on_closed
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited
@@ -146,8 +146,7 @@ class ConnectionListener(_Accepting):
         connection, why = await answered(arrival.line(self._terms), arrival.peer, self._domain, self._terms)
         if connection is None:
             return why
-        assert connection._end is not None
-        connection._end.when_closed = functools.partial(arrival.tell, False)
+        on_closed(connection, functools.partial(arrival.tell, False))
         arrival.tell(True)
         suppress_warning(connection)  # nobody's fault that it is open, before somebody took it
         self._ready.append(connection)

@@ -15,6 +15,7 @@ from aioverbs._connection.connection import Connection, Line
 from aioverbs._connection.handshake import Handshake, refusal_of
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import dial
+from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.resource import life_of, suppress_warning
 from aioverbs._verbs.base_domain import Domain
@@ -222,7 +223,7 @@ def connect(
         except TimeoutError:
             if not limit.expired():
                 raise
-            text = f"no connection with {host}, port {port}, within {timeout_s:g} s: {progress.awaits}{before}"
+            text = f"no connection with {host}, port {port}, within {duration(timeout_s)}: {progress.awaits}{before}"
             raise TimeoutError(text) from None
 
     return Connecting(make)

@@ -11,6 +11,7 @@ from aioverbs._connection.connect import Connecting, Transport, connect
 from aioverbs._connection.connection import Connection
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import OwnedIterator, running_loop
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import BrokenResourceError, HandshakeError
@@ -105,5 +106,5 @@ async def _connections(
             if last is not None:
                 raise last
             return
-        logger.debug("connecting to %s again in %.3f s: %s", where, wait_s, last or "the last one ended")
+        logger.debug("connecting to %s again in %s: %s", where, duration(wait_s), last or "the last one ended")
         await asyncio.sleep(wait_s)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from aioverbs._durations import duration
 from aioverbs._monitoring.directory import MonitorDirectory, peer_user
 from aioverbs._monitoring.snapshot import encoded, sample
 
@@ -95,7 +96,7 @@ def _interval_of(line: bytes) -> float:
     interval = asked.get("interval_s") if isinstance(asked, dict) else None
     least, most = INTERVALS_S
     if isinstance(interval, bool) or not isinstance(interval, (int, float)) or not least <= interval <= most:
-        raise ValueError(f"an interval is from {least} to {most} seconds")
+        raise ValueError(f"an interval is from {duration(least)} to {duration(most)}")
     return float(interval)
 
 
@@ -196,7 +197,7 @@ class MonitorServer:
         except BlockingIOError:
             return
         except OSError as error:  # the program may have no descriptor left; that is not to be asked again and again
-            logger.warning("nobody is let in to look at this process for %g s: %s", _DEAF_S, error)
+            logger.warning("nobody is let in to look at this process for %s: %s", duration(_DEAF_S), error)
             self._selector.unregister(self._listening)
             self._deaf_until = time.monotonic() + _DEAF_S
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 import anyio
 
+from aioverbs._durations import duration
 from aioverbs._lifecycle.cross_loop import Outcome
 from aioverbs._pool.pickled_errors import unpickled_error
 from aioverbs._pool.process_main import ProcessSettings, Ready
@@ -173,7 +174,7 @@ class ProcessWorker(Hand):
                 with anyio.move_on_after(_START_S) as starting:
                     await self._begin(share_ours, link)
                 if starting.cancelled_caught:
-                    return f"it did not start within {_START_S:g} seconds"
+                    return f"it did not start within {duration(_START_S)}"
                 await asyncio.wait([link.lost])
                 with anyio.move_on_after(_EXIT_S):
                     while process.poll() is None:  # noqa: ASYNC110  (it is about to end, and nobody tells)

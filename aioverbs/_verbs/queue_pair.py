@@ -22,6 +22,7 @@ from aioverbs._core.data_path.data_path import (
     WorkQueue,
 )
 from aioverbs._core.handles import handles
+from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end, wake
 from aioverbs._lifecycle.lifecycle import Life
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
@@ -384,7 +385,10 @@ class _End:
         work.when_idle(None)
         if scope.cancelled_caught:
             logger.warning(
-                "%r: %d requests were not flushed within %g s, and end with it", handle, work.under_way, _FLUSH_S
+                "%r: %d requests were not flushed within %s, and end with it",
+                handle,
+                work.under_way,
+                duration(_FLUSH_S),
             )
 
     async def _wait_for_modification(self, work: Requests) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aioverbs._durations import duration
 from aioverbs.cli.common import Status, console, device_names, json_option, print_json, runner
 from aioverbs.cli.measuring import OPERATIONS, Figure, Operation, cells, size_of
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from aioverbs.cli.bench_run import Report
 
-__all__ = ["bench", "rate", "time_of"]
+__all__ = ["bench", "rate"]
 
 MODELS = ("default", "low-latency", "force-low-latency", "high-bandwidth")
 
@@ -201,17 +202,9 @@ def _text(figure: Figure | None, fastest: Figure) -> "Text":
 
     if figure is None:
         return Text("-")
-    value = time_of(figure.median_ns) if figure.window == 1 else rate(figure.bytes_per_s)
+    value = duration(figure.median_ns / 1e9) if figure.window == 1 else rate(figure.bytes_per_s)
     ratio = f" {_three(figure.ratio):>4}x" if figure.ratio is not None else ""
     return Text.assemble((value, "green" if figure is fastest else ""), (ratio, "dim"))
-
-
-def time_of(nanoseconds: float) -> str:
-    """A time in a unit that fits it."""
-    for unit, letters in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if nanoseconds >= unit:
-            return f"{_three(nanoseconds / unit)} {letters}"
-    return f"{_three(nanoseconds)} ns"
 
 
 def rate(bytes_per_s: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from aioverbs._durations import duration
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import devices
 from aioverbs.cli.bench_device import HERE, device_client
@@ -248,7 +249,7 @@ class _Run:
         client, memory = self.clients[name]
         self._turn += 1
         about = {"name": name, "operation": cell.operation, "size": cell.size, "places": cell.window}
-        async with _within(_STUCK_S, f"it is stuck: a turn took more than {_STUCK_S:g} s"):
+        async with _within(_STUCK_S, f"it is stuck: a turn took more than {duration(_STUCK_S)}"):
             memory.begin(cell.size, cell.window, self._turn)
             await self._peer.ask(what="begin", turn=self._turn, **about)
             if cell.window == 1:
@@ -291,7 +292,7 @@ async def measure(
     """
     longest_s = _LONGEST * seconds + _START_S
     advice = "this machine is too busy, or has too few processors for the message model: measure less, or for longer"
-    async with _within(longest_s, f"it took more than {longest_s:g} s; {advice}"):
+    async with _within(longest_s, f"it took more than {duration(longest_s)}; {advice}"):
         return await _measure(cells, names, model, seconds, advance)
 
 
@@ -305,7 +306,7 @@ async def _measure(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aioverbs-bench-"))
         peer = await stack.enter_async_context(_other_process())
         run = _Run(peer, report)
-        async with _within(_START_S, f"the other process did not answer within {_START_S:g} s"):
+        async with _within(_START_S, f"the other process did not answer within {duration(_START_S)}"):
             told = {"devices": list(names), "model": model.name, "secret": secret.hex(), "path": f"{folder}/stream"}
             served = await peer.ask(**told)
             report.problems |= served["problems"]

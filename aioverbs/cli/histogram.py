@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-__all__ = ["Histogram", "duration"]
+__all__ = ["Histogram"]
 
 _BITS = 6
 _EXACT = 1 << (_BITS + 1)  # values below have a bucket each
@@ -107,16 +107,3 @@ def _begin(bucket: int) -> int:
 
 def _end(bucket: int) -> int:
     return _begin(bucket + 1)
-
-
-def duration(nanoseconds: float) -> str:
-    """A time as people read it, three digits of it: ``"12.3 µs"``."""
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if nanoseconds >= 0.9995 * size:
-            return f"{_three(nanoseconds / size)} {unit}"
-    return f"{nanoseconds:.0f} ns"
-
-
-def _three(value: float) -> str:
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{digits}f}"

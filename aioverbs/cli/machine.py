@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aioverbs._durations import duration
 from aioverbs._providers.software_settings import SoftSettings
 from aioverbs._providers.sysfs import device_nodes, try_open
 
@@ -155,7 +156,7 @@ def probe() -> Probe:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, env=environment, check=False)
     except subprocess.TimeoutExpired:
-        return Probe(crash=f"did not end within {_PROBE_S:g} s")
+        return Probe(crash=f"did not end within {duration(_PROBE_S)}")
     warnings = tuple(done.stderr.strip().splitlines())
     if done.returncode:
         return Probe(warnings=warnings, crash=f"ended with status {done.returncode}")

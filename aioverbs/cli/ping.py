@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aioverbs._durations import duration
 from aioverbs.cli.common import Seconds, Status, UntilStopped, console, device_names, json_option, print_json, run
 
 if TYPE_CHECKING:
@@ -265,39 +266,33 @@ class _AsText:
         click.echo(f"PING {self._peer} by {device}: {verb} of {size} bytes, {message_model}")
 
     def answer(self, number: int, nanoseconds: int | None) -> None:
-        from aioverbs.cli.histogram import duration
-
         if self.quiet:
             return
         if nanoseconds is None:
             click.echo(f"no answer: seq={number}")
         else:
-            click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds)}")
+            click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds / 1e9)}")
 
     def summary(self, tally: "Tally", seconds: float) -> None:
-        from aioverbs.cli.histogram import duration
-
         if sys.stdout.isatty():
             click.echo()  # after ^C
         if tally.broken is not None:
             click.echo(f"aioverbs: the connection is lost: {tally.broken}", err=True)
         click.echo(f"--- {self._peer} ---")
         percent = 100 * tally.lost / tally.sent if tally.sent else 0
-        click.echo(f"{tally.sent} sent, {tally.received} answered, {percent:.3g} % lost, in {duration(seconds * 1e9)}")
+        click.echo(f"{tally.sent} sent, {tally.received} answered, {percent:.3g} % lost, in {duration(seconds)}")
         latency = _latency(tally)
         if latency is None:
             return
-        click.echo(", ".join(f"{name} {duration(value)}" for name, value in latency.items()))
+        click.echo(", ".join(f"{name} {duration(value / 1e9)}" for name, value in latency.items()))
         self._picture(tally)
 
     def _picture(self, tally: "Tally") -> None:
         from rich.text import Text
-
-        from aioverbs.cli.histogram import duration
 
         rows = tally.times_ns.rows()
         most = max(count for _, _, count in rows)
         out = console()
         for begin, _, count in rows:
             bar = "█" * round(_BAR * count / most) or ("▏" if count else "")
-            out.print(Text.assemble(f"{duration(begin):>8} ", (f"{bar:{_BAR}}", "cyan"), f" {count:,}"))
+            out.print(Text.assemble(f"{duration(begin / 1e9):>8} ", (f"{bar:{_BAR}}", "cyan"), f" {count:,}"))

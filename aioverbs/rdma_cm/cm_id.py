@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Self, Unpack
 
 from aioverbs._core.handles import rdma_cm as core
+from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Affinity, running_loop
 from aioverbs._lifecycle.resource import Handled
 from aioverbs._verbs.qp_defaults import RETRIES
@@ -334,7 +335,8 @@ class Identifier(Handled[core.Identifier]):
             async with asyncio.timeout(timeout_s):
                 await conversation.wait_over()
         except TimeoutError:
-            raise TimeoutError(f"disconnect: the peer did not answer within {timeout_s} s") from None
+            assert timeout_s is not None
+            raise TimeoutError(f"disconnect: the peer did not answer within {duration(timeout_s)}") from None
 
     async def wait_disconnected(self) -> None:
         """Wait until the peer or this side has disconnected, or it is closed.

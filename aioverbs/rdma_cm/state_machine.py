@@ -14,6 +14,7 @@ from typing import cast
 import anyio
 
 from aioverbs._core.handles import rdma_cm as core
+from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Bell
 from aioverbs._verbs import qp_state_machine
 from aioverbs._verbs.qp_modify import limits_for
@@ -191,7 +192,8 @@ class Conversation:
             stage = Stage.REJECTED if is_rejected else Stage.FAILED
             self._end(stage, error if isinstance(error, Exception) else None)
             if isinstance(error, TimeoutError) and limit.expired():
-                raise TimeoutError(f"{what}: {self._awaits} within {timeout_s} s") from None
+                assert timeout_s is not None
+                raise TimeoutError(f"{what}: {self._awaits} within {duration(timeout_s)}") from None
             raise
         finally:
             self._busy = False

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
-from aioverbs.cli.histogram import Histogram, duration
+from aioverbs.cli.histogram import Histogram
 
 TIMES = st.lists(st.integers(0, 1 << 40) | st.integers(0, 300), min_size=1)
 
@@ -61,21 +61,3 @@ def test_no_percentile(percent: float) -> None:
 def test_no_time() -> None:
     with pytest.raises(ValueError, match="nothing takes -1"):
         Histogram().record(-1)
-
-
-@pytest.mark.parametrize(
-    ("nanoseconds", "text"),
-    [
-        (0, "0 ns"),
-        (999, "999 ns"),
-        (999.6, "1.00 µs"),
-        (1_000, "1.00 µs"),
-        (12_345, "12.3 µs"),
-        (99_960, "100 µs"),
-        (999_700, "1.00 ms"),
-        (4_560_000, "4.56 ms"),
-        (1_234_000_000_000, "1,234 s"),
-    ],
-)
-def test_times_as_people_read_them(nanoseconds: float, text: str) -> None:
-    assert duration(nanoseconds) == text

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from aioverbs.cli.bench import rate, time_of
+from aioverbs.cli.bench import rate
 from aioverbs.cli.bench_memory import Memory, expected
 from aioverbs.cli.measuring import (
     MEMORY,
@@ -83,14 +83,6 @@ def test_figures_are_medians_and_ratios_are_of_one_round() -> None:
     assert (soft.median_ns, soft.ratio, soft.bytes_per_s) == (50, 2, 1000 / 50e-9)
     (alone,) = figures(Cell("read", 1000, 4), {"soft0": Samples([50.0])}, "tcp")
     assert (alone.ratio, alone.p99_ns) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("nanoseconds", "text"),
-    [(0.5, "0.50 ns"), (999, "999 ns"), (1234, "1.23 µs"), (45.6e6, "45.6 ms"), (3e9, "3.00 s")],
-)
-def test_times(nanoseconds: float, text: str) -> None:
-    assert time_of(nanoseconds) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,17 @@
+"""PURE: lengths of time as text."""
+
+__all__ = ["duration"]
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time with three digits, in the unit that fits it: ``"12.3 µs"``, ``"10 s"``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * size:
+            return f"{_three(seconds / size)} {unit}"
+    return f"{_three(seconds / 1e-9)} ns"
+
+
+def _three(value: float) -> str:
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if digits else text

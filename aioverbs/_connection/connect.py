@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import os
 import ssl as tls
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from aioverbs._connection.tcp_control import dial
 from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.resource import life_of, suppress_warning
+from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.ports import check_port, gid_index
 from aioverbs.errors import (
@@ -58,7 +58,7 @@ async def _shake_hands(
 ) -> Connection:
     """Both parts of `Handshake`: what it needs of the line, and the making of the connection, which is aborted where
     it fails: by a task, where that has to wait for a verb, which nobody else waits for."""
-    handshake = Handshake(initiator, os.urandom(16), secret)
+    handshake = Handshake(initiator, make_nonce(), secret)
     try:
         if isinstance(line, CmLine):
             await _by_manager(line, connection, initiator)

@@ -13,11 +13,11 @@ each may send a REFUSAL with its reason.
 """
 
 import enum
-import hmac
 import struct
 from dataclasses import dataclass
 
 from aioverbs._connection.credits import CREDITS_MOST
+from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs.errors import HandshakeError
 from aioverbs.types import AtomicCap, QpType
@@ -46,13 +46,12 @@ HEAD_BYTES = _HEAD.size
 LONGEST = 512
 """No message is longer, head included."""
 
-_NONCE = 16
-_PROOF = 32
-_HELLO = struct.Struct(f"!BB?{_NONCE}s")  # oldest and newest version, whether a secret is wanted, nonce
+_HELLO = struct.Struct(f"!BB?{NONCE_BYTES}s")  # oldest and newest version, whether a secret is wanted, nonce
 _ENDPOINT = 35
 _OFFER = struct.Struct(f"!{_ENDPOINT}sIHQHBB")
 _NAME = 64
 _TEXT = 200
+_ROLES = (b"listener", b"initiator")
 _BUFFER_LEAST, _BUFFER_MOST = 512, 1 << 30
 
 
@@ -292,11 +291,11 @@ class Handshake:
     ) -> None:
         if secret is not None and not secret:
             raise ValueError("a secret has one byte at least; None is for no secret")
-        if len(nonce) != _NONCE:
-            raise ValueError(f"a nonce has {_NONCE} bytes, not {len(nonce)}")
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
         self._initiator = initiator
         self._nonce = nonce
-        self._secret = secret
+        self._proofs = Proofs(b"aioverbs connection", secret) if secret is not None else None
         self._versions = versions
         self._said = b""  # by both, in its order
         self.version: int | None = None
@@ -309,13 +308,13 @@ class Handshake:
         if not self._initiator:
             assert self.version is not None
             oldest = newest = self.version
-        return self._say(Hello(oldest, newest, self._secret is not None, self._nonce).pack())
+        return self._say(Hello(oldest, newest, self._proofs is not None, self._nonce).pack())
 
     def offer(self, offer: Offer) -> bytes:
         """The offer, with its proof."""
         assert self.version is not None
         body = offer.pack()
-        proof = self._proof(self._initiator, body)
+        proof = self._proofs.make(_ROLES[self._initiator], self._said, body) if self._proofs is not None else b""
         return self._say(_frame(Kind.OFFER, body + proof, self.version))
 
     def ready(self) -> bytes:
@@ -336,7 +335,7 @@ class Handshake:
                 Reason.VERSION,
                 f"the peer speaks versions {hello.oldest} to {hello.newest}, this end {oldest} to {newest}",
             )
-        if hello.secret != (self._secret is not None):
+        if hello.secret != (self._proofs is not None):
             one, other = ("the peer", "this end") if hello.secret else ("this end", "the peer")
             raise HandshakeError(Reason.SECRET, f"{one} wants a secret and {other} has none")
         if hello.nonce == self._nonce:
@@ -347,10 +346,11 @@ class Handshake:
     def hear_offer(self, data: bytes) -> Offer:
         """The peer's offer, which proves that it knows the secret."""
         version, body = self._expect(data, Kind.OFFER)
-        offer, proof = Offer.parse_body(body, _PROOF if self._secret is not None else 0)
+        offer, proof = Offer.parse_body(body, PROOF_BYTES if self._proofs is not None else 0)
         if version != self.version:
             raise _wrong(f"the peer speaks version {version} after both agreed on {self.version}")
-        if not hmac.compare_digest(proof, self._proof(not self._initiator, body[: len(body) - len(proof)])):
+        said = body[: len(body) - len(proof)]
+        if self._proofs is not None and not self._proofs.check(proof, _ROLES[not self._initiator], self._said, said):
             raise HandshakeError(Reason.SECRET, "the peer has another secret")
         self._said += data
         return offer
@@ -374,12 +374,6 @@ class Handshake:
         if kind is not due:
             raise _wrong(f"the peer says {kind.name} where {due.name} is due")
         return version, body
-
-    def _proof(self, initiator: bool, body: bytes) -> bytes:
-        if self._secret is None:
-            return b""
-        role = b"initiator" if initiator else b"listener"
-        return hmac.digest(self._secret, b"aioverbs %b\0%b%b" % (role, self._said, body), "sha256")
 
 
 def refusal_of(error: HandshakeError) -> bytes:

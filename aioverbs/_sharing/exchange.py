@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import ready, running_loop
+from aioverbs._proofs import make_nonce
 from aioverbs._providers import software
 from aioverbs._sharing.messages import Reply, Request
 from aioverbs._sharing.shared_pd import (
@@ -114,7 +115,7 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given 
     :raises RuntimeError: no asyncio event loop is running.
     """
     _check(sock)
-    request = Request.make(shared_id, share_key, os.urandom(16))
+    request = Request.make(shared_id, share_key, make_nonce())
     await _send(sock, request.pack(), [])
     with _descriptors(handles.discard_descriptor) as attached:
         reply = Reply.parse(await _receive(sock, Reply.SIZE, attached, _MOST))

@@ -6,11 +6,11 @@ prove that they know the share key, without telling it.
 
 import errno
 import hashlib
-import hmac
 import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
+from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs
 from aioverbs.errors import VerbsError
 
 __all__ = ["ID_BITS", "KEY_BITS", "Reply", "Request", "device_of", "share_id"]
@@ -21,9 +21,7 @@ ID_BITS = 96  # the device's GUID, then a number
 _MAGIC = b"aioverbs"
 _VERSION = 1
 _HEAD = struct.Struct("!8sHH")  # magic, version, status
-_NONCE = 16
 _NAME = 64  # as libibverbs has it for the names of devices
-_PROOF = 32
 
 
 def share_id(guid: bytes, name: str, number: int) -> int:
@@ -43,8 +41,8 @@ def device_of(shared_id: int) -> str:
     return ":".join(digits[place : place + 4] for place in range(0, 16, 4))
 
 
-def _prove(share_key: int, *parts: bytes) -> bytes:
-    return hmac.digest(share_key.to_bytes(KEY_BITS // 8), b"".join(parts), "sha256")
+def _proofs(share_key: int) -> Proofs:
+    return Proofs(b"aioverbs sharing", share_key.to_bytes(KEY_BITS // 8))
 
 
 def _parse_head(data: bytes, size: int, kind: str) -> int:
@@ -77,12 +75,13 @@ class Request:
     nonce: bytes
     proof: bytes
 
-    SIZE: ClassVar[int] = _HEAD.size + ID_BITS // 8 + _NONCE + _PROOF
+    SIZE: ClassVar[int] = _HEAD.size + ID_BITS // 8 + NONCE_BYTES + PROOF_BYTES
 
     @classmethod
     def make(cls, shared_id: int, share_key: int, nonce: bytes) -> "Request":
         """A request with its proof."""
-        return cls(shared_id, nonce, _prove(share_key, b"request", shared_id.to_bytes(ID_BITS // 8), nonce))
+        proof = _proofs(share_key).make(b"request", shared_id.to_bytes(ID_BITS // 8), nonce)
+        return cls(shared_id, nonce, proof)
 
     def pack(self) -> bytes:
         """Its bytes."""
@@ -98,11 +97,11 @@ class Request:
             raise VerbsError("ibv_share_pd", errno.EPROTO, "a request has no status")
         body = data[_HEAD.size :]
         shared_id, rest = body[: ID_BITS // 8], body[ID_BITS // 8 :]
-        return cls(int.from_bytes(shared_id), rest[:_NONCE], rest[_NONCE:])
+        return cls(int.from_bytes(shared_id), rest[:NONCE_BYTES], rest[NONCE_BYTES:])
 
     def proves(self, share_key: int) -> bool:
         """Whether who made it knows the key."""
-        return hmac.compare_digest(Request.make(self.shared_id, share_key, self.nonce).proof, self.proof)
+        return _proofs(share_key).check(self.proof, b"request", self.shared_id.to_bytes(ID_BITS // 8), self.nonce)
 
 
 @dataclass(frozen=True)
@@ -122,18 +121,18 @@ class Reply:
     pd_handle: int
     proof: bytes
 
-    SIZE: ClassVar[int] = _HEAD.size + _NAME + 4 + _PROOF
+    SIZE: ClassVar[int] = _HEAD.size + _NAME + 4 + PROOF_BYTES
 
     @classmethod
     def make(cls, request: Request, share_key: int, device: str, pd_handle: int) -> "Reply":
         """The answer to a request that proved the key."""
-        reply = cls(0, device, pd_handle, bytes(_PROOF))
-        return cls(0, device, pd_handle, _prove(share_key, b"reply", request.nonce, reply._body()))
+        body = cls(0, device, pd_handle, b"")._body()
+        return cls(0, device, pd_handle, _proofs(share_key).make(b"reply", request.nonce, body))
 
     @classmethod
     def refuse(cls, status: int, device: str) -> "Reply":
         """The answer to one that does not get anything."""
-        return cls(status, device, 0, bytes(_PROOF))
+        return cls(status, device, 0, bytes(PROOF_BYTES))
 
     def _body(self) -> bytes:
         return self.device.encode()[:_NAME].ljust(_NAME, b"\0") + self.pd_handle.to_bytes(4)
@@ -156,5 +155,4 @@ class Reply:
 
     def proves(self, share_key: int, request: Request) -> bool:
         """Whether who made it knows the key, and made it for this request."""
-        made = Reply.make(request, share_key, self.device, self.pd_handle)
-        return hmac.compare_digest(made.proof, self.proof)
+        return _proofs(share_key).check(self.proof, b"reply", request.nonce, self._body())

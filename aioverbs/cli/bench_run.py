@@ -184,10 +184,10 @@ async def _stream(place: int | str, secret: bytes) -> AsyncIterator[tuple[Client
         else asyncio.open_connection(HERE, place, limit=LIMIT)
     )
     reader, writer = await opened
-    writer.write(secret)
     memory = Memory()
     client = StreamClient(reader, writer, memory)
     try:
+        await client.prove(secret)
         yield client, memory
     finally:
         with suppress(ConnectionError):  # one that broke is told of where it did

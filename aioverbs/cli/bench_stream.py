@@ -5,10 +5,10 @@ are in the peer's memory, a read by the bytes, a message by its first eight.
 """
 
 import asyncio
-import hmac
 import struct
 from collections.abc import Awaitable, Callable
 
+from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs, make_nonce
 from aioverbs.cli.bench_memory import Memory
 from aioverbs.cli.measuring import Operation
 
@@ -20,6 +20,10 @@ ANSWER = 8  # bytes that a message is answered with
 LIMIT = 4 << 20  # of what a stream keeps until it is read: as much as is ever under way
 
 
+def _proofs(secret: bytes) -> Proofs:
+    return Proofs(b"aioverbs bench", secret)
+
+
 class StreamClient:
     """The side that asks.
 
@@ -29,6 +33,10 @@ class StreamClient:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: Memory) -> None:
         self._reader, self._writer, self._memory = reader, writer, memory
+
+    async def prove(self, secret: bytes) -> None:
+        """Prove to the other side that this one may ask."""
+        self._writer.write(_proofs(secret).make(b"client", await self._reader.readexactly(NONCE_BYTES)))
 
     async def one(self, operation: Operation, size: int) -> None:
         """Do it once."""
@@ -70,12 +78,14 @@ def serve_stream(
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     """The side that answers: for `asyncio.start_server`.
 
-    :param secret: what comes first, from who may ask.
+    :param secret: that who may ask knows.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if hmac.compare_digest(await reader.readexactly(len(secret)), secret):
+            nonce = make_nonce()
+            writer.write(nonce)
+            if _proofs(secret).check(await reader.readexactly(PROOF_BYTES), b"client", nonce):
                 await _answer_all(reader, writer, memory)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it has no more to ask

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from aioverbs._proofs import NONCE_BYTES, Proofs
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs.cli import bench_run, main, measuring
 from aioverbs.cli.bench_device import DeviceClient
@@ -303,7 +304,9 @@ def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_streams_answer_nobody_who_does_not_know_the_secret() -> None:
     async with await asyncio.start_server(serve_stream(Memory(), b"s" * 32), "127.0.0.1", 0) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(b"t" * 32 + b"r" + bytes([0, 0, 0, 8, 0, 0, 0, 0]))
+        nonce = await reader.readexactly(NONCE_BYTES)
+        writer.write(Proofs(b"aioverbs bench", b"t" * 32).make(b"client", nonce))
+        writer.write(b"r" + bytes([0, 0, 0, 8, 0, 0, 0, 0]))
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()

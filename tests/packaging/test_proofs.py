@@ -1,0 +1,73 @@
+"""Proofs that an end of a protocol knows a secret."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs, make_nonce
+
+pytestmark = pytest.mark.once
+
+NONCE = bytes(range(NONCE_BYTES))
+MADE = Proofs(b"one protocol", b"the secret").make(b"client", NONCE, b"what was said")
+
+
+def is_good(
+    proof: bytes = MADE,
+    protocol: bytes = b"one protocol",
+    secret: bytes = b"the secret",
+    role: bytes = b"client",
+    said: tuple[bytes, ...] = (NONCE, b"what was said"),
+) -> bool:
+    return Proofs(protocol, secret).check(proof, role, *said)
+
+
+def test_who_knows_the_secret() -> None:
+    assert len(MADE) == PROOF_BYTES
+    assert is_good()
+
+
+@pytest.mark.parametrize("secret", [b"", b"the secre", b"the secret ", b"another secret"])
+def test_another_secret(secret: bytes) -> None:
+    assert not is_good(secret=secret)
+
+
+def test_what_comes_back_to_the_end_that_made_it() -> None:
+    assert not is_good(role=b"server")
+
+
+def test_what_was_made_for_another_protocol() -> None:
+    assert not is_good(protocol=b"another protocol")
+
+
+def test_what_was_good_once() -> None:
+    nonce = make_nonce()
+    assert nonce not in (NONCE, make_nonce())
+    assert not is_good(said=(nonce, b"what was said"))
+
+
+@pytest.mark.parametrize("proof", [b"", MADE[:-1], MADE + b"\0", bytes(PROOF_BYTES), MADE * 100_000])
+def test_what_is_no_proof(proof: bytes) -> None:
+    assert not is_good(proof)
+
+
+@given(st.integers(0, 8 * PROOF_BYTES - 1))
+def test_a_bit_turned(place: int) -> None:
+    turned = bytearray(MADE)
+    turned[place // 8] ^= 1 << place % 8
+    assert not is_good(bytes(turned))
+
+
+PARTS = st.lists(st.binary(max_size=12), min_size=1, max_size=4)
+
+
+@given(PARTS, PARTS)
+def test_parts_end_where_they_end(one: list[bytes], other: list[bytes]) -> None:
+    proofs = Proofs(b"protocol", b"secret")
+    assert proofs.check(proofs.make(*one), *other) == (one == other)
+
+
+@given(st.binary(max_size=24), st.integers(0, 24), st.integers(0, 24))
+def test_parts_of_the_same_bytes(data: bytes, one: int, other: int) -> None:
+    proofs = Proofs(b"protocol", b"secret")
+    made = proofs.make(b"role", data[:one], data[one:])
+    assert proofs.check(made, b"role", data[:other], data[other:]) == (data[:one] == data[:other])

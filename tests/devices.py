@@ -48,4 +48,4 @@ async def device(request: pytest.FixtureRequest) -> AsyncIterator[Device]:
     async with open_device(name, engine_mode=request.param == "engine") as device:
         yield device
         if device.software:
-            device.handle.faults.set_port(True)  # the port is the device's, and so the next test's, too
+            device.faults.set_port(True)  # the port is the device's, and so the next test's, too

@@ -23,7 +23,7 @@ def hold(device: Device, *qps: QueuePair) -> None:
     """
     if Capability.FAULT_PLAN in capabilities(device.name):
         for qp in qps:
-            device.handle.faults.hold(qp.handle)
+            device.faults.hold(qp.handle)
         return
     for qp in qps:
         qp.to_sqd()
@@ -32,7 +32,7 @@ def hold(device: Device, *qps: QueuePair) -> None:
 def unhold(device: Device, *qps: QueuePair) -> None:
     """What was held goes on, where its queue pair has not ended meanwhile."""
     if Capability.FAULT_PLAN in capabilities(device.name):
-        device.handle.faults.unhold()
+        device.faults.unhold()
         return
     for qp in qps:
         if not qp.closed and qp.qp_state is QpState.SQD:

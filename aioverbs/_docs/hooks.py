@@ -15,7 +15,14 @@ from sphinx.util.nodes import find_pending_xref_condition
 __all__ = ["connect"]
 
 # Before Sphinx looks for them: it would take the stubs for the modules.
-for _name in ("handles.handles", "data_path.data_path", "handles.parent_domain", "alloc.allocators", "handles.rdma_cm"):
+for _name in (
+    "handles.handles",
+    "data_path.data_path",
+    "software.software",
+    "handles.parent_domain",
+    "alloc.allocators",
+    "handles.rdma_cm",
+):
     importlib.import_module(f"aioverbs._core.{_name}")
 
 # Which are imported for the checkers of types only; and variables of types in signatures that are text.

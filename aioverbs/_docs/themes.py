@@ -186,7 +186,7 @@ THEMES = (
         "testing",
         "Tests of what stands on aioverbs",
         "",
-        ("aioverbs._core.handles.handles.FaultPlan", "aioverbs.attributes.FaultRecord"),
+        ("aioverbs._core.software.software.FaultPlan", "aioverbs.attributes.FaultRecord"),
         module="aioverbs.testing",
     ),
     Theme(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from aioverbs._core.data_path import data_path
 from aioverbs._core.data_path.data_path import RegionSlice, Registered, RemoteRegion
 from aioverbs._core.handles import handles
+from aioverbs._core.software.software import ImportedRegion
 from aioverbs._lifecycle.affinity import Bell, running_loop, to_the_end
 from aioverbs._lifecycle.lifecycle import Life
 from aioverbs._lifecycle.resource import Handled, Resource
@@ -316,9 +317,8 @@ class ImportedMemoryRegion(MemoryRegion):
         self._key = operator.index(key)  # no float, which would be truncated
 
     def _open(self) -> None:
-        handle = handles.MemoryRegion.import_shared(self._pd_handle, self._key)
+        handle = ImportedRegion(self._pd_handle, self._key)
         self._life.hold(handle)
-        assert handle.access is not None
         self._length, self._access = handle.length, handle.access
         memory = (ctypes.c_char * handle.length).from_address(handle.here)
         self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()

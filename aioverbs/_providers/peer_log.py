@@ -8,6 +8,7 @@ import threading
 import weakref
 
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.software_peers import FabricStatistics
 
@@ -30,7 +31,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def log(context: handles.Context) -> FabricStatistics:
+def log(context: software.Context) -> FabricStatistics:
     """Log what a software device refused that was not logged yet, and return what it tells."""
     told = context.fabric()
     count = told.refused_peers + told.refused_frames
@@ -51,7 +52,7 @@ def log(context: handles.Context) -> FabricStatistics:
 def attend(context: handles.Context) -> None:
     """See that refusals are logged by the running loop about once a second, as long as it runs, if there can be any."""
     loop = asyncio._get_running_loop()
-    if loop is None or not context.has_fabric:
+    if loop is None or not isinstance(context, software.Context) or not context.has_fabric:
         return
     with _lock:
         before = _attended.get(context)
@@ -61,7 +62,7 @@ def attend(context: handles.Context) -> None:
     loop.call_later(EVERY_S, _look, loop, weakref.ref(context))
 
 
-def _look(loop: asyncio.AbstractEventLoop, reference: weakref.ref[handles.Context]) -> None:
+def _look(loop: asyncio.AbstractEventLoop, reference: weakref.ref[software.Context]) -> None:
     context = reference()
     if context is None or context.closed:
         return

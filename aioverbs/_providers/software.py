@@ -3,6 +3,7 @@
 import os
 
 from aioverbs._core.handles import handles
+from aioverbs._core.software.software import Context
 from aioverbs._providers.software_names import is_software, parse_name
 from aioverbs._providers.software_settings import SoftSettings
 from aioverbs.errors import DeviceNotFoundError
@@ -19,7 +20,7 @@ def names() -> list[str]:
     return [_NAME]
 
 
-def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int = 0) -> handles.Context:
+def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int = 0) -> Context:
     """Open a software device.
 
     :param name: ``"soft0"``: the one that the environment variable AIOVERBS_SOFT_ADDRESS tells, else the one without an
@@ -35,7 +36,7 @@ def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int 
     settings = SoftSettings.read(os.environ, os.geteuid())
     address = parse_name(name) or settings.address
     where = None if address is None else (address.host.packed, address.port)
-    return handles.Context.open_software(engine=engine_mode, delay_ns=delay_ns, address=where, settings=settings)
+    return Context.open(engine=engine_mode, delay_ns=delay_ns, address=where, settings=settings)
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 
 from aioverbs._core.handles import handles
+from aioverbs._core.software.software import discard_descriptor
 from aioverbs._lifecycle.affinity import ready, running_loop
 from aioverbs._proofs import make_nonce
 from aioverbs._providers import software
@@ -95,7 +96,7 @@ class GivenSoft:
 def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
     """A list of descriptors; those that are in it at the end are closed.
 
-    :param close: how: those of a peer by `handles.discard_descriptor`, as their close may take as long as he likes.
+    :param close: how: those of a peer by `discard_descriptor`, as their close may take as long as he likes.
     """
     held: list[int] = []
     try:
@@ -117,7 +118,7 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given 
     _check(sock)
     request = Request.make(shared_id, share_key, make_nonce())
     await _send(sock, request.pack(), [])
-    with _descriptors(handles.discard_descriptor) as attached:
+    with _descriptors(discard_descriptor) as attached:
         reply = Reply.parse(await _receive(sock, Reply.SIZE, attached, _MOST))
         if reply.status == errno.EXDEV:
             raise other_device(shared_id, reply.device)
@@ -213,7 +214,7 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], most:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors += array.array("i", content[: len(content) - len(content) % _INT])
         if flags & socket.MSG_CTRUNC:
-            handles.discard_descriptor(sock.detach())
+            discard_descriptor(sock.detach())
             advice = f"the peer attached more than {most} descriptors, or more than this process can take (ulimit -n)"
             raise refusal(errno.EPROTO, advice)
         if not piece:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs._sharing.messages import ID_BITS, KEY_BITS, device_of, share_id
 from aioverbs.errors import VerbsError
 
@@ -252,7 +253,7 @@ class SoftShare:
         pd = self._pd
         if pd is None:
             raise refusal(errno.ENOENT)
-        descriptors.append(pd.export())
+        descriptors.append(software.export(pd))
 
     def destroy(self) -> None:
         """Forget it; instances stay."""
@@ -290,7 +291,7 @@ class ImportedShare:
             if self._file < 0:
                 raise refusal(errno.ENOENT)
             try:
-                return handles.ProtectionDomain.import_shared(context, self._file, share_key)
+                return software.import_shared(context, self._file, share_key)
             except VerbsError as error:
                 raise refusal(error.errno) from None
 
@@ -315,7 +316,7 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
     """
     context = pd.context
     if context.software:
-        number = pd.share(share_key)
+        number = software.share(pd, share_key)
         return id_of(context, number), SoftShare(number, share_key, pd)
     _check_import(context)
     number = secrets.randbelow((1 << 32) - 1) + 1
@@ -341,7 +342,7 @@ def open_instance(context: handles.Context, shared_id: int, share_key: int) -> h
     number = check_device(context, shared_id)
     if context.software:
         try:
-            return handles.ProtectionDomain.open_shared(context, number, share_key)
+            return software.open_shared(context, number, share_key)
         except VerbsError as error:
             raise refusal(error.errno) from None
     known = _shares.get(context, {}).get(number)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles, parent_domain as core
+from aioverbs._core.software.software import Context as SoftwareContext, FaultPlan
 from aioverbs._lifecycle.affinity import ThreadModel
 from aioverbs._lifecycle.lifecycle import ResourceInfo, reap
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
@@ -239,13 +240,16 @@ class Device(Handled[handles.Context]):
         return self.handle.software
 
     @property
-    def faults(self) -> handles.FaultPlan:
+    def faults(self) -> FaultPlan:
         """What is to go wrong on it, and when, of a software device: verbs and requests that fail, messages that are
         lost or late, a port that goes down, a device that is lost. Its methods take queue pairs by their `handle`.
 
         :raises ValueError: it is an RDMA device.
         """
-        return self.handle.faults
+        context = self.handle
+        if not isinstance(context, SoftwareContext):
+            raise ValueError(f"{context!r} is not of the software device: only that one fails as planned")
+        return context.faults
 
     def attributes(self) -> DeviceAttributes:
         """What it can do: ``ibv_query_device``."""
@@ -356,7 +360,7 @@ class Device(Handled[handles.Context]):
 
         An RDMA device has none.
         """
-        return log(self.handle).peers if self.software else ()
+        return log(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
 
     def refusals(self) -> tuple[Refusal, ...]:
         """The last peers that a software device turned away, or whose streams it closed for what came over them.
@@ -364,11 +368,11 @@ class Device(Handled[handles.Context]):
         Each of them is a warning of the logger ``aioverbs.fabric``, too: once it is asked for here or by `peers`, when
         the device is closed, or by the loop that uses the device about a second later. An RDMA device has none.
         """
-        return log(self.handle).refusals if self.software else ()
+        return log(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
         """Counts of what is open. Those of objects are the software device's own; for others there are none."""
-        counts = dict(self.handle.counts()) if self.software else {}
+        counts = dict(context.counts()) if isinstance(context := self.handle, SoftwareContext) else {}
         overlaps = counts.pop("overlaps", 0)
         assert isinstance(overlaps, int)
         objects = tuple((kind, count) for kind, count in counts.items() if isinstance(count, int))
@@ -376,7 +380,7 @@ class Device(Handled[handles.Context]):
 
 
 async def _drain(context: handles.Context, pump: EventPump) -> None:
-    if context.has_fabric:
+    if isinstance(context, SoftwareContext) and context.has_fabric:
         log(context)
     await pump.drain()
 

@@ -5,6 +5,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles, parent_domain as core
+from aioverbs._core.software import software
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import State
 from aioverbs._lifecycle.resource import Resource, life_of
@@ -164,7 +165,7 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
     if not handle.context.software:
         return SharedPageAllocator()
     try:
-        return SharedMemoryAllocator(handle.shared_area())
+        return SharedMemoryAllocator(software.shared_area(handle))
     except VerbsError as error:
         if error.errno == errno.EINVAL:
             raise VerbsError(error.verb, error.errno, "share() is to come first: it is of this process alone") from None

@@ -49,7 +49,7 @@ def _print(out: "Console", outcome: "Outcome") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from aioverbs.cli.histogram import duration
+    from aioverbs._durations import duration
     from aioverbs.cli.inventory import FEATURES
     from aioverbs.cli.top_view import quantity
 
@@ -58,7 +58,7 @@ def _print(out: "Console", outcome: "Outcome") -> None:
     for feature, native in outcome.native.items():
         table.add_row(FEATURES[feature], Text("native", "green") if native else Text("emulated or missing", "yellow"))
     this, other = outcome.processes
-    latencies = ", ".join(f"{name} {duration(value)}" for name, value in outcome.round_trip_ns.items())
+    latencies = ", ".join(f"{name} {duration(value / 1e9)}" for name, value in outcome.round_trip_ns.items())
     rate = outcome.bytes / outcome.read_seconds
     table.add_row("processes", f"{this}, which asked, and {other}, which answered messages and owned the memory")
     table.add_row("messages", f"{outcome.messages:,} of 64 bytes there and back: {latencies}")

@@ -20,6 +20,7 @@ from tests.bench.ends import (
 )
 from tests.bench.measuring import Contender, Limit, Result, Rounds, Sleeps, interleaved
 from tests.bench.yardsticks import Yard, waker, yard
+from tests.soft_context import soft_context
 
 __all__ = ["batch", "large_write", "message_models", "small_write", "wake_up", "window"]
 
@@ -200,7 +201,7 @@ async def _wake_ups(rounds: int, delay_ns: int) -> tuple[Rounds, dict[str, float
         return counted
 
     async with ends(MessageModel.DEFAULT, engine_mode=True) as here:
-        here.device.handle.set_delay(delay_ns)
+        soft_context(here.device).set_delay(delay_ns)
         with waker(delay_ns) as bare:
             contenders: dict[str, Contender] = {"await": partial(writes, here.qp, here.place(8)), "bare": bare.wake_ups}
             counted = {name: counting(name, contender) for name, contender in contenders.items()}

@@ -7,6 +7,7 @@ import time
 from aioverbs import MessageModel
 from tests.bench.ends import ends, reads, writes
 from tests.bench.measuring import Limit, Result
+from tests.soft_context import soft_context
 
 __all__ = ["growth", "outstanding"]
 
@@ -60,11 +61,11 @@ async def outstanding() -> Result:
         qp, (local, remote) = here.qp, here.place(8)
         await writes(qp, (local, remote), UNDER_WAY + 1)
         before = resident(), sys.getallocatedblocks()
-        here.device.handle.set_delay(1_000_000_000)  # none is done before all are posted
+        soft_context(here.device).set_delay(1_000_000_000)  # none is done before all are posted
         handles = [qp.write(local, remote) for _ in range(UNDER_WAY)]
         during = resident(), sys.getallocatedblocks()
         done = sum(handle.done() for handle in handles)
-        here.device.handle.set_delay(0)
+        soft_context(here.device).set_delay(0)
         for handle in handles:
             await handle
     return Result(

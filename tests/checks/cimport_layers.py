@@ -2,8 +2,9 @@
 
     python tests/checks/cimport_layers.py [ROOT]
 
-That is: imports and cimports in Cython sources, imports out of compiled modules, and imports of the package itself,
-which stands above all. It reads the very layers that pyproject.toml gives to import-linter.
+That is: imports and cimports in Cython sources, the C headers that these include, imports out of compiled modules, and
+imports of the package itself, which stands above all. It reads the very layers that pyproject.toml gives to
+import-linter; a folder of C alone has its place among them in parentheses.
 """
 
 import re
@@ -21,6 +22,7 @@ _STATEMENT = re.compile(
     r"|c?import[ \t]+(?P<modules>[^\n;]*))",
     re.MULTILINE,
 )
+_HEADER = re.compile(r"""^[ \t]*cdef[ \t]+extern[ \t]+from[ \t]+["']([^"'<>]+)["']""", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,15 @@ def imports(text: str, package: str) -> Iterator[tuple[int, str]]:
                 yield line, f"{source}.{name.split(' as ')[0].strip()}"
 
 
+def headers(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every header of the package that a Cython source includes, relative to its folder's."""
+    text = path.read_text() if path.suffix != ".py" else ""
+    for match in _HEADER.finditer(text):
+        header = path.parent.parent / match[1]
+        if header.exists():
+            yield text.count("\n", 0, match.start(1)) + 1, ".".join(header.relative_to(root).with_suffix("").parts)
+
+
 def spoken_for(path: Path) -> Path:
     """The source that an included file is a part of; any other file is its own."""
     if path.suffix != ".pxi":
@@ -107,7 +118,7 @@ def objections(root: Path) -> Iterator[str]:
     for path in sorted(path for path in sources if (path.parent / "__init__.py").exists()):
         parts = spoken_for(path).relative_to(root).with_suffix("").parts
         importer = ".".join(parts).removesuffix(".__init__")
-        for line, imported in imports(path.read_text(), ".".join(parts[:-1])):
+        for line, imported in (*imports(path.read_text(), ".".join(parts[:-1])), *headers(path, root)):
             place = f"{path.relative_to(root)}:{line}: imports {imported}"
             beneath = imported.removeprefix(f"{top}.").split(".")[0]
             exists = (root / top / beneath).is_dir() or any((root / top).glob(f"{beneath}.*"))

@@ -95,6 +95,27 @@ def test_upwards_is_found(house: Path, file: str, source: str, line: int, reason
     assert any(entry.startswith(f"house/{file}:{line}: ") and entry.endswith(reason) for entry in found), found
 
 
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ("core/ground/plan.h", None),
+        ("core/beside.h", None),
+        ("core/attic/plan.h", "lower and attic stand side by side"),
+    ],
+)
+def test_headers_stand_where_their_folders_do(house: Path, header: str, reason: str | None) -> None:
+    text = (house / "pyproject.toml").read_text()
+    (house / "pyproject.toml").write_text(text.replace('"lower : beside"', '"lower | (attic)", "beside : ground"'))
+    (house / "house" / header).parent.mkdir(exist_ok=True)
+    (house / "house" / header).touch()
+    (house / "house/core/lower").mkdir()
+    (house / "house/core/lower/__init__.py").touch()
+    name = header.removeprefix("core/")
+    (house / "house/core/lower/lower.pxd").write_text(f'x = 1\ncdef extern from "{name}" nogil:\n    int f()\n')
+    place = f"house/core/lower/lower.pxd:2: imports house.{header.removesuffix('.h').replace('/', '.')}"
+    assert list(objections(house)) == ([f"{place}: {reason}"] if reason else [])
+
+
 def test_an_included_file_is_part_of_its_includer(house: Path) -> None:
     (house / "house/core/lower.pyx").write_text('include "lower_part.pxi"')
     part = house / "house/core/lower_part.pxi"

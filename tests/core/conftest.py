@@ -4,19 +4,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.contexts import MODES, opened
 
 
 @pytest.fixture(params=MODES)
-def context(request: pytest.FixtureRequest) -> Iterator[handles.Context]:
+def context(request: pytest.FixtureRequest) -> Iterator[software.Context]:
     """Each behavioural test runs in every mode. What is made of the context goes with it."""
     with opened(request.param) as context:
         yield context
 
 
 @pytest.fixture
-def inline() -> Iterator[handles.Context]:
+def inline() -> Iterator[software.Context]:
     """For what execution has no part in."""
     with opened("inline") as context:
         yield context

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 
 # How long after its posting a request is executed; the last is long enough to be in flight when the next line runs.
@@ -11,12 +12,12 @@ _DELAYS_NS = {"inline": None, "engine": 0, "engine-delayed": 200_000}
 MODES = list(_DELAYS_NS)
 
 
-def open_context(mode: str, delay_ns: int | None = None) -> handles.Context:
+def open_context(mode: str, delay_ns: int | None = None) -> software.Context:
     """Open the software device in one of `MODES`; with another delay, where the mode has one."""
     delay = _DELAYS_NS[mode]
     if delay is None:
-        return handles.Context.open_software()
-    return handles.Context.open_software(engine=True, delay_ns=delay_ns if delay and delay_ns is not None else delay)
+        return software.Context.open()
+    return software.Context.open(engine=True, delay_ns=delay_ns if delay and delay_ns is not None else delay)
 
 
 def children(context: handles.Context) -> list[handles.Handle]:
@@ -25,7 +26,7 @@ def children(context: handles.Context) -> list[handles.Handle]:
 
 
 @contextmanager
-def opened(mode: str, delay_ns: int | None = None) -> Iterator[handles.Context]:
+def opened(mode: str, delay_ns: int | None = None) -> Iterator[software.Context]:
     """An open context; what was made of it is destroyed at the end, and the device agrees that nothing is left."""
     context = open_context(mode, delay_ns)
     try:

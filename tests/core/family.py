@@ -6,6 +6,7 @@ from functools import partial
 
 from aioverbs import MwType, QpType
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector
 from tests.core.pairs import ALL_ACCESS
 
@@ -23,12 +24,12 @@ def _region(pd: handles.ProtectionDomain) -> handles.MemoryRegion:
 
 
 def _extended_queue(
-    context: handles.Context, channel: handles.CompletionChannel, domain: parent_domain.ParentDomain
+    context: software.Context, channel: handles.CompletionChannel, domain: parent_domain.ParentDomain
 ) -> handles.CompletionQueue:
     return handles.CompletionQueue(context, 16, channel, extended=True, parent_domain=domain)
 
 
-def _queue(context: handles.Context, channel: handles.CompletionChannel | None = None) -> handles.CompletionQueue:
+def _queue(context: software.Context, channel: handles.CompletionChannel | None = None) -> handles.CompletionQueue:
     return handles.CompletionQueue(context, 16, channel)
 
 
@@ -96,7 +97,7 @@ def make(name: str, family: Family) -> handles.Handle:
     return family[name]
 
 
-def make_all(context: handles.Context, family: Family | None = None) -> Family:
+def make_all(context: software.Context, family: Family | None = None) -> Family:
     """A context with one of each, those that `family` has already left as they are."""
     family = family if family is not None else {}
     family["context"] = context

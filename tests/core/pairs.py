@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from aioverbs import AccessFlags, Mtu, QpState, QpType, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.pace import patience
 from tests.waiting import wait_until
@@ -15,7 +16,7 @@ PATIENCE_S = patience(20)
 Sge = tuple[int, int, int]
 
 
-def make_domain(context: handles.Context, kind: str) -> handles.ProtectionDomain:
+def make_domain(context: software.Context, kind: str) -> handles.ProtectionDomain:
     """A protection domain to make queues on: "plain", or a parent domain with a "thread domain"."""
     pd = handles.ProtectionDomain(context)
     return pd if kind == "plain" else parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context))
@@ -110,7 +111,7 @@ def succeed(cq: handles.CompletionQueue) -> handles.WorkCompletion:
     return completion
 
 
-def next_event(context: handles.Context) -> handles.AsyncEvent:
+def next_event(context: software.Context) -> handles.AsyncEvent:
     """The next asynchronous event, which has come or is about to."""
     found: list[handles.AsyncEvent] = []
 
@@ -161,7 +162,7 @@ def make_end(
 
 
 def make_pair(
-    context: handles.Context, kind: str = "plain", *, size: int = 4096, extended: bool = False
+    context: software.Context, kind: str = "plain", *, size: int = 4096, extended: bool = False
 ) -> tuple[End, End]:
     """Two connected ends on one domain."""
     domain = make_domain(context, kind)

@@ -26,7 +26,7 @@ from tests.core.family import Family, make_all
 from tests.core.test_handles_closed import IDENTITY, ask, public
 
 # What calls no verb: constants of the object. A parent domain shares nothing by itself.
-CONSTANTS = {"cqe", "export", "fileno", "handle", "qp_num", "share", "shared_area"}
+CONSTANTS = {"cqe", "fileno", "handle", "qp_num"}
 
 
 @contextmanager

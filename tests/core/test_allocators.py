@@ -6,24 +6,25 @@ import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import QpCapabilities
 from tests.core.allocators import CQ, QP, RECORD, Recording, default
 from tests.core.pairs import CAPABILITIES, connect, make_end, succeed, wait_for
 
 
 @pytest.fixture(params=["no thread domain", "thread domain"])
-def td(request: pytest.FixtureRequest, context: handles.Context) -> parent_domain.ThreadDomain | None:
+def td(request: pytest.FixtureRequest, context: software.Context) -> parent_domain.ThreadDomain | None:
     return parent_domain.ThreadDomain(context) if request.param == "thread domain" else None
 
 
 def domain_of(
-    context: handles.Context, allocator: Recording, td: parent_domain.ThreadDomain | None = None
+    context: software.Context, allocator: Recording, td: parent_domain.ThreadDomain | None = None
 ) -> parent_domain.ParentDomain:
     return parent_domain.ParentDomain(handles.ProtectionDomain(context), td, allocator)
 
 
 @pytest.mark.once
-def test_what_a_domain_tells(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_what_a_domain_tells(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     pd, allocator = handles.ProtectionDomain(context), Recording()
     domain = parent_domain.ParentDomain(pd, td, allocator)
     assert domain.base is pd
@@ -34,7 +35,7 @@ def test_what_a_domain_tells(context: handles.Context, td: parent_domain.ThreadD
     assert isinstance(domain, handles.ProtectionDomain)
 
 
-def test_what_an_allocator_is_asked_for(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_what_an_allocator_is_asked_for(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator, td)
     cq = handles.CompletionQueue(context, 100, parent_domain=domain)
@@ -61,7 +62,7 @@ def test_what_an_allocator_is_asked_for(context: handles.Context, td: parent_dom
     assert len(allocator.pieces) == 4
 
 
-def test_the_queues_really_are_in_that_memory(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_the_queues_really_are_in_that_memory(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
@@ -82,7 +83,7 @@ def test_the_queues_really_are_in_that_memory(context: handles.Context, td: pare
 
 
 def test_a_pair_on_its_own_memory_works_through_a_wrap(
-    context: handles.Context, td: parent_domain.ThreadDomain | None
+    context: software.Context, td: parent_domain.ThreadDomain | None
 ) -> None:
     domain = domain_of(context, Recording(), td)
     near = make_end(domain, capabilities=QpCapabilities(max_send_wr=8), extended=True)
@@ -95,7 +96,7 @@ def test_a_pair_on_its_own_memory_works_through_a_wrap(
     assert wait_for(near.cq)[0].status is WcStatus.LOC_PROT_ERR
 
 
-def test_use_default(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_use_default(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     """The provider allocates by itself, and then frees by itself, too."""
     allocator = Recording(default)
     domain = domain_of(context, allocator, td)
@@ -109,7 +110,7 @@ def test_use_default(context: handles.Context, td: parent_domain.ThreadDomain | 
     assert allocator.pieces == []
 
 
-def test_default_for_some(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_default_for_some(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     def records_only(self: Recording, size: int, alignment: int, resource_type: int) -> object:
         return (
             self.piece(size, alignment, resource_type).address if resource_type == RECORD else parent_domain.USE_DEFAULT
@@ -125,7 +126,7 @@ def test_default_for_some(context: handles.Context, td: parent_domain.ThreadDoma
     assert domain.held == 4
 
 
-def test_free_comes_once_with_the_same_type(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_free_comes_once_with_the_same_type(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = Recording()  # its free() sees to the type
     domain = domain_of(context, allocator, td)
     for _ in range(3):
@@ -144,7 +145,7 @@ def test_free_comes_once_with_the_same_type(context: handles.Context, td: parent
     assert [piece.freed for piece in allocator.pieces] == [1] * 24
 
 
-def test_an_allocator_may_use_the_core(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_an_allocator_may_use_the_core(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     """No lock is held while it runs: it makes and destroys objects of the same context, of the same domain too."""
     nested: list[handles.Handle] = []
     depth = 0
@@ -173,7 +174,7 @@ def test_an_allocator_may_use_the_core(context: handles.Context, td: parent_doma
         domain.destroy()
 
 
-def test_an_allocator_is_called_in_the_thread_of_the_verb(context: handles.Context) -> None:
+def test_an_allocator_is_called_in_the_thread_of_the_verb(context: software.Context) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator)
     cq = handles.CompletionQueue(context, 4, parent_domain=domain)
@@ -190,7 +191,7 @@ def test_an_allocator_is_called_in_the_thread_of_the_verb(context: handles.Conte
     assert [piece.thread for piece in allocator.pieces] == [here, here, threads[0], threads[0]]
 
 
-def test_many_threads_make_queues_on_one_domain(context: handles.Context) -> None:
+def test_many_threads_make_queues_on_one_domain(context: software.Context) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator)
 

@@ -11,6 +11,7 @@ import pytest
 
 from aioverbs import VerbsError
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.allocators import CQ, QP, RECORD, Recording
 from tests.core.contexts import children
 
@@ -82,7 +83,7 @@ def turns_bad(bad: Answer, at: int) -> Answer:
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["cq", "its record", "qp", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad(
-    context: handles.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+    context: software.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     allocator = Recording(turns_bad(bad, at))
     pd = handles.ProtectionDomain(context)
@@ -115,7 +116,7 @@ def test_bad(
 @pytest.mark.parametrize("at", [0, 1], ids=["queue", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_a_shared_receive_queue(
-    context: handles.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+    context: software.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     allocator = Recording(turns_bad(bad, at))
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
@@ -133,7 +134,7 @@ def test_bad_for_a_shared_receive_queue(
 @pytest.mark.parametrize("which", ["cq", "srq"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_another_size(
-    context: handles.Context, which: str, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+    context: software.Context, which: str, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     """What was refused was given back, and the queue is in its old memory."""
     allocator = Recording()
@@ -168,7 +169,7 @@ def test_bad_for_another_size(
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()], ids=repr)
 @pytest.mark.parametrize("which", ["cq", "qp", "srq", "resize_cq", "modify_srq"])
 def test_what_interrupts_it_goes_on_as_itself(
-    context: handles.Context, which: str, interruption: BaseException
+    context: software.Context, which: str, interruption: BaseException
 ) -> None:
     """It is no answer of the allocator's; the verb has failed all the same, and left nothing behind."""
     allocator = Recording()
@@ -194,7 +195,7 @@ def test_what_interrupts_it_goes_on_as_itself(
 
 
 @pytest.mark.once
-def test_the_same_address_twice(context: handles.Context) -> None:
+def test_the_same_address_twice(context: software.Context) -> None:
     """Memory that is in use is not given back for having been offered again."""
     allocator = Recording()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
@@ -208,7 +209,7 @@ def test_the_same_address_twice(context: handles.Context) -> None:
 
 
 @pytest.mark.parametrize("error", [Oops("kept"), KeyboardInterrupt()])
-def test_free_that_raises(context: handles.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_free_that_raises(context: software.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """The verb has succeeded all the same: nobody waits for this, so it goes to where such exceptions go."""
 
     class Unwilling(Recording):
@@ -231,7 +232,7 @@ def test_free_that_raises(context: handles.Context, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.once
-def test_an_allocator_without_methods(context: handles.Context) -> None:
+def test_an_allocator_without_methods(context: software.Context) -> None:
     nothing: Any = object()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, nothing)
     with pytest.raises(VerbsError, match="ibv_create_cq_ex failed: ENOMEM") as caught:
@@ -239,7 +240,7 @@ def test_an_allocator_without_methods(context: handles.Context) -> None:
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_a_cause_is_its_own_thread_s(context: handles.Context) -> None:
+def test_a_cause_is_its_own_thread_s(context: software.Context) -> None:
     """Two threads fail at the same time, each for its reason."""
     both = threading.Barrier(2, timeout=20)
 
@@ -264,7 +265,7 @@ def test_a_cause_is_its_own_thread_s(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_failure_inside_of_a_success(context: handles.Context) -> None:
+def test_a_failure_inside_of_a_success(context: software.Context) -> None:
     """An allocator that copes with a failure of its own leaves no cause behind for the next one."""
     inner = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))
 

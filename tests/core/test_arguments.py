@@ -10,6 +10,7 @@ from aioverbs import AccessFlags, QpState, QpType, SendOpcode, VerbsError
 from aioverbs._core.alloc import allocators
 from aioverbs._core.data_path import data_path
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children, opened
 from tests.core.family import Family, make_all
@@ -131,8 +132,8 @@ def test_constructors(there: Objects, call: Call, error: type[Exception], text: 
 
 
 METHODS: dict[str, tuple[Call, type[Exception], str]] = {
-    "negative delay": (lambda o: handles.Context.open_software(engine=True, delay_ns=-1), ValueError, "not negative"),
-    "delay without engine": (lambda o: handles.Context.open_software(delay_ns=1), ValueError, "for engine=True"),
+    "negative delay": (lambda o: software.Context.open(engine=True, delay_ns=-1), ValueError, "not negative"),
+    "delay without engine": (lambda o: software.Context.open(delay_ns=1), ValueError, "for engine=True"),
     "delay inline": (lambda o: o.context.set_delay(1), VerbsError, "soft_set_delay failed: EINVAL"),
     "delay below": (lambda o: o.context.set_delay(-1), OverflowError, "negative"),
     "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, not 256"),
@@ -225,7 +226,7 @@ def test_a_list_of_entries_that_changes_its_length(there: Objects) -> None:
 
 
 def test_what_fails_after_the_verb_takes_the_object_back(
-    inline: handles.Context, monkeypatch: pytest.MonkeyPatch
+    inline: software.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(**_: int) -> QpCapabilities:
         raise KeyboardInterrupt

@@ -22,6 +22,7 @@ from aioverbs import (
     VerbsError,
 )
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.core.pairs import (
@@ -44,11 +45,11 @@ from tests.waiting import wait_until
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 
 
-def readable(context: handles.Context, timeout_s: float = 0) -> bool:
+def readable(context: software.Context, timeout_s: float = 0) -> bool:
     return bool(select.select([context.async_fd], [], [], timeout_s)[0])
 
 
-def overrun(context: handles.Context) -> tuple[handles.CompletionQueue, handles.QueuePair]:
+def overrun(context: software.Context) -> tuple[handles.CompletionQueue, handles.QueuePair]:
     """A completion queue that overran, and whose completion found no room."""
     pd = handles.ProtectionDomain(context)
     cq = handles.CompletionQueue(context, 1)
@@ -60,17 +61,17 @@ def overrun(context: handles.Context) -> tuple[handles.CompletionQueue, handles.
     return cq, near
 
 
-def raise_cq_err(context: handles.Context) -> handles.CompletionQueue:
+def raise_cq_err(context: software.Context) -> handles.CompletionQueue:
     return overrun(context)[0]
 
 
-def raise_qp_fatal(context: handles.Context) -> handles.QueuePair:
+def raise_qp_fatal(context: software.Context) -> handles.QueuePair:
     near, _ = make_pair(context)
     context.faults.break_queue_pair(near.qp)
     return near.qp
 
 
-def raise_last_wqe(context: handles.Context) -> handles.QueuePair:
+def raise_last_wqe(context: software.Context) -> handles.QueuePair:
     domain = make_domain(context, "plain")
     far = make_end(domain, srq=handles.SharedReceiveQueue(domain, 4))
     to_init(far.qp)
@@ -78,20 +79,20 @@ def raise_last_wqe(context: handles.Context) -> handles.QueuePair:
     return far.qp
 
 
-def raise_srq_err(context: handles.Context) -> handles.SharedReceiveQueue:
+def raise_srq_err(context: software.Context) -> handles.SharedReceiveQueue:
     srq = handles.SharedReceiveQueue(handles.ProtectionDomain(context), 4)
     context.faults.break_shared_receive_queue(srq)
     return srq
 
 
-def raise_sq_drained(context: handles.Context) -> handles.QueuePair:
+def raise_sq_drained(context: software.Context) -> handles.QueuePair:
     near, _ = make_pair(context)
     near.qp.modify(QpState.SQD, en_sqd_async_notify=True)
     assert readable(context, PATIENCE_S)
     return near.qp
 
 
-def raise_comm_est(context: handles.Context) -> handles.QueuePair:
+def raise_comm_est(context: software.Context) -> handles.QueuePair:
     """The first message came before the queue pair was told to send."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)
@@ -103,14 +104,14 @@ def raise_comm_est(context: handles.Context) -> handles.QueuePair:
     return far.qp
 
 
-def raise_access_err(context: handles.Context) -> handles.QueuePair:
+def raise_access_err(context: software.Context) -> handles.QueuePair:
     near, far = make_pair(context)
     near.qp.post_send(WRITE, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey ^ 0xFF00)
     wait_for(near.cq)
     return far.qp
 
 
-def raise_req_err(context: handles.Context) -> handles.QueuePair:
+def raise_req_err(context: software.Context) -> handles.QueuePair:
     """More reads than the responder was told to expect."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)
@@ -123,7 +124,7 @@ def raise_req_err(context: handles.Context) -> handles.QueuePair:
     return far.qp
 
 
-def raise_srq_limit(context: handles.Context) -> handles.SharedReceiveQueue:
+def raise_srq_limit(context: software.Context) -> handles.SharedReceiveQueue:
     domain = make_domain(context, "plain")
     srq = handles.SharedReceiveQueue(domain, 4)
     near, far = make_end(domain), make_end(domain, srq=srq)
@@ -135,7 +136,7 @@ def raise_srq_limit(context: handles.Context) -> handles.SharedReceiveQueue:
     return srq
 
 
-RAISED: dict[EventType, Callable[[handles.Context], handles.Handle]] = {
+RAISED: dict[EventType, Callable[[software.Context], handles.Handle]] = {
     EventType.QP_FATAL: raise_qp_fatal,
     EventType.QP_LAST_WQE_REACHED: raise_last_wqe,
     EventType.SRQ_ERR: raise_srq_err,
@@ -148,13 +149,13 @@ RAISED: dict[EventType, Callable[[handles.Context], handles.Handle]] = {
 }
 
 
-def drain(context: handles.Context) -> None:
+def drain(context: software.Context) -> None:
     while event := context.get_async_event():
         event.ack()
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_event_and_its_element(context: handles.Context, event_type: EventType) -> None:
+def test_an_event_and_its_element(context: software.Context, event_type: EventType) -> None:
     element = RAISED[event_type](context)
     event = next_event(context)
     assert event.event_type is event_type
@@ -168,7 +169,7 @@ def test_an_event_and_its_element(context: handles.Context, event_type: EventTyp
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_event_that_was_taken_keeps_its_element(context: handles.Context, event_type: EventType) -> None:
+def test_an_event_that_was_taken_keeps_its_element(context: software.Context, event_type: EventType) -> None:
     """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
     element = RAISED[event_type](context)
     event = next_event(context)
@@ -186,7 +187,7 @@ def test_an_event_that_was_taken_keeps_its_element(context: handles.Context, eve
     assert event.element is element
 
 
-def test_a_queue_pair_whose_completion_found_no_room(context: handles.Context) -> None:
+def test_a_queue_pair_whose_completion_found_no_room(context: software.Context) -> None:
     cq, qp = overrun(context)
     for event_type, element in ((EventType.CQ_ERR, cq), (EventType.QP_FATAL, qp)):
         event = next_event(context)
@@ -196,7 +197,7 @@ def test_a_queue_pair_whose_completion_found_no_room(context: handles.Context) -
     assert context.get_async_event() is None
 
 
-def test_the_port_goes_down_and_up(context: handles.Context) -> None:
+def test_the_port_goes_down_and_up(context: software.Context) -> None:
     """It is the device's port, of which each context is told."""
     with opened("inline") as other:
         for up, event_type, state in (
@@ -215,7 +216,7 @@ def test_the_port_goes_down_and_up(context: handles.Context) -> None:
                 assert told.get_async_event() is None
 
 
-def test_a_context_stays_for_its_event(context: handles.Context) -> None:
+def test_a_context_stays_for_its_event(context: software.Context) -> None:
     context.faults.lose_device()
     event = next_event(context)
     with pytest.raises(BusyResourceError, match="1 of its asynchronous events were not acknowledged"):
@@ -224,7 +225,7 @@ def test_a_context_stays_for_its_event(context: handles.Context) -> None:
     event.ack()
 
 
-def test_the_device_is_lost(context: handles.Context) -> None:
+def test_the_device_is_lost(context: software.Context) -> None:
     near, _ = make_pair(context)
     context.faults.lose_device()
     event = next_event(context)
@@ -241,7 +242,7 @@ def test_the_device_is_lost(context: handles.Context) -> None:
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_acknowledgement_from_another_thread(context: handles.Context, event_type: EventType) -> None:
+def test_an_acknowledgement_from_another_thread(context: software.Context, event_type: EventType) -> None:
     element = RAISED[event_type](context)
     event = next_event(context)
     drain(context)
@@ -266,7 +267,7 @@ def test_an_acknowledgement_from_another_thread(context: handles.Context, event_
     assert element.closed
 
 
-def test_a_loop_waits_for_the_descriptor(context: handles.Context) -> None:
+def test_a_loop_waits_for_the_descriptor(context: software.Context) -> None:
     """And goes on while somebody keeps an event for himself: nothing here waits for an acknowledgement."""
 
     async def take() -> handles.AsyncEvent:
@@ -294,13 +295,13 @@ def test_a_loop_waits_for_the_descriptor(context: handles.Context) -> None:
     assert (event.event_type, event.element) == (EventType.QP_FATAL, near.qp)
 
 
-def test_nothing_waits(context: handles.Context) -> None:
+def test_nothing_waits(context: software.Context) -> None:
     for _ in range(3):
         assert context.get_async_event() is None
     assert not readable(context)
 
 
-def test_the_descriptor_tells_of_an_event(context: handles.Context) -> None:
+def test_the_descriptor_tells_of_an_event(context: software.Context) -> None:
     assert not readable(context)
     raise_sq_drained(context)
     assert readable(context)
@@ -308,7 +309,7 @@ def test_the_descriptor_tells_of_an_event(context: handles.Context) -> None:
     assert not readable(context)
 
 
-def test_an_acknowledgement_is_given_once(context: handles.Context) -> None:
+def test_an_acknowledgement_is_given_once(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     event.ack()
@@ -320,7 +321,7 @@ def test_an_acknowledgement_is_given_once(context: handles.Context) -> None:
         event.ack()
 
 
-def test_several_of_one_object(context: handles.Context) -> None:
+def test_several_of_one_object(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     first = next_event(context)
     qp.modify(QpState.RTS)
@@ -335,14 +336,14 @@ def test_several_of_one_object(context: handles.Context) -> None:
     qp.destroy()
 
 
-def test_events_that_nobody_took_go_with_their_object(context: handles.Context) -> None:
+def test_events_that_nobody_took_go_with_their_object(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     qp.destroy()
     assert not readable(context)
     assert context.get_async_event() is None
 
 
-def test_a_forgotten_event_acknowledges_itself_and_says_so(context: handles.Context) -> None:
+def test_a_forgotten_event_acknowledges_itself_and_says_so(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     events = [event]
@@ -352,14 +353,14 @@ def test_a_forgotten_event_acknowledges_itself_and_says_so(context: handles.Cont
     qp.destroy()
 
 
-def test_one_that_was_acknowledged_is_forgotten_in_silence(context: handles.Context) -> None:
+def test_one_that_was_acknowledged_is_forgotten_in_silence(context: software.Context) -> None:
     raise_sq_drained(context)
     next_event(context).ack()
     gc.collect()
     assert not any(isinstance(kept, handles.AsyncEvent) for kept in gc.get_objects())
 
 
-def test_a_child_of_a_fork_acknowledges_nothing(context: handles.Context) -> None:
+def test_a_child_of_a_fork_acknowledges_nothing(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     taken = [event]
@@ -419,7 +420,7 @@ def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
             succeed(busy.cq)
 
 
-def test_draining_waits_for_what_was_begun(context: handles.Context) -> None:
+def test_draining_waits_for_what_was_begun(context: software.Context) -> None:
     """SQD with a request that is tried again and again: the event comes when that one has ended."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)

@@ -9,6 +9,7 @@ import pytest
 
 from aioverbs import SendFlags, SendOpcode, VerbsError
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.allocators import Recording
 from tests.core.contexts import opened
 from tests.core.pairs import CAPABILITIES, PATIENCE_S, End, connect, make_domain, make_end, make_pair, wait_for
@@ -18,7 +19,7 @@ WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_larger_queue_keeps_what_it_holds(context: handles.Context, kind: str, extended: bool) -> None:
+def test_a_larger_queue_keeps_what_it_holds(context: software.Context, kind: str, extended: bool) -> None:
     domain = make_domain(context, kind)
     parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
     cq = handles.CompletionQueue(context, 4, extended=extended, parent_domain=parent)
@@ -36,7 +37,7 @@ def test_a_larger_queue_keeps_what_it_holds(context: handles.Context, kind: str,
     assert 1 <= cq.cqe < 100
 
 
-def test_a_size_that_is_too_small_changes_nothing(context: handles.Context) -> None:
+def test_a_size_that_is_too_small_changes_nothing(context: software.Context) -> None:
     near, _ = make_pair(context)
     for number in range(10):
         near.qp.post_send(WRITE, wr_id=number, flags=SIGNALED)
@@ -52,7 +53,7 @@ def test_a_size_that_is_too_small_changes_nothing(context: handles.Context) -> N
 
 
 @pytest.mark.once
-def test_another_size_s_memory_comes_from_the_allocator(context: handles.Context) -> None:
+def test_another_size_s_memory_comes_from_the_allocator(context: software.Context) -> None:
     refusing = False
 
     def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
@@ -75,7 +76,7 @@ def test_another_size_s_memory_comes_from_the_allocator(context: handles.Context
     assert 4096 <= cq.cqe < 8192
 
 
-def test_polling_while_a_queue_is_resized(context: handles.Context) -> None:
+def test_polling_while_a_queue_is_resized(context: software.Context) -> None:
     """An allocator that needs the GIL is called in the middle of it; whoever polls meanwhile gets what there is."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -100,7 +101,7 @@ def test_polling_while_a_queue_is_resized(context: handles.Context) -> None:
     assert cq.cqe >= 1000
 
 
-def moderated(context: handles.Context, count: int, period_us: int) -> tuple[handles.CompletionChannel, End]:
+def moderated(context: software.Context, count: int, period_us: int) -> tuple[handles.CompletionChannel, End]:
     channel = handles.CompletionChannel(context)
     domain = make_domain(context, "plain")
     near, far = make_end(domain, channel=channel), make_end(domain)
@@ -110,7 +111,7 @@ def moderated(context: handles.Context, count: int, period_us: int) -> tuple[han
     return channel, near
 
 
-def test_an_event_after_so_many_completions(context: handles.Context) -> None:
+def test_an_event_after_so_many_completions(context: software.Context) -> None:
     """And not after the period: the machine may take longer than that, but not each time."""
     channel, near = moderated(context, 5, 65535)
 
@@ -135,7 +136,7 @@ def test_an_event_after_so_many_completions(context: handles.Context) -> None:
     assert any(comes_early() for _ in range(20))
 
 
-def test_an_event_after_some_time(context: handles.Context) -> None:
+def test_an_event_after_some_time(context: software.Context) -> None:
     channel, near = moderated(context, 1000, 30_000)
     start = time.monotonic()
     near.qp.post_send(WRITE, flags=SIGNALED)
@@ -145,7 +146,7 @@ def test_an_event_after_some_time(context: handles.Context) -> None:
     near.cq.ack_events()
 
 
-def test_moderation_ends(context: handles.Context) -> None:
+def test_moderation_ends(context: software.Context) -> None:
     channel, near = moderated(context, 1000, 0)
     near.cq.modify(0, 0)
     near.cq.request_notify()
@@ -155,7 +156,7 @@ def test_moderation_ends(context: handles.Context) -> None:
     near.cq.ack_events()
 
 
-def test_moderation_has_16_bits(inline: handles.Context) -> None:
+def test_moderation_has_16_bits(inline: software.Context) -> None:
     cq = handles.CompletionQueue(inline, 4)
     cq.modify(65535, 65535)
     for count, period_us in ((65536, 0), (0, 65536), (-1, 0)):
@@ -163,7 +164,7 @@ def test_moderation_has_16_bits(inline: handles.Context) -> None:
             cq.modify(count, period_us)
 
 
-def test_timestamps(context: handles.Context, kind: str) -> None:
+def test_timestamps(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
     cq = handles.CompletionQueue(context, 256, parent_domain=parent, timestamps=True)

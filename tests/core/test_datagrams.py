@@ -4,6 +4,7 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, QpState, QpType, SendFlags, SendOpcode, WcFlags, WcStatus
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector
 from tests.core.contexts import opened
 from tests.core.pairs import End, make_domain, make_end, make_pair, succeed, wait_for
@@ -25,7 +26,7 @@ def send(near: End, far: End, way: handles.AddressHandle, length: int, *, qkey: 
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_datagram_comes_with_its_route(context: handles.Context, kind: str, extended: bool) -> None:
+def test_a_datagram_comes_with_its_route(context: software.Context, kind: str, extended: bool) -> None:
     near, far = make_ud_pair(context, kind, extended=extended)
     way = handles.AddressHandle(near.pd, way_to(context))
     near.memory[:5] = b"hello"
@@ -43,7 +44,7 @@ def test_a_datagram_comes_with_its_route(context: handles.Context, kind: str, ex
     assert far.memory[GRH_BYTES : GRH_BYTES + 6] == b"hello\0"
 
 
-def test_a_route_of_ipv6_form(context: handles.Context) -> None:
+def test_a_route_of_ipv6_form(context: software.Context) -> None:
     near, far = make_ud_pair(context)
     gid = context.query_gid(1, 0)
     way = handles.AddressHandle(
@@ -58,7 +59,7 @@ def test_a_route_of_ipv6_form(context: handles.Context) -> None:
     assert header[8:24] == header[24:40] == gid
 
 
-def test_an_immediate_and_a_header_across_entries(context: handles.Context, kind: str) -> None:
+def test_an_immediate_and_a_header_across_entries(context: software.Context, kind: str) -> None:
     near, far = make_ud_pair(context, kind)
     way = handles.AddressHandle(near.pd, way_to(context))
     near.memory[:3] = b"abc"
@@ -78,7 +79,7 @@ def test_an_immediate_and_a_header_across_entries(context: handles.Context, kind
     assert far.memory[1010:1014] == b"abc\0"
 
 
-def test_one_queue_pair_sends_to_many(context: handles.Context) -> None:
+def test_one_queue_pair_sends_to_many(context: software.Context) -> None:
     domain = make_domain(context, "plain")
     near, *others = (make_end(domain, qp_type=QpType.UD) for _ in range(4))
     start_ud(near.qp)
@@ -95,7 +96,7 @@ def test_one_queue_pair_sends_to_many(context: handles.Context) -> None:
 
 
 @pytest.mark.parametrize("reason", ["Q_Key", "number", "type", "state", "no receive", "too large", "way"])
-def test_what_cannot_arrive_is_lost_in_silence(context: handles.Context, kind: str, reason: str) -> None:
+def test_what_cannot_arrive_is_lost_in_silence(context: software.Context, kind: str, reason: str) -> None:
     near, far = make_ud_pair(context, kind)
     way, number, qkey, length = handles.AddressHandle(near.pd, way_to(context)), far.qp.qp_num, QKEY, 8
     if reason != "no receive":
@@ -127,7 +128,7 @@ def test_what_cannot_arrive_is_lost_in_silence(context: handles.Context, kind: s
         assert succeed(far.cq).byte_len == GRH_BYTES + 2
 
 
-def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: handles.Context, kind: str) -> None:
+def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: software.Context, kind: str) -> None:
     near, far = make_ud_pair(context, kind)
     way = handles.AddressHandle(near.pd, way_to(context))
     far.qp.post_recv([far.sge(0, GRH_BYTES + 4)])
@@ -139,7 +140,7 @@ def test_a_receive_that_is_too_small_waits_for_one_that_fits(context: handles.Co
 
 
 @pytest.mark.once
-def test_qkey_is_told(context: handles.Context) -> None:
+def test_qkey_is_told(context: software.Context) -> None:
     near, _ = make_ud_pair(context)
     assert near.qp.query().qkey == QKEY
     near.qp.modify(qkey=7)
@@ -159,7 +160,7 @@ def test_a_way_may_go_while_datagrams_are_under_way() -> None:
         assert succeed(far.cq).byte_len == GRH_BYTES + 9
 
 
-def test_a_closed_way_is_refused(context: handles.Context) -> None:
+def test_a_closed_way_is_refused(context: software.Context) -> None:
     near, far = make_ud_pair(context)
     way = handles.AddressHandle(near.pd, way_to(context))
     way.destroy()
@@ -171,13 +172,13 @@ def test_a_closed_way_is_refused(context: handles.Context) -> None:
     succeed(near.cq)
 
 
-def test_a_way_of_another_protection_domain(context: handles.Context) -> None:
+def test_a_way_of_another_protection_domain(context: software.Context) -> None:
     near, far = make_ud_pair(context)
     send(near, far, handles.AddressHandle(handles.ProtectionDomain(context), way_to(context)), 1)
     assert wait_for(near.cq)[0].status is WcStatus.LOC_QP_OP_ERR
 
 
-def test_after_an_error_of_its_own_the_sender_stops_and_goes_on(context: handles.Context, kind: str) -> None:
+def test_after_an_error_of_its_own_the_sender_stops_and_goes_on(context: software.Context, kind: str) -> None:
     """SQE: the send queue alone has broken, and may be set going again."""
     near, far = make_ud_pair(context, kind)
     way = handles.AddressHandle(near.pd, way_to(context))

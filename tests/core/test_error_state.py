@@ -4,6 +4,7 @@ import pytest
 
 from aioverbs import QpState, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.pairs import CAPABILITIES, connect, make_domain, make_end, succeed, to_init, to_rtr, to_rts, wait_for
 from tests.core.test_faults_messages import make_patient_pair
 from tests.waiting import wait_until
@@ -11,7 +12,7 @@ from tests.waiting import wait_until
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 
 
-def test_what_is_posted_to_a_broken_queue_pair_is_flushed(context: handles.Context, kind: str) -> None:
+def test_what_is_posted_to_a_broken_queue_pair_is_flushed(context: software.Context, kind: str) -> None:
     end = make_end(make_domain(context, kind))
     to_init(end.qp)
     end.qp.modify(QpState.ERR)
@@ -23,7 +24,7 @@ def test_what_is_posted_to_a_broken_queue_pair_is_flushed(context: handles.Conte
     }
 
 
-def test_going_to_error_flushes_both_queues_in_order(context: handles.Context, kind: str) -> None:
+def test_going_to_error_flushes_both_queues_in_order(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
@@ -40,7 +41,7 @@ def test_going_to_error_flushes_both_queues_in_order(context: handles.Context, k
 
 
 @pytest.mark.parametrize("gone", ["destroyed", "reset", "connected to another", "in error", "out of sequence"])
-def test_a_peer_that_does_not_answer(context: handles.Context, kind: str, gone: str) -> None:
+def test_a_peer_that_does_not_answer(context: software.Context, kind: str, gone: str) -> None:
     domain = make_domain(context, kind)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
@@ -59,7 +60,7 @@ def test_a_peer_that_does_not_answer(context: handles.Context, kind: str, gone: 
     assert completion.status is WcStatus.RETRY_EXC_ERR
 
 
-def test_a_peer_that_is_late(context: handles.Context) -> None:
+def test_a_peer_that_is_late(context: software.Context) -> None:
     """With retries left, a request waits for the peer, and for its receive."""
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain)
@@ -78,7 +79,7 @@ def test_a_peer_that_is_late(context: handles.Context) -> None:
     assert far.memory[:4] == b"late"
 
 
-def test_a_queue_pair_serves_again_after_reset(context: handles.Context, kind: str) -> None:
+def test_a_queue_pair_serves_again_after_reset(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = make_end(domain), make_end(domain)
     for round_ in range(3):
@@ -97,7 +98,7 @@ def test_a_queue_pair_serves_again_after_reset(context: handles.Context, kind: s
         assert near.cq.poll() == []  # the flushed receive went with the reset
 
 
-def test_memory_that_was_deregistered_is_not_touched(context: handles.Context, kind: str) -> None:
+def test_memory_that_was_deregistered_is_not_touched(context: software.Context, kind: str) -> None:
     """A request that is under way when its region goes, here for want of a receive, finds it gone."""
     near, far = make_patient_pair(context, kind)
     near.memory[:4] = b"data"
@@ -111,7 +112,7 @@ def test_memory_that_was_deregistered_is_not_touched(context: handles.Context, k
 
 
 @pytest.mark.parametrize("end", ["near", "far"])
-def test_destroying_a_queue_pair_with_requests_under_way(context: handles.Context, kind: str, end: str) -> None:
+def test_destroying_a_queue_pair_with_requests_under_way(context: software.Context, kind: str, end: str) -> None:
     near, far = make_patient_pair(context, kind)
     gone, left = (near, far) if end == "near" else (far, near)
     for _ in range(10):  # without receives none of them ends
@@ -124,7 +125,7 @@ def test_destroying_a_queue_pair_with_requests_under_way(context: handles.Contex
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_full_completion_queue_is_lost_for_good(context: handles.Context, extended: bool) -> None:
+def test_a_full_completion_queue_is_lost_for_good(context: software.Context, extended: bool) -> None:
     pd = handles.ProtectionDomain(context)
     cq = handles.CompletionQueue(context, 4, extended=extended)
     near, far = (handles.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
@@ -141,7 +142,7 @@ def test_a_full_completion_queue_is_lost_for_good(context: handles.Context, exte
         cq.poll()
 
 
-def test_who_sleeps_hears_of_a_lost_queue(context: handles.Context) -> None:
+def test_who_sleeps_hears_of_a_lost_queue(context: software.Context) -> None:
     """A queue that overran has nothing more to tell but this: its event comes all the same."""
     pd, channel = handles.ProtectionDomain(context), handles.CompletionChannel(context)
     cq = handles.CompletionQueue(context, 1, channel)

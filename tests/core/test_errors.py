@@ -6,13 +6,14 @@ import pytest
 
 from aioverbs import VerbsError, WcStatus, WorkCompletionError
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.types import AccessFlags
 
 pytestmark = pytest.mark.once
 
 
 def test_a_region_of_a_process_that_may_lock_no_memory() -> None:
-    context = handles.Context.open_software()
+    context = software.Context.open()
     try:
         pd = handles.ProtectionDomain(context)
         context.faults.fail("reg_mr", errno.EPERM)

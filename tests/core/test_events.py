@@ -7,6 +7,7 @@ import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for
 from tests.waiting import wait_until
@@ -16,13 +17,13 @@ SIGNALED = SendFlags.SIGNALED
 
 
 @pytest.fixture
-def channel(context: handles.Context) -> handles.CompletionChannel:
+def channel(context: software.Context) -> handles.CompletionChannel:
     return handles.CompletionChannel(context)
 
 
 @pytest.fixture(params=["basic", "extended"])
 def pair(
-    request: pytest.FixtureRequest, context: handles.Context, kind: str, channel: handles.CompletionChannel
+    request: pytest.FixtureRequest, context: software.Context, kind: str, channel: handles.CompletionChannel
 ) -> tuple[End, End]:
     """Two connected ends, both with their queue on the channel."""
     domain, extended = make_domain(context, kind), request.param == "extended"
@@ -104,7 +105,7 @@ def test_a_wish_for_any_outdoes_one_for_solicited(channel: handles.CompletionCha
     far.cq.ack_events()
 
 
-def test_a_channel_of_many_queues(context: handles.Context, channel: handles.CompletionChannel) -> None:
+def test_a_channel_of_many_queues(context: software.Context, channel: handles.CompletionChannel) -> None:
     domain = make_domain(context, "plain")
     ends = [make_end(domain, channel=channel) for _ in range(6)]
     for near, far in zip(ends[::2], ends[1::2], strict=True):
@@ -146,7 +147,7 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
 
 
 def test_events_that_nobody_took_go_with_the_queue(
-    context: handles.Context, channel: handles.CompletionChannel
+    context: software.Context, channel: handles.CompletionChannel
 ) -> None:
     domain = make_domain(context, "plain")
     near, far = make_end(domain, channel=channel), make_end(domain)

@@ -85,8 +85,9 @@ SCRIPTS = {
         import atexit
         from aioverbs.testing import destroy_all
         near, far = busy()
-        atexit.unregister(handles._halt_software)
-        handles._halt_software()
+        from aioverbs._core.software import software
+        atexit.unregister(software._halt_devices)
+        software._halt_devices()
         near.qp.post_send(SendOpcode.RDMA_WRITE)
         destroy_all(handles.open_handles())
         assert handles.open_handles() == []

@@ -25,6 +25,7 @@ from aioverbs import (
     WcStatus,
 )
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, FaultRecord, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import MODES, children, opened
@@ -45,7 +46,7 @@ UNCALLED = {"close_device", "query_device_ex", "query_rt_values"}
 class Scene:
     """A program that makes one of everything and uses it: the same calls each time, whenever completions come."""
 
-    context: handles.Context
+    context: software.Context
     allocator: Recording = field(default_factory=Recording)
     made: list[handles.Handle] = field(default_factory=list)
 
@@ -77,7 +78,7 @@ class Scene:
         self.keep(pd := handles.ProtectionDomain(context))
         self.keep(td := parent_domain.ThreadDomain(context))
         self.keep(domain := parent_domain.ParentDomain(pd, td, self.allocator))
-        self.keep(instance := handles.ProtectionDomain.open_shared(context, pd.share(SHARE_KEY), SHARE_KEY))
+        self.keep(instance := software.open_shared(context, software.share(pd, SHARE_KEY), SHARE_KEY))
         self.keep(xrc_domain := parent_domain.XrcDomain(context))
         memory = bytearray(256)
         access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
@@ -150,7 +151,7 @@ class Scene:
             assert handle.closed
 
 
-def run(context: handles.Context, check: Callable[[VerbsError], None]) -> int:
+def run(context: software.Context, check: Callable[[VerbsError], None]) -> int:
     """Play a scene and give back all of it; how often a verb failed."""
     scene = Scene(context)
     failures = 0
@@ -184,11 +185,11 @@ def unexpected(error: VerbsError) -> None:
     raise AssertionError(f"{error} was not planned") from error
 
 
-def count_calls(context: handles.Context) -> dict[str, int]:
+def count_calls(context: software.Context) -> dict[str, int]:
     """How often a scene calls each verb."""
     context.faults.count_calls()
     assert run(context, unexpected) == 0
-    return {verb: context.faults.calls(verb) for verb in handles.FaultPlan.verbs}
+    return {verb: context.faults.calls(verb) for verb in software.FaultPlan.verbs}
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +207,8 @@ def test_the_scene_calls_every_verb(calls: dict[str, int]) -> None:
     assert {verb for verb, count in calls.items() if not count} == UNCALLED
 
 
-@pytest.mark.parametrize("verb", sorted(set(handles.FaultPlan.verbs) - UNCALLED))
-def test_every_call(context: handles.Context, calls: dict[str, int], verb: str) -> None:
+@pytest.mark.parametrize("verb", sorted(set(software.FaultPlan.verbs) - UNCALLED))
+def test_every_call(context: software.Context, calls: dict[str, int], verb: str) -> None:
     plan = context.faults
     expected = []
     for k in range(1, calls[verb] + 1):
@@ -227,8 +228,8 @@ def test_every_call(context: handles.Context, calls: dict[str, int], verb: str) 
     assert run(context, unexpected) == 0
 
 
-@pytest.mark.parametrize("verb", [verb for verb in handles.FaultPlan.verbs if verb.startswith(("de", "close"))])
-def test_a_busy_answer_is_not_the_end_either(inline: handles.Context, verb: str) -> None:
+@pytest.mark.parametrize("verb", [verb for verb in software.FaultPlan.verbs if verb.startswith(("de", "close"))])
+def test_a_busy_answer_is_not_the_end_either(inline: software.Context, verb: str) -> None:
     """Of a queue EBUSY says that calls overlap, which has an exception of its own; of all else that something refers to
     it. The object lives."""
     scene = Scene(inline)
@@ -256,7 +257,7 @@ def test_a_busy_answer_is_not_the_end_either(inline: handles.Context, verb: str)
     assert raised or verb in ("close_xrcd", "dereg_mr"), "of which it is told what keeps them"
 
 
-def test_a_queue_that_can_neither_be_armed_nor_go(inline: handles.Context) -> None:
+def test_a_queue_that_can_neither_be_armed_nor_go(inline: software.Context) -> None:
     """Where two verbs of one constructor fail, what the first one made is an open handle."""
     pd = handles.ProtectionDomain(inline)
     inline.faults.fail("modify_srq", errno.EIO)
@@ -272,7 +273,7 @@ def test_a_queue_that_can_neither_be_armed_nor_go(inline: handles.Context) -> No
     pd.destroy()
 
 
-def play_by_chance(context: handles.Context, seed: int) -> list[FaultRecord]:
+def play_by_chance(context: software.Context, seed: int) -> list[FaultRecord]:
     """A scene in which any call may fail, those that give back as well; what failed."""
     plan = context.faults
     before = len(plan.records())
@@ -295,7 +296,7 @@ def play_by_chance(context: handles.Context, seed: int) -> list[FaultRecord]:
     return plan.records()[before:]
 
 
-def test_chance_again_and_again(context: handles.Context) -> None:
+def test_chance_again_and_again(context: software.Context) -> None:
     """The same seeds, the same failures, in this context and in another; several may come in one scene."""
     first = [play_by_chance(context, seed) for seed in range(40)]
     assert [play_by_chance(context, seed) for seed in range(40)] == first

@@ -6,14 +6,14 @@ import time
 import pytest
 
 from aioverbs import QpState, SendFlags, SendOpcode, VerbsError, WcStatus
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import make_pair, succeed, wait_for
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
-def test_not_without_an_engine(inline: handles.Context) -> None:
+def test_not_without_an_engine(inline: software.Context) -> None:
     with pytest.raises(VerbsError, match="soft_fault_jitter failed: EINVAL") as caught:
         inline.faults.jitter(1000)
     assert caught.value.errno == errno.EINVAL

@@ -18,6 +18,7 @@ from aioverbs import (
     WcStatus,
 )
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import children, opened
@@ -30,7 +31,7 @@ from tests.waiting import wait_until
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
 
 
-def expect(context: handles.Context, event_type: EventType, element: handles.Handle | None) -> None:
+def expect(context: software.Context, event_type: EventType, element: handles.Handle | None) -> None:
     """The next event, which is acknowledged."""
     event = next_event(context)
     assert (event.event_type, event.element) == (event_type, element)
@@ -38,7 +39,7 @@ def expect(context: handles.Context, event_type: EventType, element: handles.Han
 
 
 class TestPort:
-    def test_down_and_up(self, context: handles.Context, kind: str) -> None:
+    def test_down_and_up(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         assert context.query_port().state is PortState.ACTIVE
         context.faults.set_port(False)
@@ -59,7 +60,7 @@ class TestPort:
         write(near, far, 2)
         succeed(near.cq)
 
-    def test_it_is_the_port_of_all_contexts(self, context: handles.Context) -> None:
+    def test_it_is_the_port_of_all_contexts(self, context: software.Context) -> None:
         with opened("inline") as other:
             other.faults.set_port(False)
             try:
@@ -72,11 +73,11 @@ class TestPort:
                 expect(each, EventType.PORT_ACTIVE, None)
                 assert each.get_async_event() is None
 
-    def test_as_it_is_already(self, context: handles.Context) -> None:
+    def test_as_it_is_already(self, context: software.Context) -> None:
         context.faults.set_port(True)
         assert context.get_async_event() is None
 
-    def test_requests_go_on_when_it_comes_back(self, context: handles.Context) -> None:
+    def test_requests_go_on_when_it_comes_back(self, context: software.Context) -> None:
         near, far = make_patient_pair(context, timeout=17)  # half a second for each attempt
         near.memory[:4] = b"late"
         context.faults.set_port(False)
@@ -92,7 +93,7 @@ class TestPort:
 
 
 class TestBreaking:
-    def test_a_queue_pair(self, context: handles.Context, kind: str) -> None:
+    def test_a_queue_pair(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         far.qp.post_recv(wr_id=5)
         context.faults.break_queue_pair(far.qp)
@@ -104,7 +105,7 @@ class TestBreaking:
         assert wait_for(near.cq)[0].status is WcStatus.RETRY_EXC_ERR
         assert context.get_async_event() is None
 
-    def test_a_completion_queue(self, context: handles.Context, kind: str) -> None:
+    def test_a_completion_queue(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         write(near, far, 1)
         wait_until(lambda: near.qp.query().sq_psn == 1)
@@ -118,7 +119,7 @@ class TestBreaking:
         write(near, far, 2)
         expect(context, EventType.QP_FATAL, near.qp)
 
-    def test_a_shared_receive_queue(self, context: handles.Context, kind: str) -> None:
+    def test_a_shared_receive_queue(self, context: software.Context, kind: str) -> None:
         domain = make_domain(context, kind)
         srq = handles.SharedReceiveQueue(domain, 4)
         near, far = make_end(domain), make_end(domain, srq=srq)
@@ -131,7 +132,7 @@ class TestBreaking:
         assert far.cq.poll() == []
 
     @pytest.mark.once
-    def test_objects_of_others_and_closed_ones(self, context: handles.Context) -> None:
+    def test_objects_of_others_and_closed_ones(self, context: software.Context) -> None:
         domain = make_domain(context, "plain")
         end, srq = make_end(domain), handles.SharedReceiveQueue(domain, 4)
         plan = context.faults
@@ -155,7 +156,7 @@ class TestBreaking:
 
 
 class TestLosingTheDevice:
-    def test_verbs_answer_eio(self, context: handles.Context) -> None:
+    def test_verbs_answer_eio(self, context: software.Context) -> None:
         allocator = Recording()
         pd = handles.ProtectionDomain(context)
         td = parent_domain.ThreadDomain(context)
@@ -172,7 +173,7 @@ class TestLosingTheDevice:
         opened, counts, held = children(context), context.counts(), len(allocator.live)
         way = way_to(context)
         share = handles.ProtectionDomain(context)
-        number = share.share(1)
+        number = software.share(share, 1)
         share.destroy()
 
         context.faults.lose_device()
@@ -185,8 +186,8 @@ class TestLosingTheDevice:
             "ibv_alloc_pd": lambda: handles.ProtectionDomain(context),
             "ibv_alloc_td": lambda: parent_domain.ThreadDomain(context),
             "ibv_alloc_parent_domain": lambda: parent_domain.ParentDomain(pd, td, allocator),
-            "ibv_alloc_shpd": lambda: pd.share(1),
-            "ibv_share_pd": lambda: handles.ProtectionDomain.open_shared(context, number, 1),
+            "ibv_alloc_shpd": lambda: software.share(pd, 1),
+            "ibv_share_pd": lambda: software.open_shared(context, number, 1),
             "ibv_open_xrcd": lambda: parent_domain.XrcDomain(context),
             "ibv_reg_mr": lambda: handles.MemoryRegion(pd, bytearray(8)),
             "ibv_alloc_mw": lambda: handles.MemoryWindow(pd, MwType.TYPE_2),
@@ -228,7 +229,7 @@ class TestLosingTheDevice:
         assert not any(context.counts().values())
         assert allocator.live == []
 
-    def test_one_of_everything_goes(self, context: handles.Context) -> None:
+    def test_one_of_everything_goes(self, context: software.Context) -> None:
         family = make_all(context)
         context.faults.lose_device()
         expect(context, EventType.DEVICE_FATAL, None)
@@ -236,7 +237,7 @@ class TestLosingTheDevice:
             handle.destroy()
         assert not [handle for handle in family.values() if not handle.closed]
 
-    def test_what_was_under_way_stays_so(self, context: handles.Context) -> None:
+    def test_what_was_under_way_stays_so(self, context: software.Context) -> None:
         near, far = make_patient_pair(context, timeout=17)
         context.faults.lose_messages_at_random(1_000_000)
         write(near, far, 1)
@@ -248,7 +249,7 @@ class TestLosingTheDevice:
         assert near.cq.poll() == far.cq.poll() == []
         assert context.faults.held() == 0
 
-    def test_it_is_lost_for_one_context(self, context: handles.Context) -> None:
+    def test_it_is_lost_for_one_context(self, context: software.Context) -> None:
         with opened("engine") as other:
             near, far = make_end(make_domain(context, "plain")), make_end(make_domain(other, "plain"))
             connect(near.qp, far.qp)

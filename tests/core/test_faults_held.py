@@ -7,6 +7,7 @@ import pytest
 
 from aioverbs import QpState, SendFlags, SendOpcode, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import CAPABILITIES, connect_to, make_domain, make_pair, make_queue, succeed, wait_for
 from tests.core.test_xrc import make_receiver, make_sender, make_target
@@ -20,7 +21,7 @@ def post(qp: handles.QueuePair, *wr_ids: int) -> None:
         qp.post_send(WRITE, wr_id=wr_id, flags=SIGNALED)
 
 
-def wait_held(context: handles.Context, count: int) -> None:
+def wait_held(context: software.Context, count: int) -> None:
     wait_until(lambda: context.faults.held() == count)
 
 
@@ -29,7 +30,7 @@ def wr_ids(cq: handles.CompletionQueue) -> list[int]:
     return [completion.wr_id for completion in cq.poll(64)]
 
 
-def test_held_and_released(context: handles.Context, kind: str) -> None:
+def test_held_and_released(context: software.Context, kind: str) -> None:
     near, _ = make_pair(context, kind)
     plan = context.faults
     assert (plan.held(), plan.release()) == (0, 0)
@@ -55,7 +56,7 @@ def test_held_and_released(context: handles.Context, kind: str) -> None:
     assert plan.records() == []  # nothing went wrong
 
 
-def test_of_one_queue_pair_both_ways(context: handles.Context, kind: str) -> None:
+def test_of_one_queue_pair_both_ways(context: software.Context, kind: str) -> None:
     near, far = make_pair(context, kind)
     context.faults.hold(far.qp)
     context.faults.hold(far.qp)  # is held already
@@ -71,7 +72,7 @@ def test_of_one_queue_pair_both_ways(context: handles.Context, kind: str) -> Non
     succeed(far.cq)
 
 
-def test_clearing_lets_all_go(context: handles.Context) -> None:
+def test_clearing_lets_all_go(context: software.Context) -> None:
     near, _ = make_pair(context)
     context.faults.hold()
     post(near.qp, 1, 2)
@@ -82,7 +83,7 @@ def test_clearing_lets_all_go(context: handles.Context) -> None:
     succeed(near.cq)
 
 
-def test_flushed_ones_come_behind(context: handles.Context, kind: str) -> None:
+def test_flushed_ones_come_behind(context: software.Context, kind: str) -> None:
     near, _ = make_pair(context, kind)
     context.faults.hold(near.qp)
     post(near.qp, 1)
@@ -97,7 +98,7 @@ def test_flushed_ones_come_behind(context: handles.Context, kind: str) -> None:
     ]
 
 
-def test_events_come_with_the_release(context: handles.Context) -> None:
+def test_events_come_with_the_release(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     channel = handles.CompletionChannel(context)
     cq = handles.CompletionQueue(context, 8, channel)
@@ -115,7 +116,7 @@ def test_events_come_with_the_release(context: handles.Context) -> None:
     assert wr_ids(cq) == [1]
 
 
-def test_what_goes_with_its_queue_pair(context: handles.Context, kind: str) -> None:
+def test_what_goes_with_its_queue_pair(context: software.Context, kind: str) -> None:
     near, far = make_pair(context, kind)
     context.faults.hold()
     post(near.qp, 1, 2)
@@ -130,12 +131,12 @@ def test_what_goes_with_its_queue_pair(context: handles.Context, kind: str) -> N
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_each_queue_keeps_its_order(context: handles.Context, kind: str, shuffled: bool) -> None:
+def test_each_queue_keeps_its_order(context: software.Context, kind: str, shuffled: bool) -> None:
     order = release_all(context, kind, seed=1, shuffled=shuffled)
     assert (order == [number % 4 for number in range(32)]) is not shuffled
 
 
-def release_all(context: handles.Context, kind: str, seed: int, *, shuffled: bool = True) -> list[int]:
+def release_all(context: software.Context, kind: str, seed: int, *, shuffled: bool = True) -> list[int]:
     """The order in which completions of four queue pairs come on one queue, by queue pair: partly one by one."""
     domain = make_domain(context, kind)
     cq = make_queue(context, domain, 64)
@@ -162,7 +163,7 @@ def release_all(context: handles.Context, kind: str, seed: int, *, shuffled: boo
     return [numbers[completion.qp_num] for completion in found]
 
 
-def test_shuffled_again(context: handles.Context, kind: str) -> None:
+def test_shuffled_again(context: software.Context, kind: str) -> None:
     """The same seed and the same calls: the same order, in this context and in another."""
     first = release_all(context, kind, 1)
     assert release_all(context, kind, 1) == first
@@ -171,7 +172,7 @@ def test_shuffled_again(context: handles.Context, kind: str) -> None:
         assert release_all(other, kind, 1) == first
 
 
-def test_a_queue_of_another_context(context: handles.Context) -> None:
+def test_a_queue_of_another_context(context: software.Context) -> None:
     """Receives by XRC are held where their queue is, and go with it; the target's context has no part in that."""
     descriptor = os.memfd_create("domain")
     with opened("inline") as other:
@@ -193,7 +194,7 @@ def test_a_queue_of_another_context(context: handles.Context) -> None:
         other.faults.unhold()
 
 
-def test_arguments(inline: handles.Context) -> None:
+def test_arguments(inline: software.Context) -> None:
     near, _ = make_pair(inline)
     plan = inline.faults
     plan.hold()

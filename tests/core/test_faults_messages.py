@@ -6,6 +6,7 @@ import pytest
 
 from aioverbs import ClosedResourceError, EventType, QpState, SendFlags, SendOpcode, WcStatus
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import FaultRecord
 from tests.core.contexts import opened
 from tests.core.pairs import (
@@ -44,7 +45,7 @@ def statuses(end: End, count: int) -> list[tuple[int, WcStatus]]:
     return [(completion.wr_id, completion.status) for completion in wait_for(end.cq, count)]
 
 
-def make_patient_pair(context: handles.Context, kind: str = "plain", timeout: int = 4) -> tuple[End, End]:
+def make_patient_pair(context: software.Context, kind: str = "plain", timeout: int = 4) -> tuple[End, End]:
     """A pair that tries seven times again, after 65 us where nothing else is said."""
     domain = make_domain(context, kind)
     ends = make_end(domain), make_end(domain)
@@ -63,7 +64,7 @@ def again(near: End, far: End) -> None:
 
 
 class TestRequests:
-    def test_the_second_of_a_queue_pair(self, context: handles.Context, kind: str) -> None:
+    def test_the_second_of_a_queue_pair(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         near.memory[:8] = b"arrives?"
         context.faults.fail_request(WcStatus.LOC_QP_OP_ERR, near.qp, first=2, vendor_err=77)
@@ -88,14 +89,14 @@ class TestRequests:
         assert far.memory[:8] == b"arrives?"
 
     @pytest.mark.parametrize("status", FAILURES, ids=lambda status: status.name)
-    def test_each_status(self, inline: handles.Context, status: WcStatus) -> None:
+    def test_each_status(self, inline: software.Context, status: WcStatus) -> None:
         near, _ = make_pair(inline)
         inline.faults.fail_request(int(status), near.qp)
         near.qp.post_send(WRITE, wr_id=1)  # it was not asked to complete, and does
         assert statuses(near, 1) == [(1, status)]
         assert inline.faults.records() == [("request", near.qp.qp_num, 1, status)]
 
-    def test_of_all_queue_pairs_every_second_one(self, context: handles.Context) -> None:
+    def test_of_all_queue_pairs_every_second_one(self, context: software.Context) -> None:
         near, far = make_pair(context)
         context.faults.fail_request(WcStatus.GENERAL_ERR, first=2, every=2, times=2)
         found = []
@@ -111,14 +112,14 @@ class TestRequests:
         ]
         near.qp.modify(QpState.RESET)
 
-    def test_unreliable_ones_stop_their_queue_alone(self, context: handles.Context, kind: str) -> None:
+    def test_unreliable_ones_stop_their_queue_alone(self, context: software.Context, kind: str) -> None:
         near, _ = make_uc_pair(context, kind)
         context.faults.fail_request(WcStatus.LOC_PROT_ERR, near.qp)
         near.qp.post_send(SEND, wr_id=1)
         assert statuses(near, 1) == [(1, WcStatus.LOC_PROT_ERR)]
         assert near.qp.query().qp_state is QpState.SQE
 
-    def test_arguments(self, inline: handles.Context) -> None:
+    def test_arguments(self, inline: software.Context) -> None:
         near, _ = make_pair(inline)
         plan = inline.faults
         with pytest.raises(ValueError, match="another status than SUCCESS"):
@@ -136,7 +137,7 @@ class TestRequests:
         succeed(near.cq)
 
     @pytest.mark.once
-    def test_queue_pairs_of_others_and_closed_ones(self, context: handles.Context) -> None:
+    def test_queue_pairs_of_others_and_closed_ones(self, context: software.Context) -> None:
         near, _ = make_pair(context)
         plan = context.faults
         uses = (
@@ -163,7 +164,7 @@ class TestReceives:
     """The receiver sees the status, and the sender, where it is told, that it went wrong over there."""
 
     @pytest.mark.parametrize("status", FAILURES, ids=lambda status: status.name)
-    def test_each_status(self, inline: handles.Context, status: WcStatus) -> None:
+    def test_each_status(self, inline: software.Context, status: WcStatus) -> None:
         near, far = make_pair(inline)
         inline.faults.fail_request(status, far.qp, receives=True, vendor_err=5)
         far.qp.post_recv([far.sge(0, 8)], wr_id=1)
@@ -175,7 +176,7 @@ class TestReceives:
         assert [end.qp.query().qp_state for end in (near, far)] == [QpState.ERR] * 2
         assert inline.faults.records() == [("receive", far.qp.qp_num, 1, status)]
 
-    def test_counted_as_messages_come_for_them(self, context: handles.Context, kind: str) -> None:
+    def test_counted_as_messages_come_for_them(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         near.memory[:4] = b"near"
         context.faults.fail_request(WcStatus.LOC_PROT_ERR, receives=True, first=2)
@@ -196,7 +197,7 @@ class TestReceives:
         assert far.memory[100:102] == b"ne"
         assert far.memory[200:204] == bytes(4)
 
-    def test_unreliable_senders_are_not_told(self, context: handles.Context, kind: str) -> None:
+    def test_unreliable_senders_are_not_told(self, context: software.Context, kind: str) -> None:
         for make in (make_uc_pair, make_ud_pair):
             near, far = make(context, kind)
             context.faults.fail_request(WcStatus.LOC_LEN_ERR, far.qp, receives=True)
@@ -210,7 +211,7 @@ class TestReceives:
             assert near.qp.query().qp_state is QpState.RTS
             wait_until(lambda qp=far.qp: qp.query().qp_state is QpState.ERR)  # type: ignore[misc]
 
-    def test_of_a_shared_queue(self, context: handles.Context) -> None:
+    def test_of_a_shared_queue(self, context: software.Context) -> None:
         domain = make_domain(context, "plain")
         srq = handles.SharedReceiveQueue(domain, 4)
         near, far = make_end(domain), make_end(domain, srq=srq)
@@ -226,7 +227,7 @@ class TestReceives:
 
 
 class TestLosses:
-    def test_lost_ones_are_tried_again(self, context: handles.Context, kind: str) -> None:
+    def test_lost_ones_are_tried_again(self, context: software.Context, kind: str) -> None:
         near, far = make_patient_pair(context, kind)
         near.memory[:8] = b"at last!"
         context.faults.lose_messages(near.qp, first=2, times=3)
@@ -239,7 +240,7 @@ class TestLosses:
         assert far.memory[:8] == b"at last!"
         assert context.faults.records() == [("loss", near.qp.qp_num, number, None) for number in (2, 3, 4)]
 
-    def test_retries_are_used_up(self, context: handles.Context) -> None:
+    def test_retries_are_used_up(self, context: software.Context) -> None:
         near, far = make_patient_pair(context)
         context.faults.lose_messages(times=8)  # the first attempt, and seven more
         write(near, far, 1)
@@ -248,7 +249,7 @@ class TestLosses:
         assert far.qp.query().qp_state is QpState.RTS
         assert len(context.faults.records()) == 8
 
-    def test_the_link_is_cut_and_whole_again(self, context: handles.Context, kind: str) -> None:
+    def test_the_link_is_cut_and_whole_again(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
         context.faults.lose_messages_at_random(1_000_000)
         for end in (near, far):
@@ -259,7 +260,7 @@ class TestLosses:
         write(near, far, 2)
         succeed(near.cq)
 
-    def test_datagrams_just_do_not_arrive(self, context: handles.Context) -> None:
+    def test_datagrams_just_do_not_arrive(self, context: software.Context) -> None:
         near, far = make_ud_pair(context)
         way = handles.AddressHandle(near.pd, way_to(context))
         context.faults.lose_messages(near.qp, first=1, every=2, times=2)
@@ -273,10 +274,10 @@ class TestLosses:
         assert [completion.byte_len - 40 for completion in wait_for(far.cq, 2)] == [1, 3]
         assert far.cq.poll() == []
 
-    def test_at_random_and_again(self, context: handles.Context) -> None:
+    def test_at_random_and_again(self, context: software.Context) -> None:
         """The n-th attempts of a queue pair are lost by the seed, here and in another context."""
 
-        def lost(context: handles.Context, ends: tuple[End, End], seed: int) -> list[list[int]]:
+        def lost(context: software.Context, ends: tuple[End, End], seed: int) -> list[list[int]]:
             plan = context.faults
             before = len(plan.records())
             plan.seed(seed)

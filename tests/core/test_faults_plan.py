@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioverbs import ClosedResourceError, ForkedProcessError
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.core.test_faults_verbs import outcomes
@@ -27,7 +27,7 @@ from tests.core.test_faults_verbs import outcomes
         (([], errno.EIO), TypeError, "unhashable"),
     ],
 )
-def test_arguments(inline: handles.Context, arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
+def test_arguments(inline: software.Context, arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         inline.faults.fail(*arguments)
     assert outcomes(inline, 3) == [0, 0, 0]
@@ -46,7 +46,7 @@ def test_arguments(inline: handles.Context, arguments: tuple[Any, Any], error: t
     ],
 )
 def test_numbers_of_a_strike(
-    inline: handles.Context, strike: dict[str, Any], error: type[Exception], text: str
+    inline: software.Context, strike: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     plan = inline.faults
     with pytest.raises(error, match=text):
@@ -63,14 +63,14 @@ def test_numbers_of_a_strike(
     assert outcomes(inline, 3) == [0, 0, 0]
 
 
-def test_the_largest_numbers(inline: handles.Context) -> None:
+def test_the_largest_numbers(inline: software.Context) -> None:
     most = (1 << 63) - 1
     inline.faults.fail("query_device", errno.EIO, first=most, every=most, times=most)
     inline.faults.fail("query_device", 4095, first=1, every=most, times=0)
     assert outcomes(inline, 3) == [4095, 0, 0]
 
 
-def test_other_arguments(inline: handles.Context) -> None:
+def test_other_arguments(inline: software.Context) -> None:
     plan = inline.faults
     for per_million in (-1, 1_000_001):
         with pytest.raises(ValueError, match="per_million must be from 0 to 1000000"):
@@ -87,7 +87,7 @@ def test_other_arguments(inline: handles.Context) -> None:
     plan.seed((1 << 64) - 1)
 
 
-def test_arguments_about_frames(inline: handles.Context) -> None:
+def test_arguments_about_frames(inline: software.Context) -> None:
     plan = inline.faults
     nonsense: Any = "requests"
     for use in (plan.drop_frames, plan.duplicate_frames, plan.cut_at_frames, functools.partial(plan.delay_frames, 1)):
@@ -118,7 +118,7 @@ def test_arguments_about_frames(inline: handles.Context) -> None:
 # ---- the plan itself
 
 
-USES: dict[str, Callable[[handles.FaultPlan], object]] = {
+USES: dict[str, Callable[[software.FaultPlan], object]] = {
     "fail": lambda plan: plan.fail("query_device", errno.EIO),
     "fail_at_random": lambda plan: plan.fail_at_random(1, errno.EIO),
     "count_calls": lambda plan: plan.count_calls(),
@@ -148,7 +148,7 @@ USES: dict[str, Callable[[handles.FaultPlan], object]] = {
 
 def test_every_use_is_listed() -> None:
     """But for those that take an object, which is closed with the context."""
-    public = {name for name in vars(handles.FaultPlan) if not name.startswith("_")} - {"verbs", "frames", "context"}
+    public = {name for name in vars(software.FaultPlan) if not name.startswith("_")} - {"verbs", "frames", "context"}
     assert public == set(USES) | {"break_queue_pair", "break_completion_queue", "break_shared_receive_queue"}
 
 
@@ -163,7 +163,7 @@ def test_it_ends_with_its_context(use: str) -> None:
         assert context.faults is not None
 
 
-def test_a_child_of_a_fork_has_no_plan(context: handles.Context) -> None:
+def test_a_child_of_a_fork_has_no_plan(context: software.Context) -> None:
     plan = context.faults
     plan.fail("query_device", errno.EIO, times=0)
 
@@ -176,14 +176,14 @@ def test_a_child_of_a_fork_has_no_plan(context: handles.Context) -> None:
     assert outcomes(context, 1) == [errno.EIO]
 
 
-def test_it_comes_from_a_context_only(inline: handles.Context) -> None:
+def test_it_comes_from_a_context_only(inline: software.Context) -> None:
     for arguments in ((), (inline,)):
         with pytest.raises(TypeError):
-            handles.FaultPlan(*arguments)
+            software.FaultPlan(*arguments)
     for wrong in ((), (None,)):
         with pytest.raises(TypeError):
-            handles.FaultPlan.__new__(handles.FaultPlan, *wrong)
+            software.FaultPlan.__new__(software.FaultPlan, *wrong)
     assert repr(inline.faults) == f"<FaultPlan of {inline!r}>"
     assert inline.faults is not inline.faults  # a view: what it plans is the context's
-    assert "create_qp" in handles.FaultPlan.verbs
-    assert len(set(handles.FaultPlan.verbs)) == len(handles.FaultPlan.verbs)
+    assert "create_qp" in software.FaultPlan.verbs
+    assert len(set(software.FaultPlan.verbs)) == len(software.FaultPlan.verbs)

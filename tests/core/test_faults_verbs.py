@@ -7,6 +7,7 @@ import pytest
 
 from aioverbs import VerbsError
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import FaultRecord
 from tests.core.contexts import MODES, opened
 
@@ -22,7 +23,7 @@ def outcome(call: Callable[[], object]) -> int:
     return 0
 
 
-def outcomes(context: handles.Context, count: int) -> list[int]:
+def outcomes(context: software.Context, count: int) -> list[int]:
     """The same of so many calls of ``query_device``."""
     return [outcome(context.query_device) for _ in range(count)]
 
@@ -41,7 +42,7 @@ def outcomes(context: handles.Context, count: int) -> list[int]:
         ({"first": 12, "times": 0}, "...........x"),
     ],
 )
-def test_which_calls(context: handles.Context, strike: dict[str, int], calls: str) -> None:
+def test_which_calls(context: software.Context, strike: dict[str, int], calls: str) -> None:
     context.faults.fail("query_device", errno.EIO, **strike)
     for call in calls:
         assert outcome(context.query_device) == (errno.EIO if call == "x" else 0)
@@ -51,7 +52,7 @@ def test_which_calls(context: handles.Context, strike: dict[str, int], calls: st
 
 
 @pytest.mark.once
-def test_the_error_is_the_verb_s(context: handles.Context) -> None:
+def test_the_error_is_the_verb_s(context: software.Context) -> None:
     context.faults.fail("alloc_pd", errno.ENOSPC)
     with pytest.raises(VerbsError, match="ibv_alloc_pd failed: ENOSPC") as caught:
         handles.ProtectionDomain(context)
@@ -61,7 +62,7 @@ def test_the_error_is_the_verb_s(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_all_verbs_counted_together(context: handles.Context) -> None:
+def test_all_verbs_counted_together(context: software.Context) -> None:
     context.faults.fail(None, errno.ENOMEM, first=2, every=2, times=2)
     query, port, gid, pkey = context.query_device, context.query_port, context.query_gid, context.query_pkey
     called: list[Callable[[], object]] = [query, port, gid, pkey, query]
@@ -74,7 +75,7 @@ def test_all_verbs_counted_together(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_the_oldest_rule_decides_and_each_counts_for_itself(context: handles.Context) -> None:
+def test_the_oldest_rule_decides_and_each_counts_for_itself(context: software.Context) -> None:
     assert outcome(context.query_device) == 0  # before the rules: not counted
     context.faults.fail("query_device", errno.EIO, first=3)
     assert outcome(context.query_device) == 0
@@ -83,7 +84,7 @@ def test_the_oldest_rule_decides_and_each_counts_for_itself(context: handles.Con
 
 
 @pytest.mark.once
-def test_a_plan_is_one_context_s(context: handles.Context) -> None:
+def test_a_plan_is_one_context_s(context: software.Context) -> None:
     with opened("inline") as other:
         context.faults.fail("query_device", errno.EIO)
         assert outcome(other.query_device) == 0
@@ -94,7 +95,7 @@ def test_a_plan_is_one_context_s(context: handles.Context) -> None:
 # ---- chances
 
 
-def drawn(context: handles.Context, seed: int) -> list[list[int]]:
+def drawn(context: software.Context, seed: int) -> list[list[int]]:
     """What becomes of some calls of two verbs, of each in its own order."""
     context.faults.seed(seed)
     both = [(outcome(context.query_device), outcome(context.query_gid)) for _ in range(200)]
@@ -102,7 +103,7 @@ def drawn(context: handles.Context, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.once
-def test_at_random_and_again(context: handles.Context) -> None:
+def test_at_random_and_again(context: software.Context) -> None:
     """The same seed and the same calls: the same failures and records, in this context and in another."""
     context.faults.fail_at_random(250_000, errno.ENFILE)
     first = drawn(context, 1)
@@ -127,7 +128,7 @@ def test_at_random_and_again(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_the_ends_of_chance(context: handles.Context) -> None:
+def test_the_ends_of_chance(context: software.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     assert outcomes(context, 20) == [errno.EIO] * 20
     context.faults.fail_at_random(1_000_000, errno.EPERM)
@@ -137,7 +138,7 @@ def test_the_ends_of_chance(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_rule_comes_before_chance(context: handles.Context) -> None:
+def test_a_rule_comes_before_chance(context: software.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     context.faults.fail("query_device", errno.EPERM, first=2)
     assert outcomes(context, 3) == [errno.EIO, errno.EPERM, errno.EIO]
@@ -148,7 +149,7 @@ def test_a_rule_comes_before_chance(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_counting(context: handles.Context) -> None:
+def test_counting(context: software.Context) -> None:
     plan = context.faults
     outcomes(context, 3)
     assert plan.calls() == plan.calls("query_device") == 0
@@ -167,7 +168,7 @@ def test_counting(context: handles.Context) -> None:
     assert plan.calls() == 0
 
 
-def test_records_are_kept_up_to_a_number(inline: handles.Context) -> None:
+def test_records_are_kept_up_to_a_number(inline: software.Context) -> None:
     inline.faults.fail("query_device", errno.EIO, times=0)
     for count in (63, 64, 65, 128):
         outcomes(inline, count - len(inline.faults.records()))
@@ -177,7 +178,7 @@ def test_records_are_kept_up_to_a_number(inline: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_clearing_ends_all_and_forgets_no_record(context: handles.Context) -> None:
+def test_clearing_ends_all_and_forgets_no_record(context: software.Context) -> None:
     context.faults.fail("query_device", errno.EIO, times=0)
     context.faults.fail_at_random(1_000_000, errno.EPERM)
     assert outcomes(context, 1) == [errno.EIO]

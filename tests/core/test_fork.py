@@ -7,6 +7,7 @@ import pytest
 
 from aioverbs import ForkedProcessError, SendFlags, SendOpcode
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.allocators import Recording
 from tests.core.children import allocating, in_child
 from tests.core.contexts import MODES, open_context, opened
@@ -27,7 +28,7 @@ def transfer(mode: str, kind: str = "thread domain") -> bytes:
         return bytes(far.memory[:5])
 
 
-def test_the_child_finds_everything_closed(context: handles.Context) -> None:
+def test_the_child_finds_everything_closed(context: software.Context) -> None:
     family: Family = make_all(context)
 
     def child() -> int:
@@ -48,7 +49,7 @@ def test_the_child_finds_everything_closed(context: handles.Context) -> None:
     assert not any(handle.closed for handle in family.values())
 
 
-def test_nothing_is_made_of_what_was_inherited(context: handles.Context) -> None:
+def test_nothing_is_made_of_what_was_inherited(context: software.Context) -> None:
     pd, channel = handles.ProtectionDomain(context), handles.CompletionChannel(context)
     cq, td = handles.CompletionQueue(context, 4, channel), parent_domain.ThreadDomain(context)
 
@@ -69,7 +70,7 @@ def test_nothing_is_made_of_what_was_inherited(context: handles.Context) -> None
 
 
 @pytest.mark.parametrize("inner", MODES)
-def test_the_child_opens_its_own(context: handles.Context, kind: str, inner: str) -> None:
+def test_the_child_opens_its_own(context: software.Context, kind: str, inner: str) -> None:
     near, far = make_pair(context, kind)
     assert in_child(lambda: transfer(inner, kind)) == b"moved"
     near.qp.post_send(WRITE, flags=SIGNALED)
@@ -77,7 +78,7 @@ def test_the_child_opens_its_own(context: handles.Context, kind: str, inner: str
     assert far.memory == bytes(4096)
 
 
-def test_a_grandchild(context: handles.Context) -> None:
+def test_a_grandchild(context: software.Context) -> None:
     def child() -> bytes:
         own = open_context("engine")
         pd = handles.ProtectionDomain(own)
@@ -134,7 +135,7 @@ def test_requests_under_way_are_the_parent_s(kind: str, delay_ns: int) -> None:
         queue.ack_events()
 
 
-def test_allocators_of_the_parent_are_left_alone(context: handles.Context) -> None:
+def test_allocators_of_the_parent_are_left_alone(context: software.Context) -> None:
     allocator = Recording()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     end = make_end(domain)
@@ -149,7 +150,7 @@ def test_allocators_of_the_parent_are_left_alone(context: handles.Context) -> No
     assert domain.held == 4
 
 
-def test_memory_stays_registered_in_the_child(context: handles.Context) -> None:
+def test_memory_stays_registered_in_the_child(context: software.Context) -> None:
     """Letting go of it is not for the child to do: it would have to touch what belongs to the parent."""
     memory = bytearray(8)
     region = handles.MemoryRegion(handles.ProtectionDomain(context), memory)
@@ -164,7 +165,7 @@ def test_memory_stays_registered_in_the_child(context: handles.Context) -> None:
     memory.append(0)
 
 
-def test_forks_from_threads_while_others_work(context: handles.Context) -> None:
+def test_forks_from_threads_while_others_work(context: software.Context) -> None:
     """Whatever was locked at the moment of the fork, the child works."""
     begun, stop = threading.Event(), threading.Event()
     near, far = make_pair(context, "plain")

@@ -4,6 +4,7 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, QpType
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import KINSHIPS, MEMBERS, Family, make, make_all
@@ -55,7 +56,7 @@ def use(handle: handles.Handle) -> None:
             raise AssertionError(f"nobody said how to use {handle!r}")
 
 
-def test_every_object(context: handles.Context) -> None:
+def test_every_object(context: software.Context) -> None:
     family = make_all(context)
     assert context.counts() == COUNTED
     assert handles.open_handles() == list(family.values())
@@ -70,19 +71,23 @@ def test_every_object(context: handles.Context) -> None:
         assert handle not in handles.open_handles()
 
 
-def test_the_family_has_every_kind(inline: handles.Context) -> None:
+def test_the_family_has_every_kind(inline: software.Context) -> None:
     kinds = {
         value
-        for module in (handles, parent_domain)
+        for module in (handles, parent_domain, software)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, handles.Handle)
     }
-    assert kinds - {type(handle) for handle in make_all(inline).values()} == {handles.Handle}
+    assert kinds - {type(handle) for handle in make_all(inline).values()} == {
+        handles.Handle,
+        handles.Context,
+        software.ImportedRegion,
+    }
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("parent", "child"), KINSHIPS)
-def test_a_parent_with_a_child_refuses_and_works_on(context: handles.Context, parent: str, child: str) -> None:
+def test_a_parent_with_a_child_refuses_and_works_on(context: software.Context, parent: str, child: str) -> None:
     family: Family = {"context": context}
     make(child, family)
     for _ in range(2):
@@ -106,7 +111,7 @@ def test_nothing_is_made_from_what_is_closed(child: str) -> None:
 
 
 @pytest.mark.parametrize(("parent", "child"), [pair for pair in KINSHIPS if pair[0] != "context"])
-def test_one_closed_parent_leaves_the_others_free(inline: handles.Context, parent: str, child: str) -> None:
+def test_one_closed_parent_leaves_the_others_free(inline: software.Context, parent: str, child: str) -> None:
     family: Family = {"context": inline}
     make(parent, family)
     closed = MEMBERS[parent].make(*(family[name] for name in MEMBERS[parent].parents))
@@ -128,5 +133,5 @@ def test_a_bare_handle_is_closed() -> None:
 
 
 def test_a_context_is_opened_by_name_only() -> None:
-    with pytest.raises(TypeError, match="open_software"):
+    with pytest.raises(TypeError, match=r"software\.Context\.open"):
         handles.Context()

@@ -1,7 +1,6 @@
 """A closed handle raises for everything but its identity."""
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.core.family import make_all
 
 # What says which object it was, and what may be asked of any handle at any time.
 IDENTITY = {
-    "access",
     "adopt",
     "affinity",
     "allocator",
@@ -30,13 +28,11 @@ IDENTITY = {
     "held",
     "import_device",
     "import_pd",
-    "import_shared",
     "lease",
     "mw_type",
     "name",
     "num_comp_vectors",
-    "open_shared",
-    "open_software",
+    "open",
     "parent_domain",
     "pd",
     "pd_context",
@@ -51,7 +47,7 @@ IDENTITY = {
 }
 
 # Of these, what makes another one.
-MAKERS = {"adopt", "import_device", "import_pd", "import_shared", "open_shared", "open_software"}
+MAKERS = {"adopt", "import_device", "import_pd", "open"}
 
 MODIFICATIONS: dict[type, tuple[int, ...]] = {handles.QueuePair: (QpState.INIT,), handles.CompletionQueue: (0, 0)}
 
@@ -67,11 +63,9 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
     "post_send": lambda qp: qp.post_send(SendOpcode.SEND),
     "begin_modify": lambda qp: qp.begin_modify(QpState.INIT).end(),
-    "export": lambda pd: os.close(pd.export()),
     "bind_window": lambda qp: qp.bind_window(a_window(), None, 0, 0, 0),
     "resize": lambda cq: cq.resize(1),
     "set_delay": lambda context: context.set_delay(0),
-    "share": lambda pd: pd.share(0),
     "table_slot": lambda context: context.table_slot("alloc_pd"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 from aioverbs import VerbsError
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children
 from tests.core.family import make_all
@@ -38,7 +39,7 @@ def arguments(handle: handles.Handle) -> tuple[object, ...]:
             return (handle.context,)
 
 
-def test_open(context: handles.Context) -> None:
+def test_open(context: software.Context) -> None:
     family = make_all(context)
     before, ledger = context.counts(), handles.open_handles()
     for name, handle in family.items():
@@ -49,7 +50,7 @@ def test_open(context: handles.Context) -> None:
     assert handles.open_handles() == ledger
 
 
-def test_closed(context: handles.Context) -> None:
+def test_closed(context: software.Context) -> None:
     for handle in reversed(make_all(context).values()):
         if handle is not context:
             again = arguments(handle)
@@ -59,7 +60,7 @@ def test_closed(context: handles.Context) -> None:
     assert children(context) == []
 
 
-def test_failed(context: handles.Context) -> None:
+def test_failed(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     cq = handles.CompletionQueue(context, 1)
     qp = handles.QueuePair.__new__(handles.QueuePair)

@@ -10,6 +10,7 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.descriptors import descriptors, descriptors_at_first
 
 VERB = {
@@ -103,7 +104,7 @@ class Lease:
 class Provider:
     """One that has imports; its instances are domains of the software device."""
 
-    def __init__(self, context: handles.Context) -> None:
+    def __init__(self, context: software.Context) -> None:
         self.calls: list[str] = []
         self.fails = 0  # what dealloc_pd answers
         self._alloc, self._dealloc = (
@@ -128,7 +129,7 @@ class Provider:
 
 
 @pytest.fixture
-def provider(context: handles.Context) -> Iterator[Provider]:
+def provider(context: software.Context) -> Iterator[Provider]:
     made = Provider(context)
     with (
         replaced(context.table_slot("import_pd"), "import_pd", made.import_pd),
@@ -140,7 +141,7 @@ def provider(context: handles.Context) -> Iterator[Provider]:
 
 
 @pytest.mark.once
-def test_an_instance_among_others_is_unimported(context: handles.Context, provider: Provider) -> None:
+def test_an_instance_among_others_is_unimported(context: software.Context, provider: Provider) -> None:
     lease = Lease(last=False)
     pd = handles.ProtectionDomain.import_pd(context, 5, lease)
     assert type(pd) is handles.ProtectionDomain
@@ -159,7 +160,7 @@ def test_an_instance_among_others_is_unimported(context: handles.Context, provid
 
 
 @pytest.mark.once
-def test_the_last_one_is_deallocated(context: handles.Context, provider: Provider) -> None:
+def test_the_last_one_is_deallocated(context: software.Context, provider: Provider) -> None:
     pd = handles.ProtectionDomain(context)
     assert pd.handle >= 0
     pd.lease = lease = Lease(last=True)
@@ -174,7 +175,7 @@ def test_the_last_one_is_deallocated(context: handles.Context, provider: Provide
 
 
 @pytest.mark.once
-def test_what_another_process_left_behind_keeps_only_the_domain(context: handles.Context, provider: Provider) -> None:
+def test_what_another_process_left_behind_keeps_only_the_domain(context: software.Context, provider: Provider) -> None:
     pd = handles.ProtectionDomain.import_pd(context, 5, Lease(last=True))
     provider.fails = errno.EBUSY
     pd.destroy()
@@ -183,7 +184,7 @@ def test_what_another_process_left_behind_keeps_only_the_domain(context: handles
 
 
 @pytest.mark.once
-def test_what_cannot_be_imported(context: handles.Context, provider: Provider) -> None:
+def test_what_cannot_be_imported(context: software.Context, provider: Provider) -> None:
     lease = Lease(last=True)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: ENOENT"):
         handles.ProtectionDomain.import_pd(context, 404, lease)
@@ -192,7 +193,7 @@ def test_what_cannot_be_imported(context: handles.Context, provider: Provider) -
 
 
 @pytest.mark.once
-def test_the_software_device_has_none(context: handles.Context) -> None:
+def test_the_software_device_has_none(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: EOPNOTSUPP"):
         handles.ProtectionDomain.import_pd(context, pd.handle, Lease(last=True))

@@ -13,17 +13,18 @@ INNER = """
 import pytest
 
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 
 pytestmark = pytest.mark.usefixtures("aioverbs_ledger")
 
 def test_leaks() -> None:
-    cq = handles.CompletionQueue(handles.Context.open_software(engine=True), 1)
+    cq = handles.CompletionQueue(software.Context.open(engine=True), 1)
 
 def test_is_not_blamed() -> None:
     assert handles.open_handles() == []
 
 def test_fails_and_leaks() -> None:
-    handles.ProtectionDomain(handles.Context.open_software())
+    handles.ProtectionDomain(software.Context.open())
     raise AssertionError("the one reason")
 
 def test_is_not_blamed_either() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.allocators import (
     USE_DEFAULT,
     Allocator,
@@ -31,12 +32,12 @@ TYPES = {CQ: "completion queue", RECORD: "doorbell record", QP: "queue pair", SR
 
 
 @pytest.fixture(params=["no thread domain", "thread domain"])
-def td(request: pytest.FixtureRequest, context: handles.Context) -> parent_domain.ThreadDomain | None:
+def td(request: pytest.FixtureRequest, context: software.Context) -> parent_domain.ThreadDomain | None:
     return parent_domain.ThreadDomain(context) if request.param == "thread domain" else None
 
 
 def domain_of(
-    context: handles.Context, allocator: Allocator | Recording, td: parent_domain.ThreadDomain | None = None
+    context: software.Context, allocator: Allocator | Recording, td: parent_domain.ThreadDomain | None = None
 ) -> parent_domain.ParentDomain:
     return parent_domain.ParentDomain(handles.ProtectionDomain(context), td, allocator)
 
@@ -48,7 +49,7 @@ def pieces(allocator: RecordingAllocator) -> dict[str, int]:
 
 @all_kinds
 def test_queues(
-    context: handles.Context, td: parent_domain.ThreadDomain | None, make: Callable[[], NativeAllocator]
+    context: software.Context, td: parent_domain.ThreadDomain | None, make: Callable[[], NativeAllocator]
 ) -> None:
     allocator = RecordingAllocator(make())
     domain = domain_of(context, allocator, td)
@@ -92,7 +93,7 @@ def test_queues(
 
 
 @all_kinds
-def test_many_loops_worth_of_queues(inline: handles.Context, make: Callable[[], NativeAllocator]) -> None:
+def test_many_loops_worth_of_queues(inline: software.Context, make: Callable[[], NativeAllocator]) -> None:
     """Made and destroyed again and again: nothing is left, and nothing grows."""
     allocator = make()
     domain = domain_of(inline, allocator)
@@ -108,7 +109,7 @@ def test_many_loops_worth_of_queues(inline: handles.Context, make: Callable[[], 
     assert set(mapped[1:]) == {mapped[0]}
 
 
-def test_the_default(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_the_default(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     allocator = RecordingAllocator(DefaultAllocator())
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
@@ -130,7 +131,7 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
 
 
 @pytest.mark.once
-def test_exhaustion(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_exhaustion(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     """The verb fails with the allocator's errno, and its reason is the cause."""
     for allocator, text in without_memory().values():
         recording = RecordingAllocator(allocator)
@@ -154,7 +155,7 @@ def test_exhaustion(context: handles.Context, td: parent_domain.ThreadDomain | N
         assert recording.usage()[ResourceKind.decode(CQ)].failures == 2
 
 
-def test_a_cause_is_told_once(inline: handles.Context) -> None:
+def test_a_cause_is_told_once(inline: software.Context) -> None:
     """What fails for another reason has no cause of an allocator's."""
     domain = domain_of(inline, NumaAllocator(1000, strict=True))
     with pytest.raises(VerbsError) as caught:
@@ -168,7 +169,7 @@ def test_a_cause_is_told_once(inline: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_one_allocator_for_many_domains_and_buffers(context: handles.Context) -> None:
+def test_one_allocator_for_many_domains_and_buffers(context: software.Context) -> None:
     allocator = RecordingAllocator(ArenaAllocator())
     first, second = domain_of(context, allocator), domain_of(context, allocator)
     address = allocator.allocate(10_000, 4096)
@@ -186,14 +187,14 @@ def test_one_allocator_for_many_domains_and_buffers(context: handles.Context) ->
     assert allocator.usage()[buffer].peak_bytes == 10_000
 
 
-def test_the_domain_keeps_its_allocator(context: handles.Context) -> None:
+def test_the_domain_keeps_its_allocator(context: software.Context) -> None:
     """Nobody else remembers it, and pieces are out."""
     end = make_end(domain_of(context, ArenaAllocator()))
     end.qp.destroy()
     end.cq.destroy()
 
 
-def test_a_fork(context: handles.Context) -> None:
+def test_a_fork(context: software.Context) -> None:
     """The child has neither the domain nor its memory, and opens its own with the same allocator."""
     allocator = RecordingAllocator(ArenaAllocator())
     domain = domain_of(context, allocator)
@@ -204,7 +205,7 @@ def test_a_fork(context: handles.Context) -> None:
         end.cq.destroy()
         domain.destroy()
         assert allocator.usage() == {}
-        own = handles.Context.open_software()
+        own = software.Context.open()
         made = make_end(domain_of(own, allocator))
         return sum(usage.pieces for usage in allocator.usage().values()) + bool(made.qp.closed)
 
@@ -232,7 +233,7 @@ def in_a_foreign_thread(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, Recording, lambda: RecordingAllocator(Recording())])
-def test_a_foreign_thread(context: handles.Context, make: Callable[[], Allocator | Recording]) -> None:
+def test_a_foreign_thread(context: software.Context, make: Callable[[], Allocator | Recording]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
     ends = []
@@ -245,7 +246,7 @@ def test_a_foreign_thread(context: handles.Context, make: Callable[[], Allocator
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, SharedPageAllocator, lambda: RecordingAllocator(ArenaAllocator())])
-def test_many_threads(context: handles.Context, make: Callable[[], NativeAllocator]) -> None:
+def test_many_threads(context: software.Context, make: Callable[[], NativeAllocator]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
 
@@ -270,7 +271,7 @@ def test_many_threads(context: handles.Context, make: Callable[[], NativeAllocat
 
 
 @pytest.mark.once
-def test_recording_an_allocator_in_python(context: handles.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_recording_an_allocator_in_python(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     inner = Recording()
     allocator = RecordingAllocator(inner)
     assert allocator.inner is inner

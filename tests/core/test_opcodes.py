@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioverbs import SendFlags, SendOpcode, WcFlags, WcOpcode, WcStatus
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.pairs import End, connect, connect_to, make_domain, make_end, make_pair, succeed, wait_for
 
 SIGNALED = SendFlags.SIGNALED
@@ -16,7 +16,7 @@ IMMEDIATE = 0x01020304
 
 
 @pytest.fixture(params=["basic", "extended"])
-def pair(request: pytest.FixtureRequest, context: handles.Context, kind: str) -> tuple[End, End]:
+def pair(request: pytest.FixtureRequest, context: software.Context, kind: str) -> tuple[End, End]:
     """In each mode, with and without a thread domain, polled in both ways."""
     near, far = make_pair(context, kind, extended=request.param == "extended")
     near.memory[:] = os.urandom(len(near.memory))
@@ -176,7 +176,7 @@ def test_fence_and_reads_between_writes(pair: tuple[End, End]) -> None:
     assert near.memory[1000:1024] == written
 
 
-def test_all_signalled(context: handles.Context, kind: str) -> None:
+def test_all_signalled(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = make_end(domain, sq_sig_all=True), make_end(domain)
     connect(near.qp, far.qp)
@@ -195,7 +195,7 @@ def test_unsignalled_tells_nothing(pair: tuple[End, End]) -> None:
     assert near.cq.poll() == far.cq.poll() == []
 
 
-def test_both_ways_and_large(context: handles.Context, kind: str) -> None:
+def test_both_ways_and_large(context: software.Context, kind: str) -> None:
     size = 3 << 20
     ends = make_pair(context, kind, size=size)
     sent = [os.urandom(size // 2) for _ in ends]
@@ -209,7 +209,7 @@ def test_both_ways_and_large(context: handles.Context, kind: str) -> None:
         assert end.memory[size // 2 :] == data
 
 
-def test_a_queue_pair_connected_to_itself(context: handles.Context, kind: str) -> None:
+def test_a_queue_pair_connected_to_itself(context: software.Context, kind: str) -> None:
     end = make_end(make_domain(context, kind))
     connect_to(end.qp, end.qp)
     end.memory[:5] = b"hello"
@@ -219,7 +219,7 @@ def test_a_queue_pair_connected_to_itself(context: handles.Context, kind: str) -
     assert end.memory[64:69] == b"hello"
 
 
-def test_atomics_of_many_threads_add_up(context: handles.Context) -> None:
+def test_atomics_of_many_threads_add_up(context: software.Context) -> None:
     """They are atomic with each other, over queue pairs and threads."""
     domain = make_domain(context, "plain")
     target = make_end(domain)

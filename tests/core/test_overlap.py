@@ -18,6 +18,7 @@ import pytest
 
 from aioverbs import BusyResourceError, ConcurrentAccessError, SendFlags, SendOpcode
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_queue, succeed
 from tests.waiting import wait_until
@@ -39,6 +40,13 @@ class Scene:
     refusals: list[str] = field(default_factory=list)
     inside: int = 0  # the thread
     _held: int | None = None  # the descriptor that the channel watches
+
+    @property
+    def context(self) -> software.Context:
+        """The context of all of it."""
+        context = self.near.qp.context
+        assert isinstance(context, software.Context)
+        return context
 
     def _stay(self, querying: threading.Event, left: threading.Event) -> None:
         self.inside = threading.get_native_id()
@@ -114,7 +122,7 @@ def wait_until_busy(thread: threading.Thread) -> None:
     wait_until(lambda: time.clock_gettime(clock) > end or yields() > many)
 
 
-def make_scene(context: handles.Context, mode: str, kind: str) -> Scene:
+def make_scene(context: software.Context, mode: str, kind: str) -> Scene:
     domain, channel = make_domain(context, kind), handles.CompletionChannel(context)
     near, far = make_end(domain, size=SIZE), make_end(domain, size=SIZE, channel=channel)
     connect(near.qp, far.qp)
@@ -189,7 +197,7 @@ def overlap_all(scene: Scene) -> None:
 
 
 def test_overlapping_calls_are_refused(watched: Scene, capfd: pytest.CaptureFixture[str]) -> None:
-    context = watched.near.qp.context
+    context = watched.context
     before = context.counts(), watched.near.qp.query(), watched.other.qp.query()
     overlap_all(watched)
     assert watched.refusals == [
@@ -215,9 +223,9 @@ def test_an_overlap_is_reported_once_for_each_object(watched: Scene, capfd: pyte
     matches = [re.match(pattern, line) for line in lines]
     assert len([match.group(1) for match in matches if match]) == len(lines) == 5
     assert f"queue pair {watched.near.qp.qp_num}" in {match.group(1) for match in matches if match}
-    before = watched.near.qp.context.counts()["overlaps"]
+    before = watched.context.counts()["overlaps"]
     overlap_all(watched)
-    assert watched.near.qp.context.counts()["overlaps"] == before + len(CALLS)
+    assert watched.context.counts()["overlaps"] == before + len(CALLS)
     assert capfd.readouterr().err == ""
 
 
@@ -243,7 +251,7 @@ def test_one_after_the_other_is_fine_from_any_thread(watched: Scene) -> None:
         thread.start()
         thread.join()
         work()
-    assert watched.near.qp.context.counts()["overlaps"] == 0
+    assert watched.context.counts()["overlaps"] == 0
 
 
 def test_without_a_thread_domain_they_are_welcome(locked: Scene) -> None:
@@ -264,7 +272,7 @@ def test_without_a_thread_domain_they_are_welcome(locked: Scene) -> None:
 
     locked.overlap(same)
     assert locked.near.qp.query().min_rnr_timer == 9
-    assert locked.near.qp.context.counts()["overlaps"] == 0
+    assert locked.context.counts()["overlaps"] == 0
     assert locked.far.memory == locked.near.memory
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from aioverbs import SendFlags, SendOpcode, WcStatus
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import QpCapabilities
 from tests.core.pairs import connect, make_domain, make_end, make_queue, wait_for
 from tests.waiting import wait_until
@@ -14,7 +15,7 @@ DEEP = QpCapabilities(max_send_wr=256)
 
 
 @pytest.fixture(params=["basic", "extended", "single-threaded"])
-def cq(request: pytest.FixtureRequest, context: handles.Context, kind: str) -> handles.CompletionQueue:
+def cq(request: pytest.FixtureRequest, context: software.Context, kind: str) -> handles.CompletionQueue:
     """Polled in each way, and with each way of keeping threads apart."""
     if request.param == "single-threaded":
         return handles.CompletionQueue(context, 256, single_threaded=True)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from aioverbs import QpState, SendFlags, SendOpcode, VerbsError
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import QpCapabilities
 from tests.core.pairs import End, connect, make_domain, make_end, make_pair, succeed, to_init, to_rtr, to_rts, wait_for
 
@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[Callable[[End], object], int]] = {
 
 
 @pytest.mark.parametrize(("post", "number"), REFUSED.values(), ids=REFUSED)
-def test_refused(context: handles.Context, kind: str, post: Callable[[End], object], number: int) -> None:
+def test_refused(context: software.Context, kind: str, post: Callable[[End], object], number: int) -> None:
     near, far = make_pair(context, kind)
     with pytest.raises(VerbsError, match=r"ibv_post_(send|recv) failed") as caught:
         post(near)
@@ -52,7 +52,7 @@ def answer(post: Callable[[], object]) -> int:
     return 0
 
 
-def test_states(context: handles.Context, kind: str) -> None:
+def test_states(context: software.Context, kind: str) -> None:
     """Receives are taken from INIT on, sends from RTS on; in SQD they wait."""
     domain = make_domain(context, kind)
     end = make_end(domain)
@@ -81,7 +81,7 @@ def test_states(context: handles.Context, kind: str) -> None:
     assert receives == dict(zip(states, [refused, taken, taken, taken, taken, taken], strict=True))
 
 
-def test_a_drained_queue_goes_on(context: handles.Context, kind: str) -> None:
+def test_a_drained_queue_goes_on(context: software.Context, kind: str) -> None:
     near, far = make_pair(context, kind)
     near.qp.modify(QpState.SQD)
     near.memory[:4] = b"held"
@@ -95,7 +95,7 @@ def test_a_drained_queue_goes_on(context: handles.Context, kind: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_full_queues(context: handles.Context, kind: str, depth: int) -> None:
+def test_full_queues(context: software.Context, kind: str, depth: int) -> None:
     """A request holds its place until a completion that tells of it, or of a later one, was polled."""
     domain = make_domain(context, kind)
     near, far = (make_end(domain, capabilities=QpCapabilities(max_send_wr=depth, max_recv_wr=depth)) for _ in range(2))
@@ -119,7 +119,7 @@ def test_full_queues(context: handles.Context, kind: str, depth: int) -> None:
         assert near.cq.poll() == []
 
 
-def test_a_signalled_request_frees_those_before_it(context: handles.Context, kind: str) -> None:
+def test_a_signalled_request_frees_those_before_it(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = (make_end(domain, capabilities=QpCapabilities(max_send_wr=4)) for _ in range(2))
     connect(near.qp, far.qp)
@@ -131,7 +131,7 @@ def test_a_signalled_request_frees_those_before_it(context: handles.Context, kin
         succeed(near.cq)
 
 
-def test_a_chain_may_be_posted_to_depth_and_over_the_wrap(context: handles.Context, kind: str) -> None:
+def test_a_chain_may_be_posted_to_depth_and_over_the_wrap(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = (make_end(domain, capabilities=QpCapabilities(max_send_wr=8)) for _ in range(2))
     connect(near.qp, far.qp)

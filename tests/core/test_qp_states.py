@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from aioverbs import AccessFlags, LinkLayer, Mtu, QpState, QpType, TransitionError, VerbsError
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs._verbs.qp_state_machine import COUNTERPART, Changes, Limits, needs, path, plan, reachable, transition
 from aioverbs.attributes import AddressVector
 from tests.core.transitions import (
@@ -82,7 +83,7 @@ def test_it_has_the_architectures_rows(qp_type: QpType, before: QpState) -> None
 
 
 @pytest.mark.parametrize(("qp_type", "before"), REACHABLE)
-def test_it_says_yes_where_the_device_does(inline: handles.Context, qp_type: QpType, before: QpState) -> None:
+def test_it_says_yes_where_the_device_does(inline: software.Context, qp_type: QpType, before: QpState) -> None:
     bench = make_bench(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
     good = bench.attributes(before)
@@ -114,7 +115,7 @@ def test_it_says_yes_where_the_device_does(inline: handles.Context, qp_type: QpT
 
 
 @every_type
-def test_it_knows_each_edge(inline: handles.Context, qp_type: QpType) -> None:
+def test_it_knows_each_edge(inline: software.Context, qp_type: QpType) -> None:
     """The same for every value of `ODD` and `PATHS`, alone among good ones, wherever it may be said."""
     bench = make_bench(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
@@ -323,7 +324,7 @@ def test_what_still_drains_is_not_changed() -> None:
     assert transition(RC, SQD, RTS, {}, draining=True) == {}
 
 
-def test_limits_of_a_device(inline: handles.Context) -> None:
+def test_limits_of_a_device(inline: software.Context) -> None:
     device, port = inline.query_device(), inline.query_port(1)
     assert Limits.of(device, port) == Limits(
         ports=1, pkeys=1, gids=2, mtu=Mtu.MTU_4096, max_rd_atomic=16, max_dest_rd_atomic=16, needs_gid=True

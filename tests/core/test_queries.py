@@ -7,6 +7,7 @@ import pytest
 
 from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, VerbsError
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.children import in_child
 from tests.core.contexts import opened
@@ -14,7 +15,7 @@ from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
 
 
 @pytest.mark.once
-def test_device(context: handles.Context) -> None:
+def test_device(context: software.Context) -> None:
     attributes = context.query_device()
     assert attributes.node_guid == attributes.sys_image_guid
     assert attributes.node_guid[0] & 3 == 2  # of one device, and administered locally
@@ -26,7 +27,7 @@ def test_device(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_port(context: handles.Context) -> None:
+def test_port(context: software.Context) -> None:
     port = context.query_port()
     assert port == context.query_port(1)
     assert port.state is PortState.ACTIVE
@@ -37,7 +38,7 @@ def test_port(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_tables(context: handles.Context) -> None:
+def test_tables(context: software.Context) -> None:
     # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
     assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
     mapped = IPv6Address(context.query_gid(1, 1)).ipv4_mapped
@@ -47,7 +48,7 @@ def test_tables(context: handles.Context) -> None:
     assert context.query_pkey() == 0xFFFF
 
 
-def test_a_process_has_gids_of_its_own(context: handles.Context) -> None:
+def test_a_process_has_gids_of_its_own(context: software.Context) -> None:
     def gids() -> list[bytes]:
         with opened("inline") as other:
             return [other.query_gid(1, index) for index in range(2)]
@@ -58,14 +59,14 @@ def test_a_process_has_gids_of_its_own(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_what_a_context_is(context: handles.Context) -> None:
+def test_what_a_context_is(context: software.Context) -> None:
     assert context.name == "soft0"
     assert context.software
     assert context.context is context
     assert context.num_comp_vectors == 1
 
 
-def test_granted_capabilities(inline: handles.Context) -> None:
+def test_granted_capabilities(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     cq = handles.CompletionQueue(inline, 100)
     assert cq.cqe == 128
@@ -80,7 +81,7 @@ def test_granted_capabilities(inline: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_queue_pair_tells_what_it_was_told(context: handles.Context) -> None:
+def test_a_queue_pair_tells_what_it_was_told(context: software.Context) -> None:
     qp = make_pair(context)[0].qp
     qp.modify(QpState.RESET)
     assert qp.query().qp_state is QpState.RESET
@@ -113,7 +114,7 @@ def test_a_queue_pair_tells_what_it_was_told(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_a_missing_attribute_changes_nothing(context: handles.Context) -> None:
+def test_a_missing_attribute_changes_nothing(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     cq = handles.CompletionQueue(context, 1)
     qp = handles.QueuePair(pd, cq, cq)
@@ -143,7 +144,7 @@ def test_a_missing_attribute_changes_nothing(context: handles.Context) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_value_changes_nothing(inline: handles.Context, wrong: dict[str, Any]) -> None:
+def test_a_wrong_value_changes_nothing(inline: software.Context, wrong: dict[str, Any]) -> None:
     pd = handles.ProtectionDomain(inline)
     cq = handles.CompletionQueue(inline, 1)
     qp = handles.QueuePair(pd, cq, cq)

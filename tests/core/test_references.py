@@ -8,6 +8,7 @@ import pytest
 
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context, opened
@@ -19,7 +20,7 @@ from tests.waiting import wait_until
 def test_forgetting_open_handles_destroys_nothing() -> None:
     family = make_all(open_context("engine"))
     context = family["context"]
-    assert isinstance(context, handles.Context)
+    assert isinstance(context, software.Context)
     counts, ledger = context.counts(), handles.open_handles()
     references = [weakref.ref(handle) for handle in family.values()]
     del family
@@ -40,7 +41,7 @@ def test_destroyed_ones_go() -> None:
 
 
 @pytest.mark.once
-def test_a_handle_keeps_what_it_was_made_from(context: handles.Context) -> None:
+def test_a_handle_keeps_what_it_was_made_from(context: software.Context) -> None:
     def make() -> handles.QueuePair:
         cq = handles.CompletionQueue(context, 4, handles.CompletionChannel(context))
         return handles.QueuePair(parent_domain.ParentDomain(handles.ProtectionDomain(context)), cq, cq)
@@ -54,7 +55,7 @@ def test_a_handle_keeps_what_it_was_made_from(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_registered_memory_stays_while_its_region_is_open(context: handles.Context) -> None:
+def test_registered_memory_stays_while_its_region_is_open(context: software.Context) -> None:
     class Memory(bytearray):
         pass
 
@@ -70,7 +71,7 @@ def test_registered_memory_stays_while_its_region_is_open(context: handles.Conte
 
 
 @pytest.mark.once
-def test_an_allocator_stays_while_the_provider_holds_its_memory(context: handles.Context) -> None:
+def test_an_allocator_stays_while_the_provider_holds_its_memory(context: software.Context) -> None:
     class Kept(Recording):
         pass
 
@@ -88,7 +89,7 @@ def test_an_allocator_stays_while_the_provider_holds_its_memory(context: handles
 
 
 @pytest.mark.once
-def test_what_a_failed_constructor_left_goes(context: handles.Context) -> None:
+def test_what_a_failed_constructor_left_goes(context: software.Context) -> None:
     bare = handles.QueuePair.__new__(handles.QueuePair)
     reference = weakref.ref(bare)
     del bare

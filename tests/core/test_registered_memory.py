@@ -9,6 +9,7 @@ import pytest
 
 from aioverbs import AccessFlags, BusyResourceError, VerbsError
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.contexts import children
 from tests.core.pairs import ALL_ACCESS, make_pair, wait_for
 
@@ -16,7 +17,7 @@ READABLE = AccessFlags.REMOTE_READ
 
 
 @pytest.fixture
-def pd(inline: handles.Context) -> handles.ProtectionDomain:
+def pd(inline: software.Context) -> handles.ProtectionDomain:
     return handles.ProtectionDomain(inline)
 
 
@@ -66,7 +67,7 @@ def test_writable_buffers(pd: handles.ProtectionDomain, memory: Any) -> None:
     region.destroy()
 
 
-def test_read_only_memory_is_for_reading(context: handles.Context) -> None:
+def test_read_only_memory_is_for_reading(context: software.Context) -> None:
     near, far = make_pair(context)
     region = handles.MemoryRegion(far.pd, b"constant", READABLE)
     near.qp.post_send(4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
@@ -132,7 +133,7 @@ def test_memory_that_is_not_there(pd: handles.ProtectionDomain) -> None:
         handles.MemoryRegion(pd, (page_that_is_gone(), mmap.PAGESIZE), READABLE)
 
 
-def test_a_region_of_a_parent_domain_serves_its_base(inline: handles.Context, pd: handles.ProtectionDomain) -> None:
+def test_a_region_of_a_parent_domain_serves_its_base(inline: software.Context, pd: handles.ProtectionDomain) -> None:
     domain = parent_domain.ParentDomain(pd)
     region = handles.MemoryRegion(domain, bytearray(8))
     assert region.pd is domain

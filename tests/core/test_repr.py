@@ -6,6 +6,7 @@ import pytest
 
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
@@ -39,7 +40,7 @@ def test_handles() -> None:
     }
 
 
-def test_a_completion(inline: handles.Context) -> None:
+def test_a_completion(inline: software.Context) -> None:
     near, far = make_pair(inline)
     near.qp.post_send(SendOpcode.RDMA_WRITE, wr_id=0xABC, flags=SendFlags.SIGNALED, remote_addr=far.region.address)
     assert repr(succeed(near.cq)) == f"<WorkCompletion 0xabc: SUCCESS, queue pair {near.qp.qp_num}>"

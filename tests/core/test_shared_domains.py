@@ -6,17 +6,18 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import connect, make_end, succeed, wait_for
 
 KEY = 0xFEDCBA9876543210
 
 
-def test_regions_of_one_instance_serve_queue_pairs_of_another(context: handles.Context) -> None:
+def test_regions_of_one_instance_serve_queue_pairs_of_another(context: software.Context) -> None:
     with opened("engine") as other:
         pd = handles.ProtectionDomain(context)
-        share = pd.share(KEY)
-        instance = handles.ProtectionDomain.open_shared(other, share, KEY)
+        share = software.share(pd, KEY)
+        instance = software.open_shared(other, share, KEY)
         assert instance.context is other
         assert type(instance) is handles.ProtectionDomain
         near, far = make_end(pd), make_end(instance)
@@ -45,9 +46,9 @@ def test_regions_of_one_instance_serve_queue_pairs_of_another(context: handles.C
         assert far.memory[:6] == b"shared"
 
 
-def test_a_domain_of_its_own_is_still_closed_to_others(context: handles.Context) -> None:
+def test_a_domain_of_its_own_is_still_closed_to_others(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
-    pd.share(KEY)
+    software.share(pd, KEY)
     near, far = make_end(pd), make_end(pd)
     stranger = make_end(handles.ProtectionDomain(context))
     connect(near.qp, far.qp)
@@ -58,42 +59,42 @@ def test_a_domain_of_its_own_is_still_closed_to_others(context: handles.Context)
 
 
 @pytest.mark.once
-def test_what_is_not_given_out(context: handles.Context) -> None:
+def test_what_is_not_given_out(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
-    share = pd.share(KEY)
+    share = software.share(pd, KEY)
     before = context.counts()
     for number, key, error in ((share, KEY ^ 1, errno.EACCES), (share ^ 0x5555, KEY, errno.ENOENT)):
         with pytest.raises(VerbsError, match="ibv_share_pd failed") as caught:
-            handles.ProtectionDomain.open_shared(context, number, key)
+            software.open_shared(context, number, key)
         assert caught.value.errno == error
     with pytest.raises(VerbsError, match="ibv_alloc_shpd failed: EEXIST"):
-        pd.share(KEY)
+        software.share(pd, KEY)
     with pytest.raises(VerbsError, match="ibv_alloc_shpd failed: EEXIST"):
-        parent_domain.ParentDomain(pd).share(KEY)
+        software.share(parent_domain.ParentDomain(pd), KEY)
     with pytest.raises(OverflowError):
-        handles.ProtectionDomain(context).share(1 << 64)
+        software.share(handles.ProtectionDomain(context), 1 << 64)
     with pytest.raises(TypeError, match="NoneType"):
-        handles.ProtectionDomain.open_shared(None, share, KEY)  # type: ignore[arg-type]
+        software.open_shared(None, share, KEY)  # type: ignore[arg-type]
     assert context.counts()["mrs"] == before["mrs"]
 
 
 @pytest.mark.once
-def test_the_domain_goes_with_its_last_instance(context: handles.Context) -> None:
+def test_the_domain_goes_with_its_last_instance(context: software.Context) -> None:
     first = handles.ProtectionDomain(context)
-    share = first.share(KEY)
-    second = handles.ProtectionDomain.open_shared(context, share, KEY)
+    share = software.share(first, KEY)
+    second = software.open_shared(context, share, KEY)
     first.destroy()
-    third = handles.ProtectionDomain.open_shared(context, share, KEY)
+    third = software.open_shared(context, share, KEY)
     second.destroy()
     third.destroy()
     with pytest.raises(VerbsError, match="ENOENT"):
-        handles.ProtectionDomain.open_shared(context, share, KEY)
+        software.open_shared(context, share, KEY)
 
 
 @pytest.mark.once
-def test_an_instance_is_a_handle_as_any(context: handles.Context) -> None:
-    share = handles.ProtectionDomain(context).share(KEY)
-    instance = handles.ProtectionDomain.open_shared(context, share, KEY)
+def test_an_instance_is_a_handle_as_any(context: software.Context) -> None:
+    share = software.share(handles.ProtectionDomain(context), KEY)
+    instance = software.open_shared(context, share, KEY)
     assert instance in handles.open_handles()
     domain = parent_domain.ParentDomain(instance)
     with pytest.raises(BusyResourceError):
@@ -101,8 +102,8 @@ def test_an_instance_is_a_handle_as_any(context: handles.Context) -> None:
     domain.destroy()
     instance.destroy()
     with pytest.raises(ClosedResourceError):
-        instance.share(KEY)
+        software.share(instance, KEY)
     with opened("inline") as closed:
         pass
     with pytest.raises(ClosedResourceError):
-        handles.ProtectionDomain.open_shared(closed, share, KEY)
+        software.open_shared(closed, share, KEY)

@@ -6,6 +6,7 @@ import pytest
 
 from aioverbs import BusyResourceError, EventType, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import SrqAttributes
 from tests.core.allocators import Recording
 from tests.core.pairs import End, connect, make_domain, make_end, next_event, succeed, wait_for
@@ -15,7 +16,7 @@ SEND, SIGNALED = SendOpcode.SEND, SendFlags.SIGNALED
 
 
 def make_star(
-    context: handles.Context, kind: str, count: int = 2, depth: int = 16, limit: int = 0
+    context: software.Context, kind: str, count: int = 2, depth: int = 16, limit: int = 0
 ) -> tuple[handles.SharedReceiveQueue, list[tuple[End, End]]]:
     """Pairs whose far ends share a receive queue."""
     domain = make_domain(context, kind)
@@ -26,7 +27,7 @@ def make_star(
     return srq, pairs
 
 
-def test_receives_are_taken_in_the_order_of_messages(context: handles.Context, kind: str) -> None:
+def test_receives_are_taken_in_the_order_of_messages(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind)
     memory = pairs[0][1]
     for wr_id in range(4):
@@ -40,7 +41,7 @@ def test_receives_are_taken_in_the_order_of_messages(context: handles.Context, k
     assert memory.memory[0:64:16] == b"ABCD"
 
 
-def test_who_has_one_has_no_receive_queue(inline: handles.Context) -> None:
+def test_who_has_one_has_no_receive_queue(inline: software.Context) -> None:
     srq, pairs = make_star(inline, "plain", 1)
     far = pairs[0][1]
     assert far.qp.srq is srq
@@ -49,7 +50,7 @@ def test_who_has_one_has_no_receive_queue(inline: handles.Context) -> None:
         far.qp.post_recv()
 
 
-def test_datagrams_too(context: handles.Context) -> None:
+def test_datagrams_too(context: software.Context) -> None:
     domain = make_domain(context, "plain")
     srq = handles.SharedReceiveQueue(domain, 4)
     near, far = make_end(domain, qp_type=QpType.UD), make_end(domain, qp_type=QpType.UD, srq=srq)
@@ -61,7 +62,7 @@ def test_datagrams_too(context: handles.Context) -> None:
     assert succeed(far.cq).byte_len == GRH_BYTES + 3
 
 
-def test_it_tells_its_size(inline: handles.Context) -> None:
+def test_it_tells_its_size(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     srq = handles.SharedReceiveQueue(pd, 10, 3)
     told = srq.query()
@@ -75,7 +76,7 @@ def test_it_tells_its_size(inline: handles.Context) -> None:
         srq.number  # noqa: B018
 
 
-def test_a_full_one_refuses(context: handles.Context, kind: str) -> None:
+def test_a_full_one_refuses(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=4)
     near, far = pairs[0]
     for _ in range(4):
@@ -87,7 +88,7 @@ def test_a_full_one_refuses(context: handles.Context, kind: str) -> None:
     srq.post_recv()
 
 
-def test_the_limit_is_told_once(context: handles.Context, kind: str) -> None:
+def test_the_limit_is_told_once(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, limit=2)
     near, far = pairs[0]
     for _ in range(4):
@@ -116,7 +117,7 @@ def test_the_limit_is_told_once(context: handles.Context, kind: str) -> None:
     event.ack()
 
 
-def test_a_larger_size(context: handles.Context, kind: str) -> None:
+def test_a_larger_size(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=4)
     near, far = pairs[0]
     for number in range(4):
@@ -134,7 +135,7 @@ def test_a_larger_size(context: handles.Context, kind: str) -> None:
     assert far.memory[:64] == bytes(range(64))
 
 
-def test_a_size_that_is_too_small_changes_nothing(context: handles.Context, kind: str) -> None:
+def test_a_size_that_is_too_small_changes_nothing(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=16)
     near, far = pairs[0]
     for number in range(16):
@@ -148,7 +149,7 @@ def test_a_size_that_is_too_small_changes_nothing(context: handles.Context, kind
 
 
 @pytest.mark.once
-def test_memory_comes_from_the_parent_domain_s_allocator(context: handles.Context) -> None:
+def test_memory_comes_from_the_parent_domain_s_allocator(context: software.Context) -> None:
     allocator = Recording()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     srq = handles.SharedReceiveQueue(domain, 8)
@@ -162,7 +163,7 @@ def test_memory_comes_from_the_parent_domain_s_allocator(context: handles.Contex
 
 
 @pytest.mark.once
-def test_an_allocator_that_fails_is_the_cause(context: handles.Context) -> None:
+def test_an_allocator_that_fails_is_the_cause(context: software.Context) -> None:
     refusing = False
 
     def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
@@ -186,7 +187,7 @@ def test_an_allocator_that_fails_is_the_cause(context: handles.Context) -> None:
 
 
 @pytest.mark.once
-def test_an_xrc_queue_has_a_limit_and_grows(context: handles.Context) -> None:
+def test_an_xrc_queue_has_a_limit_and_grows(context: software.Context) -> None:
     pd, cq = handles.ProtectionDomain(context), handles.CompletionQueue(context, 16)
     srq = handles.SharedReceiveQueue(pd, 4, limit=2, xrc_domain=handles.XrcDomain(context), cq=cq)
     number = srq.number
@@ -203,7 +204,7 @@ def test_an_xrc_queue_has_a_limit_and_grows(context: handles.Context) -> None:
         srq.post_recv()
 
 
-def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: handles.Context) -> None:
+def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     before = inline.counts()
     with pytest.raises(VerbsError, match="ibv_modify_srq failed: EINVAL"):
@@ -211,7 +212,7 @@ def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: handles.Conte
     assert inline.counts() == before
 
 
-def test_the_last_receive_of_a_queue_pair_in_error(context: handles.Context) -> None:
+def test_the_last_receive_of_a_queue_pair_in_error(context: software.Context) -> None:
     """Nothing is flushed: an event tells that it takes nothing any more."""
     srq, pairs = make_star(context, "plain", 1)
     far = pairs[0][1]
@@ -224,7 +225,7 @@ def test_the_last_receive_of_a_queue_pair_in_error(context: handles.Context) -> 
     assert far.cq.poll() == []
 
 
-def test_bad_memory_breaks_the_queue_pair_alone(context: handles.Context, kind: str) -> None:
+def test_bad_memory_breaks_the_queue_pair_alone(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind)
     (near, far), (other, whole) = pairs
     srq.post_recv([(far.region.address, 8, far.region.lkey ^ 0xFF00)])

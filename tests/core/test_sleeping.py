@@ -5,6 +5,7 @@ import time
 
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end
 from tests.waiting import wait_until
@@ -47,14 +48,14 @@ class Sleeper:
         return found[0]
 
 
-def connected(context: handles.Context, kind: str) -> tuple[End, End]:
+def connected(context: software.Context, kind: str) -> tuple[End, End]:
     domain, channel = make_domain(context, kind), handles.CompletionChannel(context)
     near, far = (make_end(domain, channel=channel) for _ in range(2))
     connect(near.qp, far.qp)
     return near, far
 
 
-async def test_messages_wake_a_loop_up(context: handles.Context, kind: str) -> None:
+async def test_messages_wake_a_loop_up(context: software.Context, kind: str) -> None:
     near, far = connected(context, kind)
     sleeper = Sleeper(far.cq)
     for number in range(20):
@@ -65,7 +66,7 @@ async def test_messages_wake_a_loop_up(context: handles.Context, kind: str) -> N
         assert far.memory[:8] == near.memory[:8]
 
 
-async def test_nothing_is_missed_between_asking_and_sleeping(context: handles.Context, kind: str) -> None:
+async def test_nothing_is_missed_between_asking_and_sleeping(context: software.Context, kind: str) -> None:
     """Whenever the completion comes, either the poll after asking sees it or the event."""
     near, _ = connected(context, kind)
     sleeper = Sleeper(near.cq)

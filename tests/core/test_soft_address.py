@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from aioverbs import VerbsError
-from aioverbs._core.handles import handles
+from aioverbs._core.software.software import Context
 from aioverbs._providers import software
 from aioverbs._providers.software_names import DEFAULT_PORT, SoftAddress, is_software, parse_name
 
@@ -108,7 +108,7 @@ def test_the_device_refuses_the_same(host: IPv4Address | IPv6Address, port: int)
     with pytest.raises(ValueError, match="cannot be a software device's address"):
         SoftAddress(host, port)
     with pytest.raises(VerbsError, match="EINVAL"):
-        handles.Context.open_software(address=(host.packed, port))
+        Context.open(address=(host.packed, port))
 
 
 def test_a_device_has_the_name_and_the_gid() -> None:
@@ -132,4 +132,4 @@ def test_a_device_has_the_name_and_the_gid() -> None:
 @pytest.mark.parametrize("address", [b"", bytes(5), bytes(17)])
 def test_no_address_at_all(address: bytes) -> None:
     with pytest.raises(ValueError, match=f"4 or 16 bytes, not {len(address)}"):
-        handles.Context.open_software(address=(address, 1))
+        Context.open(address=(address, 1))

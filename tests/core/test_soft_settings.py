@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs._providers.software_names import SoftAddress
 from aioverbs._providers.software_settings import SoftSettings
 
@@ -69,7 +69,7 @@ def test_a_runtime_directory_of_no_use() -> None:
 def test_what_the_device_has_no_room_for(wrong: dict[str, Any]) -> None:
     settings = replace(SoftSettings(b"/tmp/peers"), **wrong)
     with pytest.raises(ValueError, match="longer than the software device takes"):
-        handles.Context.open_software(settings=settings)
+        software.Context.open(settings=settings)
 
 
 @given(secret=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=20, max_size=300))

@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import QpState, QpType, VerbsError
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.transitions import (
     ERR,
     INIT,
@@ -25,7 +25,7 @@ from tests.core.transitions import (
 
 
 @pytest.fixture
-def bench(context: handles.Context) -> Bench:
+def bench(context: software.Context) -> Bench:
     return make_bench(context)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from aioverbs import AccessFlags, QpState, SendOpcode, WcStatus
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.pairs import ALL_ACCESS, End, Sge, make_domain, make_end, to_init, to_rtr, to_rts, wait_for
 
 WRITE, READ, SEND = SendOpcode.RDMA_WRITE, SendOpcode.RDMA_READ, SendOpcode.SEND
@@ -93,7 +93,7 @@ WRONG: dict[str, Wrong] = {
 }
 
 
-def wrong_pair(context: handles.Context, kind: str, wrong: Wrong) -> tuple[End, End, End]:
+def wrong_pair(context: software.Context, kind: str, wrong: Wrong) -> tuple[End, End, End]:
     domain = make_domain(context, kind)
     near, far = make_end(domain, access=wrong.regions), make_end(domain, access=wrong.regions)
     for qp, peer in ((near.qp, far.qp), (far.qp, near.qp)):
@@ -104,7 +104,7 @@ def wrong_pair(context: handles.Context, kind: str, wrong: Wrong) -> tuple[End, 
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_wrong(context: handles.Context, kind: str, wrong: Wrong) -> None:
+def test_wrong(context: software.Context, kind: str, wrong: Wrong) -> None:
     near, far, foreign = wrong_pair(context, kind, wrong)
     near.memory[:], far.memory[:] = b"n" * 4096, b"f" * 4096
     if wrong.receive:

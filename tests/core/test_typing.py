@@ -4,13 +4,14 @@ from typing import assert_type
 
 from aioverbs import SendFlags, SendOpcode, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import DeviceAttributes, PortAttributes, QpAttributes, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import children
 from tests.core.pairs import connect, wait_for
 
 
-def test_types(inline: handles.Context) -> None:
+def test_types(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     domain = parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(inline), Recording())
     channel = handles.CompletionChannel(inline)

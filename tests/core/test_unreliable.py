@@ -3,7 +3,7 @@
 import pytest
 
 from aioverbs import QpState, QpType, SendFlags, SendOpcode, VerbsError, WcFlags, WcOpcode, WcStatus
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.pairs import succeed, wait_for
 from tests.core.transports import connect_uc, make_uc_pair
 from tests.waiting import wait_until
@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 SEND, WRITE, SIGNALED = SendOpcode.SEND, SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
-def test_send_and_write(context: handles.Context, kind: str) -> None:
+def test_send_and_write(context: software.Context, kind: str) -> None:
     near, far = make_uc_pair(context, kind)
     near.memory[:9] = b"unordered"
     far.qp.post_recv([far.sge(0, 16)], wr_id=4)
@@ -39,7 +39,7 @@ def test_send_and_write(context: handles.Context, kind: str) -> None:
 
 
 @pytest.mark.parametrize("gone", ["no receive", "peer destroyed", "peer reset", "bad key"])
-def test_what_does_not_arrive_is_lost_in_silence(context: handles.Context, kind: str, gone: str) -> None:
+def test_what_does_not_arrive_is_lost_in_silence(context: software.Context, kind: str, gone: str) -> None:
     near, far = make_uc_pair(context, kind)
     if gone == "peer destroyed":
         far.qp.destroy()
@@ -57,7 +57,7 @@ def test_what_does_not_arrive_is_lost_in_silence(context: handles.Context, kind:
     assert far.memory == bytes(4096)
 
 
-def test_a_message_after_a_lost_one_arrives(context: handles.Context) -> None:
+def test_a_message_after_a_lost_one_arrives(context: software.Context) -> None:
     near, far = make_uc_pair(context)
     near.qp.post_send(SEND, [near.sge(0, 4)], flags=SIGNALED)
     succeed(near.cq)
@@ -68,13 +68,13 @@ def test_a_message_after_a_lost_one_arrives(context: handles.Context) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("opcode", [SendOpcode.RDMA_READ, SendOpcode.ATOMIC_FETCH_AND_ADD])
-def test_what_needs_an_answer_is_refused(context: handles.Context, opcode: SendOpcode) -> None:
+def test_what_needs_an_answer_is_refused(context: software.Context, opcode: SendOpcode) -> None:
     near, far = make_uc_pair(context)
     with pytest.raises(VerbsError, match="ibv_post_send failed: EINVAL"):
         near.qp.post_send(opcode, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey)
 
 
-def test_its_states_take_no_attributes_of_reliable_ones(inline: handles.Context) -> None:
+def test_its_states_take_no_attributes_of_reliable_ones(inline: software.Context) -> None:
     near, far = make_uc_pair(inline)
     with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
         near.qp.modify(min_rnr_timer=1)
@@ -82,7 +82,7 @@ def test_its_states_take_no_attributes_of_reliable_ones(inline: handles.Context)
     connect_uc(near.qp, far.qp.qp_num)
 
 
-def test_an_error_of_its_own_stops_the_send_queue_alone(context: handles.Context) -> None:
+def test_an_error_of_its_own_stops_the_send_queue_alone(context: software.Context) -> None:
     near, far = make_uc_pair(context)
     near.qp.post_recv([near.sge()])
     near.qp.post_send(SEND, [(near.region.address, 8, near.region.lkey ^ 0xFF00)])

@@ -16,6 +16,7 @@ from aioverbs import (
     WcStatus,
 )
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.core.pairs import ALL_ACCESS, CAPABILITIES, End, connect, make_domain, make_end, succeed, wait_for
 
 READ, WRITE, SIGNALED = SendOpcode.RDMA_READ, SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
@@ -24,7 +25,7 @@ REMOTE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE
 
 
 @pytest.fixture
-def pair(context: handles.Context, kind: str) -> tuple[End, End]:
+def pair(context: software.Context, kind: str) -> tuple[End, End]:
     """The far end's region may be bound, and is closed to peers by itself."""
     domain = make_domain(context, kind)
     near, far = make_end(domain), make_end(domain, access=BINDABLE)
@@ -142,7 +143,7 @@ def test_a_window_of_type_2_is_invalidated_by_the_peer(pair: tuple[End, End]) ->
     assert ask(near, READ, far.region.address, key) is WcStatus.REM_ACCESS_ERR
 
 
-def test_extended_queues_tell_the_key_as_well(context: handles.Context) -> None:
+def test_extended_queues_tell_the_key_as_well(context: software.Context) -> None:
     domain = make_domain(context, "plain")
     near, far = make_end(domain), make_end(domain, access=BINDABLE, extended=True)
     connect(near.qp, far.qp)
@@ -182,7 +183,7 @@ def test_a_window_of_type_2_serves_its_queue_pair_alone(pair: tuple[End, End]) -
 
 
 @pytest.mark.parametrize("refusal", ["not bindable", "bounds", "no write in the region", "protection domain"])
-def test_what_cannot_be_bound(context: handles.Context, pair: tuple[End, End], kind: str, refusal: str) -> None:
+def test_what_cannot_be_bound(context: software.Context, pair: tuple[End, End], kind: str, refusal: str) -> None:
     _, far = pair
     window = handles.MemoryWindow(far.pd, MwType.TYPE_2)
     region, length = far.region, 8
@@ -241,7 +242,7 @@ def test_arguments(pair: tuple[End, End]) -> None:
     assert far.cq.poll() == []
 
 
-def test_a_full_queue_leaves_the_key(context: handles.Context, kind: str) -> None:
+def test_a_full_queue_leaves_the_key(context: software.Context, kind: str) -> None:
     domain = make_domain(context, kind)
     near, far = make_end(domain, access=BINDABLE), make_end(domain)
     connect(near.qp, far.qp)

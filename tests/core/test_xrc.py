@@ -9,6 +9,7 @@ import pytest
 
 from aioverbs import BusyResourceError, QpState, QpType, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from aioverbs.attributes import QpCapabilities
 from tests.core.contexts import opened
 from tests.core.pairs import ALL_ACCESS, CAPABILITIES, make_queue, succeed, wait_for
@@ -44,7 +45,7 @@ class Sender:
         )
 
 
-def make_sender(context: handles.Context) -> Sender:
+def make_sender(context: software.Context) -> Sender:
     pd = handles.ProtectionDomain(context)
     cq = make_queue(context, pd)
     memory = bytearray(64)
@@ -65,7 +66,7 @@ class Receiver:
         self.srq.post_recv([(self.region.address, 64, self.region.lkey)], wr_id=9)
 
 
-def make_receiver(context: handles.Context, xrc_domain: parent_domain.XrcDomain) -> Receiver:
+def make_receiver(context: software.Context, xrc_domain: parent_domain.XrcDomain) -> Receiver:
     pd = handles.ProtectionDomain(context)
     cq = make_queue(context, pd)
     memory = bytearray(64)
@@ -81,7 +82,7 @@ def make_target(xrc_domain: parent_domain.XrcDomain, sender: Sender) -> handles.
     return target
 
 
-def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context: handles.Context, file: int) -> None:
+def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context: software.Context, file: int) -> None:
     """The point of XRC: the target belongs to one context, the queues that are reached through it to several."""
     with opened("inline") as sending, opened("engine") as other:
         here, there = parent_domain.XrcDomain(context, file), parent_domain.XrcDomain(other, file)
@@ -103,7 +104,7 @@ def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context:
         target.destroy()
 
 
-def test_queues_of_another_domain_are_not_reached(context: handles.Context) -> None:
+def test_queues_of_another_domain_are_not_reached(context: software.Context) -> None:
     mine, other = parent_domain.XrcDomain(context), parent_domain.XrcDomain(context)
     receiver, sender = make_receiver(context, other), make_sender(context)
     target = make_target(mine, sender)
@@ -115,7 +116,7 @@ def test_queues_of_another_domain_are_not_reached(context: handles.Context) -> N
     target.destroy()
 
 
-def test_one_sided_requests_go_by_the_target_s_memory(context: handles.Context) -> None:
+def test_one_sided_requests_go_by_the_target_s_memory(context: software.Context) -> None:
     xrc_domain = parent_domain.XrcDomain(context)
     receiver, sender = make_receiver(context, xrc_domain), make_sender(context)
     make_target(xrc_domain, sender)
@@ -133,14 +134,14 @@ def test_one_sided_requests_go_by_the_target_s_memory(context: handles.Context) 
 
 
 @pytest.mark.once
-def test_numbers_are_distinct(context: handles.Context) -> None:
+def test_numbers_are_distinct(context: software.Context) -> None:
     xrc_domain = parent_domain.XrcDomain(context)
     receivers = [make_receiver(context, xrc_domain) for _ in range(4)]
     assert len({receiver.srq.number for receiver in receivers}) == 4
     assert all(0 < receiver.srq.number < 1 << 24 for receiver in receivers)
 
 
-def test_depths_that_it_has_not(inline: handles.Context) -> None:
+def test_depths_that_it_has_not(inline: software.Context) -> None:
     sender = make_sender(inline)
     target = handles.QueuePair(xrc_domain=parent_domain.XrcDomain(inline), qp_type=QpType.XRC_RECV)
     assert sender.qp.capabilities.max_send_wr == 128
@@ -155,13 +156,13 @@ def test_depths_that_it_has_not(inline: handles.Context) -> None:
 class TestDomains:
     """``ibv_open_xrcd`` and ``ibv_close_xrcd``."""
 
-    def test_without_a_file(self, inline: handles.Context) -> None:
+    def test_without_a_file(self, inline: software.Context) -> None:
         first, second = parent_domain.XrcDomain(inline), parent_domain.XrcDomain(inline)
         assert first.address != second.address
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EINVAL"):
             parent_domain.XrcDomain(inline, -1, 0)
 
-    def test_a_domain_for_each_inode(self, inline: handles.Context, file: int, tmp_path: Path) -> None:
+    def test_a_domain_for_each_inode(self, inline: software.Context, file: int, tmp_path: Path) -> None:
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
             parent_domain.XrcDomain(inline, file, 0)  # there is none yet
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EBADF"):
@@ -181,7 +182,7 @@ class TestDomains:
             parent_domain.XrcDomain(inline, file, 0)
 
     @pytest.mark.once
-    def test_it_stays_while_something_is_associated(self, context: handles.Context, file: int) -> None:
+    def test_it_stays_while_something_is_associated(self, context: software.Context, file: int) -> None:
         xrc_domain = parent_domain.XrcDomain(context, file)
         target = handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
         receiver = make_receiver(context, xrc_domain)
@@ -193,7 +194,7 @@ class TestDomains:
         assert context.counts()["xrc_domains"] == 0
 
 
-def test_state_table_of_the_two_ends(inline: handles.Context) -> None:
+def test_state_table_of_the_two_ends(inline: software.Context) -> None:
     sender = make_sender(inline)
     target = make_target(parent_domain.XrcDomain(inline), sender)
     assert target.query().qp_state is QpState.RTR

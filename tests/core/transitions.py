@@ -8,6 +8,7 @@ import pytest
 
 from aioverbs import AccessFlags, Mtu, QpState, QpType, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.pairs import CAPABILITIES, wait_for
 from tests.core.transports import QKEY, way_to
 
@@ -83,7 +84,7 @@ def rule(qp_type: QpType, before: QpState, after: QpState) -> tuple[set[str], se
 class Bench:
     """What queue pairs of all types are made of."""
 
-    context: handles.Context
+    context: software.Context
     pd: handles.ProtectionDomain
     cq: handles.CompletionQueue
     xrc_domain: parent_domain.XrcDomain
@@ -159,7 +160,7 @@ class Bench:
         return refusal is None
 
 
-def make_bench(context: handles.Context) -> Bench:
+def make_bench(context: software.Context) -> Bench:
     """What goes with the context."""
     pd = handles.ProtectionDomain(context)
     return Bench(

@@ -2,6 +2,7 @@
 
 from aioverbs import Mtu, QpState, QpType
 from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector
 from tests.core.pairs import End, make_domain, make_end, to_init, to_rtr, to_rts
 
@@ -20,7 +21,7 @@ def connect_uc(qp: handles.QueuePair, peer: int) -> None:
     qp.modify(QpState.RTS, sq_psn=0)
 
 
-def make_uc_pair(context: handles.Context, kind: str = "plain") -> tuple[End, End]:
+def make_uc_pair(context: software.Context, kind: str = "plain") -> tuple[End, End]:
     """Two ends that send without being told whether it arrives."""
     domain = make_domain(context, kind)
     near, far = make_end(domain, qp_type=QpType.UC), make_end(domain, qp_type=QpType.UC)
@@ -35,7 +36,7 @@ def start_ud(qp: handles.QueuePair, qkey: int = QKEY) -> None:
     qp.modify(QpState.RTS, sq_psn=0)
 
 
-def make_ud_pair(context: handles.Context, kind: str = "plain", *, extended: bool = False) -> tuple[End, End]:
+def make_ud_pair(context: software.Context, kind: str = "plain", *, extended: bool = False) -> tuple[End, End]:
     """Two ends that send each other datagrams."""
     domain = make_domain(context, kind)
     near, far = (make_end(domain, qp_type=QpType.UD, extended=extended) for _ in range(2))

@@ -7,6 +7,7 @@ from hypothesis import note
 
 from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
 from aioverbs._core.handles import handles, parent_domain
+from aioverbs._core.software import software
 from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
@@ -179,7 +180,7 @@ class Watcher(Registry):
     def compare_counts(self) -> None:
         for context in self.of(Context):
             pds = self.of(Pd, context)
-            assert self.handle(context, handles.Context).counts() == {
+            assert self.handle(context, software.Context).counts() == {
                 "pds": sum(pd.base is None for pd in pds),
                 "parent_domains": sum(pd.base is not None for pd in pds),
                 "thread_domains": len(self.of(Td, context)),

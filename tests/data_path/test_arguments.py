@@ -234,7 +234,7 @@ async def test_a_verb_that_fails(device: Device) -> None:
             ("post_recv", lambda: pair.receive()),
             ("bind_mw", lambda: pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)),
         ):
-            device.handle.faults.fail(verb, errno.ENOMEM)
+            device.faults.fail(verb, errno.ENOMEM)
             with pytest.raises(VerbsError, match="ENOMEM"):
                 call()
             assert pair.nothing_is_left()

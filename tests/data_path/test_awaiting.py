@@ -142,7 +142,7 @@ async def test_asked_before_it_is_done(device: Device) -> None:
         assert pair.cq.statistics().spins == 0, "it looks, and does not spin"
         with pytest.raises(asyncio.InvalidStateError, match=r"ATOMIC_FETCH_AND_ADD .* is not done"):
             asked.result()
-        wait_until(lambda: device.handle.faults.held() == 1)
+        wait_until(lambda: device.faults.held() == 1)
         unhold(device, pair.near)
         assert asked.done()
         assert [asked.result(), asked.result()] == [0, 0]

@@ -220,7 +220,7 @@ async def test_the_verb_refuses_it(device: Device) -> None:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
         added = batch.fetch_and_add(pair.target.remote()[64:72], 1)
-        device.handle.faults.fail("post_send", 12)
+        device.faults.fail("post_send", 12)
         with pytest.raises(OSError, match="ENOMEM"):
             _ = batch.post()
         assert pair.cq.statistics().under_way == 0

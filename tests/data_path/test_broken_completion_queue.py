@@ -48,7 +48,7 @@ async def test_a_receive(device: Device) -> None:
         far.connect(near.local_endpoint(), timeout=8)
         async with pool.lease() as first:
             receive = near.receive(first)
-            device.handle.faults.break_completion_queue(cq.handle)
+            device.faults.break_completion_queue(cq.handle)
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                 await receive
         assert near.query().qp_state is QpState.RESET
@@ -75,8 +75,8 @@ async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, B
         async with pool.lease() as first:
             receive = asyncio.ensure_future(near.receive(first))
             await asyncio.sleep(0)  # it is waited for
-            device.handle.faults.fail("modify_qp", number, times=1)
-            device.handle.faults.break_completion_queue(cq.handle)
+            device.faults.fail("modify_qp", number, times=1)
+            device.faults.break_completion_queue(cq.handle)
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                 await receive
         with pytest.raises(BrokenResourceError):
@@ -99,7 +99,7 @@ async def test_memory_of_a_queue_pair_that_cannot_be_reset(device: Device, numbe
 async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Device) -> None:
     async with stuck(device, errno.EIO) as (near, pool):
         assert pool.statistics().under_dma == 1
-        device.handle.faults.lose_device()
+        device.faults.lose_device()
         await until(lambda: pool.statistics().under_dma == 0)
         assert not near.closed
 
@@ -120,9 +120,9 @@ async def test_receives_of_a_shared_receive_queue_whose_queue_pair_cannot_be_res
         async with pool.lease() as first:
             receive = asyncio.ensure_future(srq.receive(first))
             await asyncio.sleep(0)  # it is waited for
-            device.handle.faults.fail("modify_qp", errno.EIO, times=1)
-            device.handle.faults.break_completion_queue(one.handle)
-            device.handle.faults.break_completion_queue(another.handle)
+            device.faults.fail("modify_qp", errno.EIO, times=1)
+            device.faults.break_completion_queue(one.handle)
+            device.faults.break_completion_queue(another.handle)
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                 await receive
         assert {at_one.query().qp_state, at_another.query().qp_state} == {QpState.RTS, QpState.RESET}
@@ -151,13 +151,13 @@ async def test_receives_of_a_shared_receive_queue(device: Device) -> None:
         at_another.connect(far.local_endpoint())
         async with pool.lease() as first:
             receive = srq.receive(first)
-            device.handle.faults.break_completion_queue(one.handle)
+            device.faults.break_completion_queue(one.handle)
             with pytest.raises(BrokenResourceError):
                 await at_one.write(source, source.remote())
             assert at_one.query().qp_state is QpState.RESET
             assert not receive.done()
             assert len(first.pins) == 1
-            device.handle.faults.break_completion_queue(another.handle)
+            device.faults.break_completion_queue(another.handle)
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                 await receive
         assert at_another.query().qp_state is QpState.RESET
@@ -182,7 +182,7 @@ async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(devi
     ):
         async with pool.lease() as first:
             receive = srq.receive(first)
-            device.handle.faults.break_completion_queue(cq.handle)
+            device.faults.break_completion_queue(cq.handle)
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                 await receive
         assert pool.statistics().under_dma == 1
@@ -209,7 +209,7 @@ async def test_a_queue_pair_of_another_loop(device: Device) -> None:
     ):
         qp.connect(qp.local_endpoint(), access)
         receive = qp.receive(region)
-        device.handle.faults.break_completion_queue(cq.handle)
+        device.faults.break_completion_queue(cq.handle)
         with pytest.raises(BrokenResourceError):
             await receive
         await until(lambda: qp.query().qp_state is QpState.RESET)

@@ -122,6 +122,6 @@ async def test_events_are_moderated_for_bandwidth(device: Device) -> None:
         for model in MessageModel:
             async with pd.completion_queue(8, message_model=model) as cq:
                 assert cq.moderated == (model is MessageModel.HIGH_BANDWIDTH)
-        device.handle.faults.fail("modify_cq", 95)  # EOPNOTSUPP
+        device.faults.fail("modify_cq", 95)  # EOPNOTSUPP
         async with pd.completion_queue(8, message_model=MessageModel.HIGH_BANDWIDTH) as cq:
             assert not cq.moderated

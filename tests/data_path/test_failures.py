@@ -244,7 +244,7 @@ async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
 @pytest.mark.parametrize("status", [each for each in WcStatus if each], ids=lambda status: status.name)
 async def test_every_status(device: Device, status: WcStatus) -> None:
     async with ends(device) as pair:
-        device.handle.faults.fail_request(status, pair.near.handle, first=2, vendor_err=77)
+        device.faults.fail_request(status, pair.near.handle, first=2, vendor_err=77)
         first, failed, last = (pair.write(bytes([65 + number]), number) for number in range(3))
         await first
         with pytest.raises(WorkCompletionError, match=status.name) as caught:
@@ -267,7 +267,7 @@ async def test_every_status(device: Device, status: WcStatus) -> None:
 @pytest.mark.parametrize("status", [WcStatus.LOC_LEN_ERR, WcStatus.LOC_PROT_ERR, WcStatus.GENERAL_ERR])
 async def test_receives_fail(device: Device, status: WcStatus) -> None:
     async with ends(device) as pair:
-        far_device(device).handle.faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
+        far_device(device).faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
         receive, second = pair.receive(), pair.receive()
         send = pair.near.send(pair.source[:8])
         with pytest.raises(WorkCompletionError) as caught:
@@ -292,7 +292,7 @@ async def test_others_go_on(device: Device, model: MessageModel) -> None:
         ]
         for other in others:
             other.connect(other.local_endpoint(), PEERS)
-        device.handle.faults.fail_request(WcStatus.GENERAL_ERR, pair.near.handle, first=3)
+        device.faults.fail_request(WcStatus.GENERAL_ERR, pair.near.handle, first=3)
         asked: list[Operation[None]] = []
         for _ in range(5):
             asked.append(good(pair))
@@ -330,7 +330,7 @@ async def test_a_queue_pair_that_breaks_by_itself(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()
         write = good(pair)
-        device.handle.faults.break_queue_pair(pair.near.handle)
+        device.faults.break_queue_pair(pair.near.handle)
         assert await status_of(write) is WcStatus.WR_FLUSH_ERR
         with pytest.raises(BrokenResourceError, match=r"is in state ERR, by: .*WR_FLUSH_ERR"):
             _ = good(pair)
@@ -345,7 +345,7 @@ async def test_a_queue_pair_that_breaks_by_itself(device: Device) -> None:
 async def test_a_send_queue_stops_and_goes_on(device: Device, qp_type: QpType, model: MessageModel) -> None:
     async with ends(device, qp_type, message_model=model) as pair:
         back = pair.near.receive(pair.source[64:128])
-        device.handle.faults.fail_request(WcStatus.LOC_PROT_ERR, pair.near.handle)
+        device.faults.fail_request(WcStatus.LOC_PROT_ERR, pair.near.handle)
         sends = [pair.near.send(pair.source[:8], **pair.way) for _ in range(20)]
         assert [await status_of(send) for send in sends] == [WcStatus.LOC_PROT_ERR] + 19 * [WcStatus.WR_FLUSH_ERR]
         with pytest.raises(BrokenResourceError, match=r"is in state SQE, by: .*LOC_PROT_ERR"):

@@ -105,7 +105,7 @@ async def test_a_chain(device: Device, free: int) -> None:
 @needs(Capability.FAULT_PLAN)
 async def test_those_after_one_that_is_refused_are_posted(device: Device) -> None:
     async with ends(device, message_model=MessageModel.HIGH_BANDWIDTH) as pair, asyncio.timeout(10):
-        device.handle.faults.fail("post_send", errno.EINVAL)
+        device.faults.fail("post_send", errno.EINVAL)
         operations = [pair.write(b"%d" % at, at) for at in range(4)]
         failures = await asyncio.gather(*operations, return_exceptions=True)
         assert isinstance(failures[0], VerbsError)
@@ -119,7 +119,7 @@ async def test_those_after_one_that_is_refused_are_posted(device: Device) -> Non
 async def test_what_cannot_be_reset_ends_when_it_is_closed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with crowded(device, MessageModel.HIGH_BANDWIDTH, 3) as pair:
-        device.handle.faults.fail("modify_qp", errno.EIO)
+        device.faults.fail("modify_qp", errno.EIO)
         operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
         waiting = asyncio.gather(*operations, return_exceptions=True)
         await asyncio.sleep(0.01)

@@ -141,7 +141,7 @@ async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) ->
     ):
         receive = asyncio.create_task(srq.receive(memory[:8]))
         await asyncio.sleep(0)
-        device.handle.faults.lose_device()
+        device.faults.lose_device()
         with pytest.raises(BrokenResourceError):
             async with asyncio.timeout(patience(5)):
                 await receive
@@ -155,14 +155,14 @@ async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
         domain.register(64, ALL) as memory,
         connected(domain, cq, cq, 128) as (near, _),
     ):
-        device.handle.faults.fail("post_send", errno.ENOMEM, times=100)
+        device.faults.fail("post_send", errno.ENOMEM, times=100)
         writes = [near.write(memory[:8], memory.remote()[8:16]) for _ in range(64)]
         cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that tells what was refused
         assert near.statistics().under_way == 0
         await asyncio.sleep(0.01)
         assert near.statistics().under_way == cq.statistics().under_way == 0
         assert all(write.done() for write in writes)
-        device.handle.faults.clear()
+        device.faults.clear()
 
 
 class Slow(asyncio.SelectorEventLoop):

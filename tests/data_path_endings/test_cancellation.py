@@ -452,11 +452,11 @@ async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) 
         near: QueuePair = domain.queue_pair(cq)
         await near.open()
         near.connect(pair.far.local_endpoint())
-        device.handle.faults.hold()
+        device.faults.hold()
         write = near.receive(None)
         with pytest.warns(ResourceWarning, match="still open"):
             await leave(cq.aclose())
-        device.handle.faults.unhold()
+        device.faults.unhold()
         assert cq.closed
         assert near.closed
         with pytest.raises((WorkCompletionError, BrokenResourceError)) as caught:

@@ -45,7 +45,7 @@ async def silence(pair: Pair) -> None:
 async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model, sends=4) as pair:
         await silence(pair)
-        device.handle.faults.lose_messages_at_random(1_000_000)
+        device.faults.lose_messages_at_random(1_000_000)
         posted = [pair.write(8 * each) for each in range(4)]
         queued = [pair.write(8 * each) for each in range(4, 8)]
         receives = [pair.near.receive(pair.target[:8]) for _ in range(2)]
@@ -58,7 +58,7 @@ async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> 
         with pytest.raises(ClosedResourceError):
             _ = pair.write()
         assert pair.near.statistics().sends.queued == 0
-        device.handle.faults.lose_messages_at_random(0)
+        device.faults.lose_messages_at_random(0)
 
 
 async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
@@ -107,12 +107,12 @@ async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: D
         far.connect(near.local_endpoint(), ACCESS)
         source, remote = pair.source[:8], pair.target.remote()[:8]
         if refused:
-            device.handle.faults.fail("post_send", errno.ENOMEM)
+            device.faults.fail("post_send", errno.ENOMEM)
         count = 70 if refused else 3  # 64 are posted together at most
         operations = [near.write(source, remote) for _ in range(count)]
-        device.handle.faults.fail("modify_qp", errno.EIO)  # it cannot be flushed, and is destroyed at once
+        device.faults.fail("modify_qp", errno.EIO)  # it cannot be flushed, and is destroyed at once
         await near.aclose()
-        device.handle.faults.clear()
+        device.faults.clear()
         assert all(each.done() for each in operations)
         assert all(isinstance(each, BrokenResourceError | VerbsError) for each in await outcomes(*operations))
         await pair.check_idle()
@@ -130,7 +130,7 @@ async def test_an_error_ends_one_queue_pair_and_no_other(device: Device, model: 
     ):
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
-        device.handle.faults.fail_request(WcStatus.REM_ACCESS_ERR, near.handle, first=3)
+        device.faults.fail_request(WcStatus.REM_ACCESS_ERR, near.handle, first=3)
         source, remote = pair.source[:8], pair.target.remote()[:8]
         results = await outcomes(*(near.write(source, remote) for _ in range(5)), pair.write())
         assert results[:2] == [None, None]
@@ -204,14 +204,14 @@ async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
     ):
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
-        device.handle.faults.hold()
+        device.faults.hold()
         early = asyncio.create_task(outcomes(near.write(pair.source[:8], pair.target.remote()[:8])))
-        await until(lambda: device.handle.faults.held() == 1)
+        await until(lambda: device.faults.held() == 1)
         await near.aclose()
         assert [type(each) for each in await early] == [BrokenResourceError]
         late = asyncio.create_task(outcomes(pair.write(8)))  # in its slot
-        await until(lambda: device.handle.faults.held() >= 1)
+        await until(lambda: device.faults.held() >= 1)
         assert not late.done()
-        device.handle.faults.unhold()
+        device.faults.unhold()
         assert await late == [None]
         await pair.check_idle()

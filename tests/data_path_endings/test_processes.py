@@ -246,10 +246,10 @@ async def test_what_is_raised_where_one_completes_loses_no_other(
             pair.cq._cq_dispatcher.drain()
             return False
 
-        device.handle.faults.hold()
+        device.faults.hold()
         sends = [pair.near.send(pair.source[:8]) for _ in range(3)]
-        await until(lambda: device.handle.faults.held() == 6)
-        device.handle.faults.unhold()
+        await until(lambda: device.faults.held() == 6)
+        device.faults.unhold()
         with pytest.raises(Interrupted):
             wait_until(drained)
         await until(lambda: all(each.done() for each in sends))

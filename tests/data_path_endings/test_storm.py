@@ -19,8 +19,8 @@ async def blow(model: MessageModel, way: str, operations: int, seed: int) -> Non
     name = rdma_devices()[0] if way == "rdma" else "soft0"
     async with open_device(name, engine_mode=engine_mode, delay_ns=delay_ns) as device:
         if delay_ns:
-            device.handle.faults.seed(seed)
-            device.handle.faults.jitter(100_000)
+            device.faults.seed(seed)
+            device.faults.jitter(100_000)
         async with (
             device.resource_domain(message_model=model) as domain,
             storm_on(domain, seed=seed, tasks=24, spin_ns=5_000) as storm,

@@ -53,8 +53,8 @@ async def device(
                 yield near
             finally:
                 del far_devices[near]
-                near.handle.faults.set_port(True)
-                far.handle.faults.set_port(True)
+                near.faults.set_port(True)
+                far.faults.set_port(True)
 
 
 def _folder(parent: Path, name: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from aioverbs import AccessFlags, Endpoint, MemoryRegion, MessageModel, QueuePair, RegionSlice, open_device
 from tests.fabric.words import words
+from tests.soft_context import soft_context
 
 SIZE = 4 << 20
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -80,7 +81,7 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                 case ["peers"]:
                     answer = " ".join(f"{each.process_id}:{each.connected_by_us:d}" for each in device.peers())
                 case ["refusals"]:
-                    seen = device.handle.fabric()
+                    seen = soft_context(device).fabric()
                     reasons = "; ".join(refusal.reason for refusal in device.refusals())
                     answer = f"{seen.refused_peers} {seen.refused_frames} {reasons}"
                 case _:

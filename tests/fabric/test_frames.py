@@ -26,7 +26,7 @@ from aioverbs import (
     open_device,
 )
 from aioverbs._core.data_path.data_path import Operation
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs.attributes import FrameKind
 from tests.conftest import LOOP_FACTORIES
 from tests.data_path.ends import ACCESS, Ends, ends
@@ -39,13 +39,13 @@ from tests.waiting import until
 SIZE = 1 << 20
 QUICK: dict[str, Any] = {"timeout": 13, "retry_cnt": 7, "rnr_retry": 7}  # 34 ms, eight times
 MS = 1_000_000
-KINDS = handles.FaultPlan.frames
+KINDS = software.FaultPlan.frames
 MISHAPS: dict[str, Callable[..., None]] = {
-    "drop": handles.FaultPlan.drop_frames,
-    "duplicate": handles.FaultPlan.duplicate_frames,
+    "drop": software.FaultPlan.drop_frames,
+    "duplicate": software.FaultPlan.duplicate_frames,
     "delay": lambda plan, *arguments, **more: plan.delay_frames(3 * MS, *arguments, **more),
     "late": lambda plan, *arguments, **more: plan.delay_frames(40 * MS, *arguments, **more),  # it is repeated before
-    "cut": handles.FaultPlan.cut_at_frames,
+    "cut": software.FaultPlan.cut_at_frames,
 }
 SENT_AGAIN = ("drop", "delay", "late", "cut")  # what these strike, or what overtook it, when its time is over
 
@@ -58,13 +58,13 @@ class Scene:
     local: MemoryRegion
     remote: MemoryRegion
 
-    def plan(self, kind: FrameKind) -> handles.FaultPlan:
+    def plan(self, kind: FrameKind) -> software.FaultPlan:
         """Of the side that has such frames of near's requests."""
         device = self.pair.device if kind in ("request_out", "answer_in") else far_device(self.pair.device)
-        return device.handle.faults
+        return device.faults
 
     @property
-    def plans(self) -> tuple[handles.FaultPlan, handles.FaultPlan]:
+    def plans(self) -> tuple[software.FaultPlan, software.FaultPlan]:
         return self.plan("request_out"), self.plan("request_in")
 
     def clear(self) -> None:

@@ -31,6 +31,7 @@ from tests.fabric.exchange import gid_name
 from tests.fabric.hostile import HostilePeer, hostile_peer
 from tests.fabric.proxy import Proxy, proxy
 from tests.listening import own_address
+from tests.soft_context import soft_context
 from tests.waiting import until
 
 pytestmark = pytest.mark.once  # C code: the loop does not matter to it
@@ -99,13 +100,13 @@ async def scene(
         own, name = await _name(near), await _name(far)
         await opened(proxy(theirs / own, ours / own, Proxy()))
         peer = await opened(hostile_peer(ours / name, theirs / name))
-        refused = near.handle.fabric().refused_frames
+        refused = soft_context(near).fabric().refused_frames
         far_devices[near] = far
         try:
             yield Scene(near, peer)
         finally:
             del far_devices[near]
-        assert near.handle.fabric().refused_frames == refused
+        assert soft_context(near).fabric().refused_frames == refused
 
 
 @asynccontextmanager

@@ -225,7 +225,7 @@ async def test_a_lost_device_takes_the_memory_back_first(device: Device, short_p
         with contextlib.closing(Keeper(short_path / "near")) as peer:
             writes, asked = await ask(peer, qp, region)
             assert [peer.look(each) for each in asked] == [OPEN] * COUNT
-            device.handle.faults.lose_device()
+            device.faults.lose_device()
             for write in writes:
                 with pytest.raises(BrokenResourceError, match="DEVICE_FATAL"):
                     await write

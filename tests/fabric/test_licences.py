@@ -154,19 +154,19 @@ def _allow_nothing(here: Scene) -> None:
 
 
 def _port_down(here: Scene) -> None:
-    far_device(here.pair.device).handle.faults.set_port(False)
+    far_device(here.pair.device).faults.set_port(False)
 
 
 def _own_port_down(here: Scene) -> None:
-    here.pair.device.handle.faults.set_port(False)
+    here.pair.device.faults.set_port(False)
 
 
 def _stall(here: Scene) -> None:
-    far_device(here.pair.device).handle.faults.stall_streams()
+    far_device(here.pair.device).faults.stall_streams()
 
 
 def _own_stall(here: Scene) -> None:
-    here.pair.device.handle.faults.stall_streams()
+    here.pair.device.faults.stall_streams()
 
 
 def _drop(here: Scene) -> None:
@@ -178,7 +178,7 @@ def _drop_answers(here: Scene) -> None:
 
 
 def _lose(here: Scene) -> None:
-    here.pair.device.handle.faults.lose_messages(times=1000)
+    here.pair.device.faults.lose_messages(times=1000)
 
 
 TAKEN_BACK: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
@@ -206,7 +206,7 @@ async def test_it_is_taken_back(device: Device, what: str) -> None:
         with pytest.raises(WorkCompletionError) as caught:
             await asyncio.wait_for(here.pair.near.read(here.local[:8], remote), patience(30))
         assert caught.value.status is status
-        for faults in {device.handle.faults, far_device(device).handle.faults}:
+        for faults in {device.faults, far_device(device).faults}:
             faults.stall_streams(on=False)
 
 
@@ -286,7 +286,7 @@ async def test_streams_that_are_cut(device: Device) -> None:
         for _ in range(20):
             assert await is_licensed(here)
             before = asked(device)
-            device.handle.faults.cut_streams()
+            device.faults.cut_streams()
             await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
             assert asked(device) > before
         assert here.pair.near.query().qp_state is QpState.RTS

@@ -15,6 +15,7 @@ from tests.fabric.exchange import exchange
 from tests.fabric.namespace import HOSTS, Network, network
 from tests.fabric.two import End, Other, end, other
 from tests.pace import patience
+from tests.soft_context import soft_context
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,11 +52,11 @@ async def way(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network,
     environment = {"AIOVERBS_SOFT_DIRECTORY": str(theirs), "AIOVERBS_SOFT_ADDRESS": far}
     async with other(environment=environment, prefix=cable.prefix) as there, end() as here:
         (qp,) = here.qps
-        refused = here.device.handle.fabric().refused_frames
+        refused = soft_context(here.device).fabric().refused_frames
         await there.connect(qp)
         yield Way(here, there, qp)
         assert {peer.transport for peer in here.device.peers()} <= {"tcp", None}
-        assert here.device.handle.fabric().refused_frames == refused, "both are honest"
+        assert soft_context(here.device).fabric().refused_frames == refused, "both are honest"
         assert len(here.region.pins) == 0
 
 

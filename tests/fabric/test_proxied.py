@@ -15,6 +15,7 @@ from tests.fabric.exchange import exchange, gid_name
 from tests.fabric.proxy import Proxy, proxy
 from tests.fabric.two import End, Other, end, other
 from tests.pace import patience
+from tests.soft_context import soft_context
 from tests.waiting import until
 
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
@@ -34,7 +35,7 @@ class Way:
 
     def check(self) -> None:
         assert len(self.here.region.pins) == 0
-        assert self.here.device.handle.fabric().refused_frames == self.refused, "both are honest"
+        assert soft_context(self.here.device).fabric().refused_frames == self.refused, "both are honest"
 
 
 @contextlib.contextmanager
@@ -65,7 +66,7 @@ async def way(
         there = await stack.enter_async_context(other(environment=environment))
         here = await stack.enter_async_context(end())
         (qp,) = here.qps
-        refused = here.device.handle.fabric().refused_frames
+        refused = soft_context(here.device).fabric().refused_frames
         name = gid_name(await there.connect(qp, **attributes))
         own = gid_name(qp.local_endpoint())
         async with proxy(ours / name, address if host else theirs / name, how), proxy(theirs / own, ours / own, how):

@@ -15,6 +15,7 @@ from aioverbs import WcStatus, WorkCompletionError
 from tests.conftest import ROOT
 from tests.fabric.exchange import exchange
 from tests.fabric.two import End, Other, end, other
+from tests.soft_context import soft_context
 from tests.waiting import until
 
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
@@ -27,7 +28,7 @@ NOT_ALLOWED = "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS na
 async def is_refused(here: End, there: Other, caplog: pytest.LogCaptureFixture) -> tuple[list[str], str]:
     """A request ends with the status of a peer that is not there. Why, as was logged here, and as is told there."""
     (qp,) = here.qps
-    before = here.device.handle.fabric()
+    before = soft_context(here.device).fabric()
     await there.connect(qp, **QUICK)
     with pytest.raises(WorkCompletionError) as caught:
         await qp.write(here.region[:8], there.region[:8])
@@ -37,7 +38,7 @@ async def is_refused(here: End, there: Other, caplog: pytest.LogCaptureFixture) 
     await until(lambda: any(each.connected_by_us and each.problem for each in here.device.peers()))
     (peer,) = (each for each in here.device.peers() if each.connected_by_us and each.problem)
     assert (peer.connected, peer.connections) == (False, 0)
-    after = here.device.handle.fabric()
+    after = soft_context(here.device).fabric()
     assert (after.connected, after.accepted, after.refused_frames) == (
         *(before.connected, before.accepted, before.refused_frames),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from tests.devices import device, device_name
 from tests.manager.held import helpers
 
@@ -14,4 +14,4 @@ def _reserved() -> None:
     """The software device keeps a socket, by which its GID is nobody else's, from its first opening until the process
     ends: whichever test comes first, it is there before descriptors are counted.
     """
-    handles.Context.open_software().destroy()
+    software.Context.open().destroy()

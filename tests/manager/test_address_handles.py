@@ -51,7 +51,7 @@ async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         async with domain.queue_pair(cq, qp_type=QpType.UD) as qp:
             handle = domain.address_handle(qp.local_endpoint())
-        device.handle.faults.fail("create_ah", 110)
+        device.faults.fail("create_ah", 110)
         opening = asyncio.create_task(handle.open())
         await until(lambda: helpers.waiting)
         helpers.release()

@@ -460,13 +460,13 @@ async def test_what_fails_is_told(
     async with pd.buffer_pool(64, 1, limit=3) as pool, pool.lease():
         if large:
             monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
-        device.handle.faults.fail("reg_mr", errno.ENOMEM)
+        device.faults.fail("reg_mr", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pool.lease()
         assert counts(pool) == (1, 0, 0, 0)
         async with pool.lease():
             if not large:
-                device.handle.faults.fail("reg_mr", errno.ENOMEM)
+                device.faults.fail("reg_mr", errno.ENOMEM)
                 with pytest.raises(VerbsError, match="ENOMEM"):
                     pool.lease_nowait()
         assert pool.statistics().slabs == 2
@@ -634,7 +634,7 @@ async def test_warnings_that_are_errors_do_not_keep_it_open(pd: ProtectionDomain
 @pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_an_opening_that_fails_leaves_nothing(pd: ProtectionDomain, device: Device) -> None:
-    device.handle.faults.fail("reg_mr", errno.ENOMEM)
+    device.faults.fail("reg_mr", errno.ENOMEM)
     pool = pd.buffer_pool(64, 1)
     with pytest.raises(VerbsError, match="ENOMEM"):
         await pool.open()

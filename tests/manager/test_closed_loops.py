@@ -85,7 +85,7 @@ def test_what_a_closed_loop_was_closing_is_closed_with_its_device(what: str, lef
         loop.run_until_complete(begun.begin())
     begun.forget_the_task()
     with a_loop() as another:
-        begun.device.handle.faults.unhold()
+        begun.device.faults.unhold()
         another.run_until_complete(ended(another.create_task(begun.device.aclose())))
     assert begun.closed.closed
     assert begun.device.closed
@@ -98,7 +98,7 @@ def test_what_a_loop_was_closing_whose_thread_has_ended_is_closed_with_its_devic
         thread = threading.Thread(target=loop.run_until_complete, args=[begun.begin()])
         thread.start()
         thread.join()
-        begun.device.handle.faults.unhold()
+        begun.device.faults.unhold()
         another.run_until_complete(ended(another.create_task(begun.device.aclose())))
         assert begun.region.closed
 
@@ -129,7 +129,7 @@ def test_who_waits_for_a_loop_that_is_closed_meanwhile_goes_on_with_what_it_did(
         await until(lambda: bell._waiting)
         assert not second.done()
         loop.close()
-        begun.device.handle.faults.unhold()
+        begun.device.faults.unhold()
         await ended(asyncio.create_task(begun.device.aclose()))  # with the queues that nobody looks at any more
         await ended(second)
         assert begun.region.closed
@@ -150,7 +150,7 @@ def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
         await asyncio.wait([second], timeout=patience(20))
         assert second.cancelled()
         loop.close()  # and now the task that it was left to goes on
-        begun.device.handle.faults.unhold()
+        begun.device.faults.unhold()
         await ended(asyncio.create_task(begun.device.aclose()))
         assert begun.domain.closed
 

@@ -280,7 +280,7 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
             raised.append(error)
             raise
 
-    device.handle.faults.fail("dealloc_mw", errno.EIO)
+    device.faults.fail("dealloc_mw", errno.EIO)
     if kind == "native":
         task = asyncio.create_task(close())
         await asyncio.sleep(0.01)
@@ -305,7 +305,7 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
 async def test_a_warning_is_not_lost_in_an_error(device: Device) -> None:
     pd = await device.protection_domain().open()
     child = await pd.parent_domain().open()
-    device.handle.faults.fail("dealloc_pd", errno.EIO, first=2)  # a parent domain is deallocated by the same verb
+    device.faults.fail("dealloc_pd", errno.EIO, first=2)  # a parent domain is deallocated by the same verb
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(VerbsError, match="EIO") as caught:
@@ -374,7 +374,7 @@ async def test_two_orphans_of_one_owner_are_anyones(device: Device) -> None:
 async def test_what_cannot_be_flushed_is_closed_all_the_same(device: Device) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
-        device.handle.faults.fail("modify_qp", errno.EIO)
+        device.faults.fail("modify_qp", errno.EIO)
         await pair.near.aclose()
         assert pair.near.closed
         assert len(pair.source.pins) == 0
@@ -386,7 +386,7 @@ async def test_writes_keep_their_memory_where_destroying_fails(device: Device, m
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
     async with ends(device) as pair:
         await begin_write(device, pair)
-        device.handle.faults.fail("destroy_qp", errno.EIO)
+        device.faults.fail("destroy_qp", errno.EIO)
         with pytest.raises(OSError, match="EIO"):
             await pair.near.aclose()
         assert len(pair.source.pins) == 1
@@ -438,7 +438,7 @@ async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: De
 async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: Device) -> None:
     async def body() -> None:
         async with device.loop_domain():
-            device.handle.faults.fail("dealloc_td", errno.EIO)
+            device.faults.fail("dealloc_td", errno.EIO)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

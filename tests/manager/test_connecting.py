@@ -501,7 +501,7 @@ def _come_to(of: Scene, state: QpState) -> None:
 @pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> None:
-    faults = device.handle.faults
+    faults = device.faults
     for mistake in MISTAKES:
         async with scene(device, mistake.qp_type) as of:
             _come_to(of, mistake.state)
@@ -525,10 +525,10 @@ async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> N
 async def test_a_device_that_refuses(device: Device) -> None:
     async with scene(device) as of:
         remote = of.far.local_endpoint()
-        device.handle.faults.fail("modify_qp", errno.EIO, first=2)
+        device.faults.fail("modify_qp", errno.EIO, first=2)
         with pytest.raises(VerbsError, match="ibv_modify_qp failed: EIO"):
             of.near.connect(remote, READ)
-        device.handle.faults.clear()
+        device.faults.clear()
         assert of.near.qp_state is of.near.query().qp_state is INIT
         assert of.near.remote_endpoint is None
         of.near.connect(remote)

@@ -52,7 +52,7 @@ async def test_events_of_ports_and_objects(device: Device) -> None:
         domain.shared_receive_queue(4) as srq,
     ):
         events = device.events()
-        faults = device.handle.faults
+        faults = device.faults
         faults.set_port(False)
         faults.set_port(True)
         assert await take(events, 2) == [
@@ -77,8 +77,8 @@ async def test_events_of_one_object(device: Device) -> None:
     ):
         of_one, of_all = device.events(qp), device.events()
         first, second = await listening(of_one), await listening(of_all)
-        device.handle.faults.break_queue_pair(other.handle)
-        device.handle.faults.break_queue_pair(qp.handle)
+        device.faults.break_queue_pair(other.handle)
+        device.faults.break_queue_pair(qp.handle)
         assert (await first).resource is qp
         assert [(await second).resource, *(event.resource for event in await take(of_all, 1))] == [other, qp]
 
@@ -94,7 +94,7 @@ async def test_objects_have_their_own(device: Device) -> None:
     ):
         objects: list[Eventful[Any]] = [qp, srq, cq]
         tasks = [await listening(each.events()) for each in objects]
-        faults = device.handle.faults
+        faults = device.faults
         faults.set_port(False)
         faults.break_queue_pair(other.handle)
         faults.break_queue_pair(qp.handle)
@@ -130,7 +130,7 @@ async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
         asyncio.run(asyncio.wait_for(listen(), patience(10)))
 
     thread = asyncio.create_task(asyncio.to_thread(elsewhere))
-    device.handle.faults.break_shared_receive_queue(srq.handle)
+    device.faults.break_shared_receive_queue(srq.handle)
     await asyncio.wait_for(heard.wait(), patience(10))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -146,9 +146,9 @@ async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
 async def test_what_nobody_heard_of_keeps_no_object(device: Device) -> None:
     async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
         kept = [await domain.shared_receive_queue(4).open()]
-        device.handle.faults.break_shared_receive_queue(kept[0].handle)
+        device.faults.break_shared_receive_queue(kept[0].handle)
         async with domain.shared_receive_queue(4) as other:
-            device.handle.faults.break_shared_receive_queue(other.handle)
+            device.faults.break_shared_receive_queue(other.handle)
             assert (await take(other.events(), 1))[0].resource is other  # of the first one nobody hears
         with pytest.warns(ResourceWarning, match="SharedReceiveQueue"):
             kept.clear()
@@ -168,13 +168,13 @@ async def test_listeners_on_several_loops_all_hear(device: Device) -> None:
     thread = asyncio.create_task(asyncio.to_thread(asyncio.run, elsewhere()))
     await ready.wait()
     task = await listening(device.events())
-    device.handle.faults.set_port(False)
+    device.faults.set_port(False)
     assert await task == await thread == DeviceEvent(EventType.PORT_ERR, None, 1)
 
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_came_before_waits(device: Device) -> None:
-    device.handle.faults.set_port(False)
+    device.faults.set_port(False)
     events = device.events()
     assert (await take(events, 1))[0].event_type is EventType.PORT_ERR
 
@@ -189,7 +189,7 @@ async def test_the_end_of_the_device_is_their_end() -> None:
 
     task = asyncio.create_task(listen())
     await asyncio.sleep(0)
-    device.handle.faults.lose_device()
+    device.faults.lose_device()
     await asyncio.sleep(0.01)
     await device.aclose()
     await asyncio.wait_for(task, patience(10))
@@ -202,12 +202,12 @@ async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
     """libuv ends a process whose loop polls a descriptor that was closed."""
     async with open_device("soft0") as device:
         async with device.resource_domain() as domain, domain.completion_queue(64):
-            device.handle.faults.set_port(False)
+            device.faults.set_port(False)
             await asyncio.sleep(0.01)  # the queue's loop takes it, and nobody hears of it
         await asyncio.sleep(0.01)
         events = device.events()
         assert (await anext(events)).event_type is EventType.PORT_ERR
-        device.handle.faults.set_port(True)
+        device.faults.set_port(True)
     await asyncio.sleep(0.01)
 
 
@@ -223,8 +223,8 @@ async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkey
             await anext(device.events())
         with pytest.raises(OSError, match="too many"):
             pump.watch(lambda _: None)
-    device.handle.faults.set_port(False)
-    device.handle.faults.lose_device()
+    device.faults.set_port(False)
+    device.faults.lose_device()
     await asyncio.sleep(0.01)
     assert [event.event_type for event in await take(device.events(), 2)] == [
         EventType.PORT_ERR,
@@ -283,15 +283,15 @@ async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
-        device.handle.faults.fail("get_async_event", errno.EIO, times=0)
-        device.handle.faults.set_port(False)
+        device.faults.fail("get_async_event", errno.EIO, times=0)
+        device.faults.set_port(False)
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(waiting, patience(10))
         async with asyncio.timeout(patience(10)), domain.queue_pair(cq) as qp, domain.register(8, WRITTEN) as region:
             qp.connect(qp.local_endpoint(), WRITTEN)
             with pytest.raises(BrokenResourceError, match="the device was lost"):
                 await qp.write(region[:4], region.remote()[4:])
-    device.handle.faults.clear()
+    device.faults.clear()
 
 
 @needs(Capability.FAULT_PLAN)
@@ -300,6 +300,6 @@ async def test_an_event_that_was_told_keeps_nothing_from_being_closed(device: De
         events = device.events()
         async with domain.queue_pair(cq) as qp:
             task = await listening(events)
-            device.handle.faults.break_queue_pair(qp.handle)
+            device.faults.break_queue_pair(qp.handle)
             assert (await task).resource is qp
         assert qp.closed

@@ -57,7 +57,7 @@ async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
 async def test_a_thread_domain_degrades_and_says_so_once(
     device: Device, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device.handle.faults.fail("alloc_td", number, times=0)
+    device.faults.fail("alloc_td", number, times=0)
     async with device.thread_domain() as td, device.thread_domain() as another:
         assert not td.native
         assert td.handle is None
@@ -78,7 +78,7 @@ async def test_a_thread_domain_degrades_and_says_so_once(
 @pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_other_errors_are_errors(device: Device) -> None:
-    device.handle.faults.fail("alloc_td", errno.EIO)
+    device.faults.fail("alloc_td", errno.EIO)
     with pytest.raises(VerbsError, match="EIO"):
         await device.thread_domain().open()
     assert device.statistics().native_thread_domains == 0
@@ -136,7 +136,7 @@ async def test_resources_are_made_from_resources(device: Device) -> None:
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
 async def test_a_parent_domain_degrades(device: Device, number: int, caplog: pytest.LogCaptureFixture) -> None:
-    device.handle.faults.fail("alloc_parent_domain", number, times=0)
+    device.faults.fail("alloc_parent_domain", number, times=0)
     allocator = Recording()
     async with device.protection_domain() as pd, device.thread_domain() as td:
         async with pd.parent_domain(td, allocator) as domain, pd.parent_domain() as another:

@@ -118,7 +118,7 @@ async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: py
 async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         qp.to_init()
-        device.handle.faults.fail("modify_qp", 110)
+        device.faults.fail("modify_qp", 110)
         establishing = asyncio.create_task(qp.establish(qp.local_endpoint(), ACCESS))
         await until(lambda: helpers.waiting)
         helpers.release()

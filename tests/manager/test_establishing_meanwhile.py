@@ -58,9 +58,9 @@ async def test_receives_end_where_it_breaks(device: Device, helpers: Helpers, lo
         establishing = establish(qp, qp)
         await until(lambda: helpers.waiting)
         if lost == "device":
-            device.handle.faults.lose_device()
+            device.faults.lose_device()
         else:
-            device.handle.faults.break_completion_queue(cq.handle)
+            device.faults.break_completion_queue(cq.handle)
         with pytest.raises(BrokenResourceError):  # it has nothing to wait for
             await receives[1]
         assert not receives[0].done()

@@ -203,7 +203,7 @@ async def test_the_block_of_the_domain_of_a_loop(device: Device) -> None:
 @pytest.mark.parametrize("waits", [False, True], ids=["between two events", "waiting"])
 async def test_events(device: Device, waits: bool) -> None:
     events = device.events()
-    faults = device.handle.faults
+    faults = device.faults
     waiting = asyncio.create_task(events.__anext__())
     if not waits:
         faults.set_port(False)

@@ -123,7 +123,7 @@ async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monk
 async def test_one_that_cannot_be_closed_is_told_of_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     devices = [await open_device("soft0").open()]
     pds = [await devices[0].protection_domain().open()]
-    devices[0].handle.faults.fail("dealloc_pd", errno.EIO)
+    devices[0].faults.fail("dealloc_pd", errno.EIO)
     with caplog.at_level(logging.ERROR):
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             forget_all(devices, pds)

@@ -252,7 +252,7 @@ async def test_one_that_is_not_there(device: Device) -> None:
 @needs(Capability.FAULT_PLAN)
 async def test_a_table_that_cannot_be_read(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
-        device.handle.faults.fail("query_gid", 5)
+        device.faults.fail("query_gid", 5)
         with pytest.raises(VerbsError, match="ibv_query_gid failed: EIO"):
             qp.local_endpoint()
         assert qp.local_endpoint().gid == device.handle.query_gid(1, qp.gid_index)

@@ -108,7 +108,7 @@ async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_the_block_raises_is_what_the_caller_hears(device: Device) -> None:
-    faults = device.handle.faults
+    faults = device.faults
     pd = device.protection_domain()
 
     async def body() -> None:
@@ -241,7 +241,7 @@ async def test_a_cancelled_close_closes(device: Device, kind: str) -> None:
 @needs(Capability.FAULT_PLAN)
 @every_kind
 async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make: Callable[[Device], Resource]) -> None:
-    faults = device.handle.faults
+    faults = device.faults
     faults.count_calls()
     async with make(device):
         pass
@@ -264,7 +264,7 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make:
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
     pd = device.protection_domain()
-    device.handle.faults.fail("alloc_pd", errno.ENOMEM)
+    device.faults.fail("alloc_pd", errno.ENOMEM)
     with pytest.raises(VerbsError, match="ENOMEM"):
         await pd.open()
     assert pd.state is State.NEW
@@ -274,7 +274,7 @@ async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
-    faults = device.handle.faults
+    faults = device.faults
     domain = device.resource_domain()
     # The parent domain is made last; then the thread domain cannot be undone.
     faults.fail("alloc_parent_domain", errno.ENOMEM)
@@ -310,7 +310,7 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> None:
-    faults = device.handle.faults
+    faults = device.faults
 
     async def fail() -> None:
         faults.fail("alloc_parent_domain", errno.ENOMEM)

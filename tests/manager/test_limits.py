@@ -34,7 +34,7 @@ def no_verb(device: Device, *verbs: str) -> Iterator[None]:
     if Capability.FAULT_PLAN not in capabilities(device.name):
         yield
         return
-    faults = device.handle.faults
+    faults = device.faults
     faults.count_calls()
     yield
     assert [faults.calls(verb) for verb in verbs] == [0] * len(verbs)

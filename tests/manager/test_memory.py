@@ -361,7 +361,7 @@ async def test_allocators_that_have_nothing(device: Device) -> None:
         with pytest.raises(ValueError, match="an allocator goes with a number of bytes"):
             pd.register(bytearray(8), REMOTE, Recording())
         recording = Recording()
-        device.handle.faults.fail("reg_mr", 12)
+        device.faults.fail("reg_mr", 12)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pd.register(64, REMOTE, recording).open()
         assert not recording.live

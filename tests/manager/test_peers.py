@@ -17,6 +17,7 @@ from aioverbs import Device, VerbsError, open_device
 from aioverbs._providers import peer_log
 from tests.listening import own_address
 from tests.pace import patience
+from tests.soft_context import soft_context
 from tests.waiting import until
 
 PATIENCE_S = patience(20)
@@ -72,7 +73,7 @@ async def until_closed(peer: socket.socket) -> None:
 
 
 async def test_it_is_found(found: Device, directory: Path, port: int) -> None:
-    told = found.handle.fabric()
+    told = soft_context(found).fabric()
     assert told.listening
     assert told.address == f"{own_address()}:{port}"
     assert told.problem == ""
@@ -86,7 +87,7 @@ async def test_who_does_not_speak_the_language_is_refused(
     found: Device, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = datetime.now(UTC) - timedelta(milliseconds=1)
-    for address in ((own_address(), port), found.handle.fabric().path):
+    for address in ((own_address(), port), soft_context(found).fabric().path):
         with connect(address) as peer:
             peer.sendall(WRONG)
             await until_closed(peer)
@@ -94,7 +95,7 @@ async def test_who_does_not_speak_the_language_is_refused(
     assert began <= first.time <= second.time <= datetime.now(UTC)
     assert first.gid is None
     assert first.reason
-    told = found.handle.fabric()
+    told = soft_context(found).fabric()
     assert (told.accepted, told.refused_peers, told.refused_frames) == (0, 2, 0)
     assert told.refusals == (first, second)
     logged = [(each.name, each.levelno, each.getMessage()) for each in caplog.records]
@@ -171,7 +172,7 @@ async def test_a_handler_of_signals_asks_in_the_middle(device: Device) -> None:
 
 
 async def test_who_says_nothing_yet(found: Device, port: int) -> None:
-    with connect((own_address(), port)), connect(found.handle.fabric().path):
+    with connect((own_address(), port)), connect(soft_context(found).fabric().path):
         await until(lambda: len(found.peers()) == 2)
         over_tcp, over_unix = sorted(found.peers(), key=lambda peer: peer.transport or "")
         assert (over_tcp.transport, over_unix.transport) == ("tcp", "unix")
@@ -212,6 +213,6 @@ async def test_others_have_none(device: Device) -> None:
 @pytest.mark.once
 async def test_in_one_process_there_is_no_fabric(directory: Path) -> None:
     async with open_device("soft0") as device:
-        assert not device.handle.has_fabric
-        told = device.handle.fabric()
+        assert not soft_context(device).has_fabric
+        told = soft_context(device).fabric()
         assert (told.listening, told.path, told.address, told.problem) == (False, "", "", "")

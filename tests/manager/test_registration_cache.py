@@ -154,7 +154,7 @@ async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -
         await use(pd, "text")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LOCAL_WRITE"):
         await use(pd, bytearray(64), AccessFlags.REMOTE_WRITE)
-    device.handle.faults.fail("reg_mr", errno.ENOMEM)
+    device.faults.fail("reg_mr", errno.ENOMEM)
     memory = bytearray(64)
     with pytest.raises(VerbsError, match="ENOMEM"):
         await use(pd, memory)
@@ -322,7 +322,7 @@ async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) 
     await use(pd, one)
     await use(pd, two)
     pd.cache.max_entries = 1
-    device.handle.faults.fail("dereg_mr", errno.EIO)
+    device.faults.fail("dereg_mr", errno.EIO)
     with pytest.raises(VerbsError, match="EIO"):
         await use(pd, three)
     assert dict(device.statistics().objects)["mrs"] == 1, "the other one was; the pd has the first"

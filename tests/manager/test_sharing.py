@@ -35,6 +35,7 @@ from aioverbs import (
     import_device,
 )
 from aioverbs._core.handles import handles
+from aioverbs._core.software.software import Context as SoftwareContext, ImportedRegion
 from aioverbs._lifecycle.turns import OPENING, spend
 from aioverbs._sharing.exchange import Given, GivenSoft, answer, receive
 from aioverbs._sharing.messages import Reply, Request, device_of, share_id
@@ -617,6 +618,7 @@ async def test_the_software_device_with_itself(device: Device, ends: Ends) -> No
                     ACCESS,
                     100,
                 )
+                assert isinstance(there.handle, ImportedRegion)
                 assert there.handle.here == region.address
                 there.buffer[2:4] = b"ne"
             assert bytes(region.buffer[:4]) == b"bone"
@@ -631,6 +633,7 @@ async def test_another_software_device_of_this_process(device: Device, ends: End
     async with imported(device, ends, f"soft0@{own_address()}:7472") as (pd, instance):
         async with pd.register(100, ACCESS, pd.shared_memory) as region:
             async with instance.import_memory_region(region.rkey) as there:
+                assert isinstance(there.handle, ImportedRegion)
                 assert there.handle.here != there.address == region.address
                 region.buffer[:5] = b"there"
                 assert bytes(there.buffer[:5]) == b"there"
@@ -730,7 +733,7 @@ async def test_two_who_open_it_at_once(
     stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
     """Each asks; one of them gets it, and of the other's nothing is left."""
-    monkeypatch.setattr(Given, "open_context", lambda self, name: handles.Context.open_software())
+    monkeypatch.setattr(Given, "open_context", lambda self, name: SoftwareContext.open())
     device = import_device(ends[1], ID, KEY)
     before = descriptors_at_first()
 

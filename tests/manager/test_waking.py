@@ -39,7 +39,7 @@ TURN = 256  # completions are taken in one turn of the loop
 @needs(Capability.FAULT_PLAN)
 async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(patience(10)):
-        faults = device.handle.faults
+        faults = device.faults
         hold(device, pair.near)
         faults.count_calls()
         write = asyncio.create_task(pair.write(b"hello"))
@@ -116,7 +116,7 @@ async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(5)]
         await asyncio.sleep(0.01)
         assert pair.near.statistics().sends.queued == 3
-        device.handle.faults.break_completion_queue(pair.cq.handle)
+        device.faults.break_completion_queue(pair.cq.handle)
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(result) for result in results] == [BrokenResourceError] * 5
         assert pair.cq.statistics().under_way == pair.near.statistics().sends.queued == len(pair.source.pins) == 0
@@ -158,7 +158,7 @@ async def test_what_was_posted_before_its_loop_was_gone_is_looked_for_but_not_wa
 async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = await pd.completion_queue(64).open()
-        device.handle.faults.fail("destroy_cq", errno.EIO)
+        device.faults.fail("destroy_cq", errno.EIO)
         with pytest.raises(VerbsError, match="EIO"):
             await cq.aclose()
         async with connected(pd, cq) as (near, _), asyncio.timeout(patience(5)):
@@ -170,7 +170,7 @@ async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) ->
 @needs(Capability.FAULT_PLAN)
 async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> None:
     """A further turn that was due comes while another thread closes the queue: it must not be inside then."""
-    faults = device.handle.faults
+    faults = device.faults
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = await pd.completion_queue(64).open()
         async with connected(pd, cq) as (near, _):
@@ -193,7 +193,7 @@ async def test_a_queue_that_breaks_harms_no_other(device: Device) -> None:
         hold(device, other.near)
         writing = asyncio.create_task(other.write(b"goes on"))
         await asyncio.sleep(0)
-        device.handle.faults.break_completion_queue(pair.cq.handle)
+        device.faults.break_completion_queue(pair.cq.handle)
         async with contextlib.aclosing(pair.cq.events()) as events:
             assert (await anext(events)).event_type is EventType.CQ_ERR
         await asyncio.sleep(0.01)
@@ -286,7 +286,7 @@ async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) 
 
 @needs(Capability.FAULT_PLAN)
 async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
-    faults = device.handle.faults
+    faults = device.faults
     async with (
         ends(device, capabilities=QpCapabilities(max_send_wr=1, max_recv_wr=1)) as pair,
         asyncio.timeout(patience(5)),

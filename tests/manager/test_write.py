@@ -165,7 +165,7 @@ async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
 @needs(Capability.FAULT_PLAN)
 async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
     async with ends(device) as pair:
-        device.handle.faults.fail("post_send", errno.ENOMEM)
+        device.faults.fail("post_send", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pair.write(b"hello")
         assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
@@ -234,7 +234,7 @@ async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None
         hold(device, pair.near)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
-        device.handle.faults.break_completion_queue(pair.cq.handle)
+        device.faults.break_completion_queue(pair.cq.handle)
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(result) for result in results] == [BrokenResourceError] * 3
         unhold(device, pair.near)
@@ -247,7 +247,7 @@ async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel)
         fall_silent(pair)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
-        other.handle.faults.lose_device()
+        other.faults.lose_device()
         results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), patience(10))
         assert [type(result) for result in results] == [DeviceRemovedError] * 3
         assert "DEVICE_FATAL" in str(results[0])
@@ -286,7 +286,7 @@ async def test_nobody_else_writes(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
-    faults = device.handle.faults
+    faults = device.faults
 
     async def use() -> None:
         async with ends(device) as pair:

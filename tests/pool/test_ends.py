@@ -273,7 +273,7 @@ async def test_wrong_arguments(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 async def test_a_worker_that_cannot_be_made(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    device.handle.faults.fail("alloc_parent_domain", errno.ENOMEM, first=3)
+    device.faults.fail("alloc_parent_domain", errno.ENOMEM, first=3)
     with pytest.raises(VerbsError, match="ibv_alloc_parent_domain"):
         await WorkerPool(device, 4).open()
     assert (worker_threads(), caplog.text) == ([], "")

@@ -28,6 +28,7 @@ from aioverbs import (
     import_device,
     open_device,
 )
+from aioverbs._core.software.software import export
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 PATIENT: dict[str, Any] = {"timeout": 17, "rnr_retry": 7}  # 0.5 s, seven times; and for a receive for ever
@@ -115,7 +116,7 @@ class Worker:
             case ["blocks"]:
                 return str(sum(os.stat(f"/proc/self/fd/{each}").st_blocks * 512 for each in descriptors()))
             case ["reap"]:
-                os.close(self.pd.handle.export())
+                os.close(export(self.pd.handle))
             case ["fork"]:
                 fork_and_stay()
             case ["leftovers"]:

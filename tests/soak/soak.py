@@ -115,7 +115,7 @@ async def one(kind: Round, draw: random.Random) -> int:
     device = await open_device("soft0", engine_mode=engine_mode, delay_ns=delay_ns).open()
     try:
         if engine_mode and draw.random() < 0.5:
-            device.handle.faults.jitter(draw.choice([1000, 200_000]))
+            device.faults.jitter(draw.choice([1000, 200_000]))
         return await kind(device, draw)
     finally:
         with warnings.catch_warnings():

@@ -168,10 +168,10 @@ async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device
     destroyed prior to deallocating the parent domain." """
     async with device.protection_domain() as pd, pd.parent_domain() as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
-        device.handle.faults.count_calls()
+        device.faults.count_calls()
         with pytest.raises(Exception, match="cannot be destroyed"):
             await domain.aclose()
-        assert device.handle.faults.calls("dealloc_pd") == 0, "it was refused before the verb"
+        assert device.faults.calls("dealloc_pd") == 0, "it was refused before the verb"
         queue.destroy()
 
 
@@ -302,7 +302,7 @@ async def test_the_allocator_is_asked_in_the_calling_thread(device: Device) -> N
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EIO], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:
     """ "or NULL if the request fails (and sets errno to indicate the failure reason)" """
-    device.handle.faults.fail("alloc_parent_domain", number)
+    device.faults.fail("alloc_parent_domain", number)
     async with device.protection_domain() as pd:
         with pytest.raises(VerbsError) as caught:
             await pd.parent_domain().open()

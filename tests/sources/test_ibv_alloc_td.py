@@ -83,12 +83,12 @@ async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.EBUSY], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:
     """ "NULL if the request fails (and sets errno …)"; "ibv_dealloc_td() returns 0 …, or the value of errno"."""
-    device.handle.faults.fail("alloc_td", number)
+    device.faults.fail("alloc_td", number)
     with pytest.raises(VerbsError) as caught:
         await device.thread_domain().open()
     assert (caught.value.verb, caught.value.errno) == ("ibv_alloc_td", number)
     td = await device.thread_domain().open()
-    device.handle.faults.fail("dealloc_td", number)
+    device.faults.fail("dealloc_td", number)
     with pytest.raises(VerbsError) as caught:
         await td.aclose()
     assert (caught.value.verb, caught.value.errno) == ("ibv_dealloc_td", number)

@@ -180,7 +180,7 @@ async def test_errno_indicates_the_failure_reason(device: Device) -> None:
         await device.xrc_domain(1 << 20).open()
     assert (caught.value.verb, caught.value.errno) == ("ibv_open_xrcd", errno.EBADF)
     domain = await device.xrc_domain().open()
-    device.handle.faults.fail("close_xrcd", errno.EIO)
+    device.faults.fail("close_xrcd", errno.EIO)
     with pytest.raises(VerbsError, match="ibv_close_xrcd"):
         await domain.aclose()
     await domain.aclose()

@@ -139,7 +139,7 @@ async def test_the_example(device: Device) -> None:
 async def test_creating_one_may_fail(device: Device) -> None:
     """ "if (!_domain) { fprintf(stderr, "Can't create resource domain\\n")" """
     for verb in ("alloc_pd", "alloc_td", "alloc_parent_domain"):
-        device.handle.faults.fail(verb, 5)
+        device.faults.fail(verb, 5)
         with pytest.raises(VerbsError, match=f"ibv_{verb} failed: EIO"):
             await device.resource_domain().open()
         assert not any(count for _, count in device.statistics().objects)

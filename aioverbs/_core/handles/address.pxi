@@ -1,4 +1,4 @@
-# Part of engine.pyx: ways to peers.
+# Part of handles.pyx: ways to peers.
 
 cdef class AddressHandle(Handle):
     """An address handle, the way that datagrams take: ``ibv_create_ah``.

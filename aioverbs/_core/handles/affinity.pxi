@@ -1,4 +1,4 @@
-# Part of engine.pyx: who may call the verbs of an object.
+# Part of handles.pyx: who may call the verbs of an object.
 
 cdef object _get_running_loop = None            # asyncio's, imported with the first affinity
 
@@ -59,7 +59,7 @@ cdef class Affinity:
 
     @staticmethod
     cdef uint32_t _fork_count() noexcept:
-        return v.soft_fork_count()
+        return fork_count
 
     @staticmethod
     def of_running_loop():
@@ -68,7 +68,7 @@ cdef class Affinity:
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
         cdef Affinity self = Affinity.__new__(Affinity)
-        self._forks = v.soft_fork_count()
+        self._forks = fork_count
         self._bind()
         return self
 
@@ -76,7 +76,7 @@ cdef class Affinity:
     def unbound():
         """Of no thread: any may call, one at a time."""
         cdef Affinity self = Affinity.__new__(Affinity)
-        self._forks = v.soft_fork_count()
+        self._forks = fork_count
         return self
 
     cdef int _bind(self) except -1:
@@ -113,7 +113,7 @@ cdef class Affinity:
     @property
     def inherited(self):
         """Whether it is of the process that this one was forked from."""
-        return self._forks != v.soft_fork_count()
+        return self._forks != fork_count
 
     @property
     def orphaned(self):
@@ -124,7 +124,7 @@ cdef class Affinity:
 
     def owns(self):
         """Whether a verb called here and now would pass, were none under way."""
-        return self._forks == v.soft_fork_count() and (self._thread == NULL or self._is_owner())
+        return self._forks == fork_count and (self._thread == NULL or self._is_owner())
 
     def take_over(self):
         """Make the running loop and its thread the owner, where the old one is gone.
@@ -149,7 +149,7 @@ cdef class Affinity:
     # Whoever was let in leaves, once. Of a bound affinity only the owner's thread comes as far as `_inside`, which then
     # tells of re-entry; for the others it is taken atomically.
     cdef int _enter(self, object what, str verb) except -1:
-        if self._forks != v.soft_fork_count():
+        if self._forks != fork_count:
             raise ForkedProcessError(repr(what))
         if _pass_again(self._thread, self._inside, self._version):
             self._inside = 1

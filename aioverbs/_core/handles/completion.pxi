@@ -1,4 +1,4 @@
-# Part of engine.pyx: completion channels and completion queues.
+# Part of handles.pyx: completion channels and completion queues.
 
 cdef class CompletionChannel(Handle):
     """A completion channel: ``ibv_create_comp_channel``. Its descriptor is non-blocking.
@@ -78,8 +78,8 @@ cdef class CompletionChannel(Handle):
                 # The context of a queue is its handle. The ledger keeps it until the verb that destroys the queue has
                 # returned, and that waits for this event.
                 queue = <CompletionQueue>handle
-                if v.gate_enter(&queue._gate):  # left by ack_events
-                    v.gate_enter(&queue._unacknowledged)
+                if gate_enter(&queue._gate):  # left by ack_events
+                    gate_enter(&queue._unacknowledged)
                     return queue
                 self.context.table.ack_cq_events(cq, 1)
         finally:
@@ -258,12 +258,12 @@ cdef class CompletionQueue(Handle):
         if cqe < 1:
             raise ValueError(f"a completion queue holds 1 completion at least, not {cqe}")
         self._use("ibv_resize_cq")
-        v.gate_enter(&self._resizing)
+        gate_enter(&self._resizing)
         try:
             with nogil:
                 error = self.context.table.resize_cq(self.pointer, cqe)
         finally:
-            v.gate_leave(&self._resizing)
+            gate_leave(&self._resizing)
             self._unuse()
         if error and self.parent_domain is not None:
             cause = self.parent_domain._take_cause()
@@ -315,10 +315,10 @@ cdef class CompletionQueue(Handle):
         """
         self._use_memory("ibv_ack_cq_events")
         try:
-            if count < 0 or not v.gate_leave_many(&self._unacknowledged, count):
+            if count < 0 or not gate_leave_many(&self._unacknowledged, count):
                 raise ValueError(f"{self._unacknowledged} events of {self!r} can be acknowledged, not {count}")
             self.context.table.ack_cq_events(self.pointer, count)
-            v.gate_leave_many(&self._gate, count)
+            gate_leave_many(&self._gate, count)
         finally:
             self._unuse()
 

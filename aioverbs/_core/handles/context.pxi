@@ -1,4 +1,4 @@
-# Part of engine.pyx: open devices.
+# Part of handles.pyx: open devices.
 
 
 def load_libibverbs(library="libibverbs.so.1"):
@@ -55,7 +55,8 @@ def table_slot(verb):
 
 
 cdef class Context(Handle):
-    """An open device: ``struct ibv_context``. Made by `open_software` or `adopt`.
+    """An open device: ``struct ibv_context``. Made by `adopt` or `import_device`.
+    The software device's extension has a class of its own.
 
     Any thread may use it, and what is made from it as far as no thread domain is involved.
     """
@@ -64,48 +65,7 @@ cdef class Context(Handle):
         self._ports = {}
 
     def __init__(self):
-        raise TypeError("use Context.open_software or Context.adopt")
-
-    @staticmethod
-    def open_software(*, engine=False, delay_ns=0, address=None, settings=None):
-        """Open a software device.
-
-        :param engine: execute requests in a C thread, as hardware does, instead of in the call that posts them.
-        :param delay_ns: with `engine`, how long after its posting a request is executed at the earliest.
-        :param address: which one: None for "soft0"; else an IP address, 4 or 16 bytes, and a TCP port, by which other
-            hosts find it.
-        :param settings: `SoftSettings` for its peers in other processes, taken over where no other context of it is
-            open; None: as where the environment says nothing of them.
-        :raises ValueError: `delay_ns` is negative, or given without `engine`; `address` is none.
-        :raises VerbsError: with EINVAL where no device can have the address; with what listening there answers, as
-            EADDRINUSE; with EMFILE or ENOMEM.
-        """
-        cdef v.soft_options options
-        cdef int error
-        cdef v.soft_settings filled
-        cdef char why[v.SOFT_WHY]
-        cdef Context self = Context.__new__(Context)
-        if delay_ns < 0 or (delay_ns and not engine):
-            raise ValueError("delay_ns is for engine=True, and not negative")
-        options.mode = v.SOFT_ENGINE if engine else v.SOFT_INLINE
-        options.delay_ns = delay_ns
-        options.why = why
-        options.settings = NULL
-        _fill_address(&options.address, address)
-        if settings is not None:
-            _fill_settings(&filled, settings)
-            options.settings = &filled
-        with nogil:
-            self.pointer = v.soft_open(&options)
-            error = errno
-        if not self.pointer:
-            raise VerbsError("ibv_open_device", error, _text(why) or None)
-        self.table = v.soft_verbs
-        self.software = True
-        self.context = self
-        self._describe()
-        self._opened("")
-        return self
+        raise TypeError("use Context.adopt, Context.import_device or software.Context.open")
 
     @staticmethod
     def adopt(capsule, owner):
@@ -163,14 +123,9 @@ cdef class Context(Handle):
     cdef str _destroy_name(self):
         return "ibv_close_device"
 
-    cdef int _halt(self) except -1:
-        self._enter()
-        try:
-            with nogil:
-                v.soft_halt(self.pointer)
-        finally:
-            self._leave()
-        return 0
+    cdef str _problem(self):
+        # Why peers do not find the device, where that may be what made a queue pair's way to one fail; None: no reason.
+        return None
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
@@ -358,69 +313,6 @@ cdef class Context(Handle):
             return _take_event(self)
         finally:
             self._leave()
-
-    def counts(self):
-        """What is alive in a context of the software device, by kind, and how many overlapping calls it refused."""
-        cdef v.soft_counts counts
-        if not self.software:
-            raise ValueError(f"{self!r} is not of the software device: only that one counts")
-        self._enter()
-        v.soft_count(self.pointer, &counts)
-        self._leave()
-        return {
-            "pds": counts.pds,
-            "parent_domains": counts.parent_domains,
-            "thread_domains": counts.thread_domains,
-            "xrc_domains": counts.xrcds,
-            "mrs": counts.mrs,
-            "mws": counts.mws,
-            "ahs": counts.ahs,
-            "channels": counts.channels,
-            "cqs": counts.cqs,
-            "srqs": counts.srqs,
-            "qps": counts.qps,
-            "overlaps": counts.overlaps,
-        }
-
-    def fabric(self):
-        """What a software device has to do with those of other processes: `FabricStatistics`."""
-        if not self.software:
-            raise ValueError(f"{self!r} is not of the software device: only that one tells of its peers")
-        self._enter()
-        try:
-            return _fabric(self)
-        finally:
-            self._leave()
-
-    @property
-    def has_fabric(self):
-        """Whether a software device may have peers in other processes: from the first queue pair that has one."""
-        if not self.software:
-            return False
-        self._enter()
-        try:
-            return v.soft_has_fabric(self.pointer)
-        finally:
-            self._leave()
-
-    @property
-    def faults(self):
-        """The `FaultPlan` of a context of the software device."""
-        if not self.software:
-            raise ValueError(f"{self!r} is not of the software device: only that one fails as planned")
-        self._enter()
-        self._leave()
-        return FaultPlan.__new__(FaultPlan, self)
-
-    def set_delay(self, delay_ns):
-        """Change how long after its posting the software device's engine executes a request, from here on."""
-        cdef uint64_t delay = delay_ns
-        if not self.software:
-            raise ValueError(f"{self!r} is not of the software device")
-        self._enter()
-        error = v.soft_set_delay(self.pointer, delay)
-        self._leave()
-        self._check("soft_set_delay", error)
 
 
 cdef int _byte(value, str name) except -1:

@@ -1,4 +1,4 @@
-# Part of engine.pyx: asynchronous events of a device.
+# Part of handles.pyx: asynchronous events of a device.
 
 cdef object _event_types = {int(event_type): event_type for event_type in EventType}
 
@@ -59,23 +59,23 @@ cdef class AsyncEvent:
         :raises ValueError: it was acknowledged before.
         :raises ForkedProcessError: in the child of a fork; it is the parent's to acknowledge.
         """
-        if self._held is not None and self._held._forks != v.soft_fork_count():
+        if self._held is not None and self._held._forks != fork_count:
             raise ForkedProcessError(repr(self._held))
-        if not v.gate_leave_many(&self._unacknowledged, 1):
+        if not gate_leave_many(&self._unacknowledged, 1):
             raise ValueError(f"{self!r} was acknowledged before")
         _acknowledge(self)
 
     def __del__(self):
-        if self._held is None or self._held._forks != v.soft_fork_count():
+        if self._held is None or self._held._forks != fork_count:
             return
-        if v.gate_leave_many(&self._unacknowledged, 1):
+        if gate_leave_many(&self._unacknowledged, 1):
             _acknowledge(self)
             warnings.warn(f"{self!r} was never acknowledged", ResourceWarning)
 
 
 cdef int _acknowledge(AsyncEvent event) except -1:
     event._held.context.table.ack_async_event(&event.event)
-    v.gate_leave_many(&event._held._async_events, 1)
+    gate_leave_many(&event._held._async_events, 1)
     event._held._leave()
     return 0
 
@@ -92,9 +92,9 @@ cdef AsyncEvent _take_event(Context context):
             raise VerbsError("ibv_get_async_event", error)
         taken.element = _element(&taken.event)
         held = taken.element if taken.element is not None else context
-        if v.gate_hold(&held._gate):        # left by the acknowledgement
-            v.gate_enter(&held._async_events)
-            v.gate_enter(&taken._unacknowledged)
+        if gate_hold(&held._gate):        # left by the acknowledgement
+            gate_enter(&held._async_events)
+            gate_enter(&taken._unacknowledged)
             taken._held = held
             taken.event_type = _event_types.get(<int>taken.event.event_type, <int>taken.event.event_type)
             if <int>taken.event.event_type in _port_events:

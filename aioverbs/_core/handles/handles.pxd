@@ -22,6 +22,18 @@ from aioverbs._core.abi.libibverbs cimport (
     verbs_table,
 )
 
+cdef extern from "handles/handle_gate.h":
+    int GATE_CLOSED
+    bint gate_enter(int *)
+    void gate_leave(int *)
+    bint gate_hold(int *)
+    bint gate_close(int *)
+    bint gate_leave_many(int *, int)
+    void gate_reopen(int *)
+    int gate_holders(int *)
+    void gate_suspend(int *)
+    void gate_resume(int *)
+
 
 cdef class Affinity:
     cdef void *_thread                  # of its owner, remembered; NULL: of no thread
@@ -31,10 +43,10 @@ cdef class Affinity:
     cdef uint64_t _version              # of the thread's dictionary then; 0: not known
     cdef PyObject *_verb                # a str under way, where `_inside`: the caller's
     cdef int _inside                    # affinity_claim
-    cdef uint32_t _forks                # soft_fork_count() when it was made
+    cdef uint32_t _forks                # fork_count when it was made
 
     @staticmethod
-    cdef uint32_t _fork_count() noexcept    # soft_fork_count(), for other modules
+    cdef uint32_t _fork_count() noexcept    # fork_count, for other modules
     cdef int _bind(self) except -1
     cdef int _enter(self, object what, str verb) except -1
     cdef void _leave(self) noexcept
@@ -49,7 +61,7 @@ cdef class Handle:
     cdef int _gate                      # handles/handle_gate.h
     cdef int _unmade                    # a gate, too: the constructor closes it
     cdef int _async_events              # taken and not acknowledged, counted by the functions of handles/handle_gate.h
-    cdef uint32_t _forks                # soft_fork_count() when it was made
+    cdef uint32_t _forks                # fork_count when it was made
     cdef str _label                     # for repr, which must not look at the object itself
     cdef readonly Context context
     cdef readonly Affinity affinity     # who may call its verbs; None: anyone
@@ -95,7 +107,7 @@ cdef class Context(Handle):
     cdef object _attributes             # None: not asked for yet
     cdef dict _ports                    # likewise, by number
 
-    cdef int _halt(self) except -1
+    cdef str _problem(self)
 
 
 cdef class AsyncEvent:
@@ -118,8 +130,6 @@ cdef class ProtectionDomain(Handle):
 cdef class MemoryRegion(Handle):
     cdef ibv_mr *pointer
     cdef readonly ProtectionDomain pd
-    cdef void *_here                    # of one that another process registered: where that is in this one
-    cdef readonly object access         # likewise: what it was registered for; else None
     cdef Py_buffer _buffer
     cdef bint _has_buffer
 
@@ -209,10 +219,3 @@ cdef class QueuePair(Handle):
     cdef int _check_way(self, AddressHandle ah) except -1
     cdef int _bind(self, MemoryWindow window, MemoryRegion region, ibv_mw_bind *bind, rkey) except? -1
     cdef int _post_bind(self, MemoryWindow window, ibv_mw_bind *bind, uint32_t key) except? -1
-
-
-cdef class FaultPlan:
-    cdef readonly Context context
-
-    cdef list _enter_with(self, Handle handle)
-    cdef uint32_t _number(self, QueuePair qp) except? 0

@@ -18,9 +18,7 @@ An open handle is in the ledger, which keeps it alive: forgetting one leaks it, 
 destroys an object that the hardware still works with.
 """
 
-import atexit
 import contextlib
-import datetime
 import fcntl
 import importlib
 import os
@@ -34,7 +32,6 @@ import weakref
 from aioverbs.attributes import (
     AddressVector,
     DeviceAttributes,
-    FaultRecord,
     PortAttributes,
     QpAttributes,
     QpCapabilities,
@@ -50,7 +47,6 @@ from aioverbs.errors import (
     LibraryNotFoundError,
     VerbsError,
 )
-from aioverbs.software_peers import FabricStatistics, Peer, Refusal
 from aioverbs.types import (
     AccessFlags,
     AtomicCap,
@@ -68,9 +64,9 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, EIO, ENOENT, EOPNOTSUPP, errno
-from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 cimport cython
@@ -87,6 +83,10 @@ cdef extern from "handles/thread_id.h":
     bint affinity_thread_ended(const affinity_thread *thread)
     bint affinity_claim(int *inside)
     void affinity_yield(int *inside)
+
+cdef extern from "handles/fork_count.h":
+    uint32_t fork_count
+    int fork_count_begin()
 
 cdef extern from *:
     """
@@ -126,11 +126,6 @@ _ledger = {}
 _inherited = []
 
 
-def discard_descriptor(int descriptor):
-    """Close a file descriptor that a stranger sent, in a thread: its last close may take as long as he likes."""
-    v.soft_descriptor_discard(descriptor)
-
-
 def is_optimized():
     """Whether the compiler optimized this extension: CFLAGS that are set take the place of Python's own."""
     return <bint>AIOVERBS_OPTIMIZED
@@ -148,20 +143,9 @@ def _forget_inherited():
     _ledger.clear()
 
 
-def _halt_software():
-    # The end of the interpreter frees registered memory; the device's threads must not write into it any more.
-    for handle in open_handles():
-        if isinstance(handle, Context) and (<Context>handle).software:
-            try:
-                (<Context>handle)._halt()
-            except ClosedResourceError:
-                pass                            # a daemon thread closes it: then nothing is in flight
-
-
-if v.soft_watch_forks():
+if fork_count_begin():
     raise MemoryError("pthread_atfork")
 os.register_at_fork(after_in_child=_forget_inherited)
-atexit.register(_halt_software)
 
 
 # ------------------------------------------------------------------------------------------------------- handles
@@ -173,21 +157,21 @@ cdef class Handle:
     """
 
     def __cinit__(self, *_, **__):
-        self._gate = v.GATE_CLOSED
-        self._forks = v.soft_fork_count()
+        self._gate = GATE_CLOSED
+        self._forks = fork_count
 
     @property
     def closed(self):
         """Whether it was destroyed, or belongs to the process that this one was forked from."""
-        return v.gate_holders(&self._gate) == v.GATE_CLOSED or self._is_inherited()
+        return gate_holders(&self._gate) == GATE_CLOSED or self._is_inherited()
 
     cdef bint _is_inherited(self) noexcept:
         # Whether it belongs to the process that this one was forked from.
-        return self._forks != v.soft_fork_count()
+        return self._forks != fork_count
 
     cdef int _begin(self) except -1:
         # Each constructor begins here: one that ran twice would lose the object that it made first.
-        if not v.gate_close(&self._unmade):
+        if not gate_close(&self._unmade):
             raise RuntimeError(f"{self!r} was made before: a handle is one object, once")
         return 0
 
@@ -201,18 +185,18 @@ cdef class Handle:
 
     cdef int _enter_memory(self) except -1:
         # The same for what asks nothing of the provider: the object's memory is there, whatever its lender did.
-        if self._forks != v.soft_fork_count():
+        if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
-        if not v.gate_enter(&self._gate):
+        if not gate_enter(&self._gate):
             raise self._refusal()
         return 0
 
     cdef void _leave(self) noexcept:
-        v.gate_leave(&self._gate)
+        gate_leave(&self._gate)
 
     cdef object _refusal(self):
         # For who is not let in.
-        if v.gate_holders(&self._gate) == v.GATE_CLOSED:
+        if gate_holders(&self._gate) == GATE_CLOSED:
             return ClosedResourceError(f"{self!r} is closed")
         return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await what moves it first")
 
@@ -224,10 +208,10 @@ cdef class Handle:
     cdef int _use(self, str verb) except -1:
         # The way of nearly every call first: its owner's, in the run of the loop that was seen last, with what is ours.
         if (
-            self._forks == v.soft_fork_count() and self.affinity is not None
+            self._forks == fork_count and self.affinity is not None
             and _pass_again(self.affinity._thread, self.affinity._inside, self.affinity._version)
             and self._slot == NULL and self.context is not None and self.context._slot == NULL
-            and v.gate_enter(&self._gate)
+            and gate_enter(&self._gate)
         ):
             self.affinity._inside = 1
             self.affinity._verb = <PyObject *>verb
@@ -239,18 +223,18 @@ cdef class Handle:
         return 0
 
     cdef int _use_memory(self, str verb) except -1:
-        if self._forks != v.soft_fork_count():
+        if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
         if self.affinity is not None:
             self.affinity._enter(self, verb)
-        if not v.gate_enter(&self._gate):
+        if not gate_enter(&self._gate):
             if self.affinity is not None:
                 self.affinity._leave()
             raise self._refusal()
         return 0
 
     cdef void _unuse(self) noexcept:
-        v.gate_leave(&self._gate)
+        gate_leave(&self._gate)
         if self.affinity is not None:
             self.affinity._leave()
 
@@ -275,7 +259,7 @@ cdef class Handle:
         # here (a signal handler may raise, memory may run out) makes the constructor destroy what the verb made.
         self._label = label
         _ledger[id(self)] = self
-        v.gate_reopen(&self._gate)
+        gate_reopen(&self._gate)
         return 0
 
     cdef int _check(self, str verb, int error) except -1:
@@ -334,7 +318,7 @@ cdef class Handle:
         # Each event holds the gate: the verb would wait for it, for ever where nobody acknowledges.
         if self._async_events:
             return f"{self._async_events} of its asynchronous events were not acknowledged"
-        return f"{v.gate_holders(&self._gate)} open objects or calls use it"
+        return f"{gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
         """Destroy the object. Nothing happens where that was done already, or where it belongs to another process.
@@ -358,10 +342,10 @@ cdef class Handle:
 
     cdef int _destroy(self) except -1:
         cdef int error
-        if not v.gate_close(&self._gate):
-            if v.gate_holders(&self._gate) == v.GATE_CLOSED:
+        if not gate_close(&self._gate):
+            if gate_holders(&self._gate) == GATE_CLOSED:
                 return 0                        # another thread was faster
-            if v.gate_holders(&self._gate) < 0:
+            if gate_holders(&self._gate) < 0:
                 raise self._refusal()
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
         there = _is_there(self)
@@ -371,7 +355,7 @@ cdef class Handle:
                 raise BusyResourceError(f"{self!r} cannot be destroyed: {self._dependants()}")
             self._check(self._destroy_name(), error)
         except BaseException:
-            v.gate_reopen(&self._gate)
+            gate_reopen(&self._gate)
             raise
         self._leave_parents()
         del _ledger[id(self)]
@@ -425,7 +409,6 @@ cdef void _leave_all(list handles):
 
 # One extension, since handles use each other's insides; a file per kind of object.
 include "affinity.pxi"
-include "fabric.pxi"
 include "context.pxi"
 include "events.pxi"
 include "memory.pxi"
@@ -436,4 +419,3 @@ include "completion.pxi"
 include "shared_receive.pxi"
 include "queue_pair.pxi"
 include "posting.pxi"
-include "faults.pxi"

@@ -1,4 +1,4 @@
-# Part of engine.pyx: protection domains and memory regions.
+# Part of handles.pyx: protection domains and memory regions.
 
 cdef class ProtectionDomain(Handle):
     """A protection domain: ``ibv_alloc_pd``. A parent domain is one, too.
@@ -112,139 +112,9 @@ cdef class ProtectionDomain(Handle):
             raise
         return self
 
-    @staticmethod
-    def open_shared(Context context not None, uint32_t share, uint64_t share_key):
-        """Open a further instance of a protection domain that was shared: ``ibv_share_pd``.
-
-        Any context of the device will do. What is made with an instance is the instance's, and is destroyed before it;
-        regions of one may be used by queue pairs of another. The domain goes with its last instance.
-
-        :param share: what `share` returned.
-        :param share_key: the 64 bits that `share` was given.
-        :raises VerbsError: with ENOENT where nothing is shared by that number, with EACCES where the key is another,
-            with EOPNOTSUPP on other devices than the software device.
-        """
-        cdef int error = 0
-        cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
-        self._begin()
-        context._enter()
-        self.context = context
-        try:
-            if not context.software:
-                raise VerbsError("ibv_share_pd", EOPNOTSUPP)
-            with nogil:
-                self.pointer = v.soft_share_pd(context.pointer, share, share_key)
-                error = errno
-            if not self.pointer:
-                raise VerbsError("ibv_share_pd", error)
-            self._opened(f"{self.pointer.handle}")
-            self._shared = True
-        except BaseException:
-            if self.pointer:
-                self._destroy_verb()
-            context._leave()
-            raise
-        return self
-
-    def share(self, uint64_t share_key):
-        """Let other contexts of the device open this protection domain: ``ibv_alloc_shpd``.
-
-        :param share_key: a secret of 64 bits that they need, too.
-        :return: the number that `open_shared` takes.
-        :raises OverflowError: the key has more than 64 bits.
-        :raises VerbsError: with EEXIST where it is shared already, with EOPNOTSUPP on other devices than the software
-            device.
-        """
-        cdef uint32_t share = 0
-        cdef int error = EOPNOTSUPP
-        self._enter()
-        try:
-            if self.context.software:
-                with nogil:
-                    error = v.soft_alloc_shpd(self.pointer, share_key, &share)
-        finally:
-            self._leave()
-        self._check("ibv_alloc_shpd", error)
-        self._shared = True
-        return share
-
-    def export(self):
-        """A descriptor by which another process can make an instance, with `import_shared`; the caller's to close.
-
-        It is what all processes have of the domain, and memory that regions of it can be of: see `shared_area`.
-
-        :raises VerbsError: with EINVAL where it is not shared, with EOPNOTSUPP on other devices than the software
-            device, with EMFILE or ENOMEM.
-        """
-        cdef int error = EOPNOTSUPP
-        cdef int fd = -1
-        self._enter()
-        try:
-            if self.context.software:
-                with nogil:
-                    error = v.soft_export_shpd(self.pointer, &fd)
-        finally:
-            self._leave()
-        self._check("ibv_alloc_shpd", error)
-        return fd
-
-    @staticmethod
-    def import_shared(Context context not None, int fd, uint64_t share_key):
-        """Open an instance of a protection domain of another process.
-
-        :param context: of a software device.
-        :param fd: what `export` returned there; it stays the caller's.
-        :param share_key: for further instances in this process, by `open_shared`.
-        :raises VerbsError: with ENOENT where the last instance went, with EPROTO where it is no such descriptor, with
-            EMFILE where too many processes have it, with ENOMEM, with EOPNOTSUPP on other devices.
-        """
-        cdef int error = EOPNOTSUPP
-        cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
-        self._begin()
-        context._enter()
-        self.context = context
-        try:
-            if context.software:
-                with nogil:
-                    self.pointer = v.soft_import_shpd(context.pointer, fd, share_key)
-                    error = errno
-            if not self.pointer:
-                raise VerbsError("ibv_share_pd", error)
-            self._opened(f"{self.pointer.handle}")
-            self._shared = True
-        except BaseException:
-            if self.pointer:
-                self._destroy_verb()
-            context._leave()
-            raise
-        return self
-
-    def shared_area(self):
-        """The memory that queue pairs of other processes reach, too, as a capsule for `SharedMemoryAllocator`.
-
-        :raises VerbsError: as `export`.
-        """
-        cdef const v.alloc_area *area = NULL
-        cdef int error = EOPNOTSUPP
-        self._enter()
-        try:
-            if self.context.software:
-                with nogil:
-                    area = v.soft_shared_area(self.pointer)
-                    error = errno if area == NULL else 0
-        finally:
-            self._leave()
-        self._check("ibv_alloc_shpd", error)
-        return PyCapsule_New(<void *>area, "aioverbs.alloc_area", _drop_area)
-
     cdef object _take_cause(self):
         # What a Python allocator raised while the verb that just failed was under way.
         return None
-
-
-cdef void _drop_area(object capsule) noexcept:
-    cdef v.alloc_area *area = <v.alloc_area *>PyCapsule_GetPointer(capsule, "aioverbs.alloc_area")
-    area.drop(area.handle)
 
 
 cdef class MemoryRegion(Handle):
@@ -298,38 +168,6 @@ cdef class MemoryRegion(Handle):
             raise
 
     @staticmethod
-    def import_shared(ProtectionDomain pd not None, uint32_t key):
-        """Use a memory region that another process registered with an instance of the protection domain.
-
-        Its `address` is the one that it has there; `here` is where its memory is in this process.
-
-        :param key: its ``lkey``, which is its ``rkey``, too.
-        :raises VerbsError: with ENOENT where no region of the domain has that key, with EFAULT where its memory is its
-            process' alone, with EOPNOTSUPP on other devices than the software device.
-        """
-        cdef int error = EOPNOTSUPP, access = 0
-        cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
-        self._begin()
-        pd._enter()
-        self.context = pd.context
-        self.pd = pd
-        try:
-            if pd.context.software:
-                with nogil:
-                    self.pointer = v.soft_import_mr(pd.pointer, key, &self._here, &access)
-                    error = errno
-            if not self.pointer:
-                raise VerbsError("ibv_import_mr", error)
-            self.access = AccessFlags(access)
-            self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes, of another process")
-        except BaseException:
-            if self.pointer:
-                self._destroy_verb()
-            pd._leave()
-            raise
-        return self
-
-    @staticmethod
     def adopt(ProtectionDomain pd not None, capsule, owner):
         """Use a memory region that somebody else registered, and deregisters after the handle was destroyed.
 
@@ -370,10 +208,7 @@ cdef class MemoryRegion(Handle):
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
-        if self._here != NULL:
-            with nogil:
-                error = v.soft_unimport_mr(self.pointer)
-        elif self._slot == NULL:
+        if self._slot == NULL:
             with nogil:
                 error = self.context.table.dereg_mr(self.pointer)
         return error
@@ -386,11 +221,6 @@ cdef class MemoryRegion(Handle):
     def address(self):
         """The address of the first byte."""
         return self._read(0)
-
-    @property
-    def here(self):
-        """Where the first byte is in this process: the same, unless another process registered it."""
-        return self._read(4)
 
     @property
     def length(self):
@@ -414,8 +244,6 @@ cdef class MemoryRegion(Handle):
                 return <uintptr_t>self.pointer.addr
             if field == 1:
                 return self.pointer.length
-            if field == 4:
-                return <uintptr_t>(self._here if self._here != NULL else self.pointer.addr)
             return self.pointer.lkey if field == 2 else self.pointer.rkey
         finally:
             self._leave()

@@ -196,14 +196,6 @@ cdef class ParentDomain(ProtectionDomain):
             self.td._leave()
         self.base._leave()
 
-    def share(self, uint64_t share_key):
-        """Let other contexts open the protection domain, of which all regions are: see there."""
-        self._enter()
-        try:
-            return self.base.share(share_key)
-        finally:
-            self._leave()
-
     cdef object _take_cause(self):
         if domain_memory_take_failure(&self._native):
             return (<NativeAllocator>self.allocator)._failure()

@@ -1,4 +1,4 @@
-# Part of engine.pyx: what all posting has in common.
+# Part of handles.pyx: what all posting has in common.
 
 cdef v.ibv_sge *_make_sges(sges, int *entries, uint64_t *total) except? NULL:
     cdef Py_ssize_t count = len(sges), i

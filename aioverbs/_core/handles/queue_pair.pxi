@@ -1,4 +1,4 @@
-# Part of engine.pyx: queue pairs and posting.
+# Part of handles.pyx: queue pairs and posting.
 
 cdef class QueuePair(Handle):
     """A queue pair: ``ibv_create_qp``; of type XRC_RECV ``ibv_create_qp_ex``.
@@ -199,7 +199,7 @@ cdef class QueuePair(Handle):
         change.handle = self
         change.before = self._state
         self._change = reference
-        v.gate_suspend(&self._gate)
+        gate_suspend(&self._gate)
         self._unuse()
         return change
 
@@ -210,7 +210,7 @@ cdef class QueuePair(Handle):
     cdef int _when_resumed(self, loop, callback) except -1:
         # That loop calls it, once, and soon where nothing is under way any more.
         self._waiting.append((loop, callback))
-        if v.gate_holders(&self._gate) >= v.GATE_CLOSED:
+        if gate_holders(&self._gate) >= GATE_CLOSED:
             self._tell_waiting()
         return 0
 
@@ -233,7 +233,7 @@ cdef class QueuePair(Handle):
         cdef Modification change = self._change() if self._change is not None else None
         if change is not None and change._is_left():
             change._resume()
-        return v.gate_holders(&self._gate) >= v.GATE_CLOSED
+        return gate_holders(&self._gate) >= GATE_CLOSED
 
     @property
     def state(self):
@@ -556,8 +556,8 @@ cdef class Modification:
         # The caller is inside of the verb by the handle's gate, or nobody can be, as the gate is suspended.
         with nogil:
             self.error = handle.context.table.modify_qp(handle.pointer, &self.attr, self.mask)
-        if self.error not in (0, EINVAL, EBUSY) and handle.context.software:
-            self.problem = _problem(handle.context)     # peers cannot find the device
+        if self.error not in (0, EINVAL, EBUSY):
+            self.problem = handle.context._problem()
         return 0
 
     cdef int _check(self, QueuePair handle) except -1:
@@ -576,7 +576,7 @@ cdef class Modification:
 
     def run(self):
         """Call the verb, for as long as that takes. Nothing happens where the modification was ended before."""
-        if not v.gate_close(&self.uncalled):
+        if not gate_close(&self.uncalled):
             if self.called:
                 raise RuntimeError("the verb was called before")
             return
@@ -584,7 +584,7 @@ cdef class Modification:
         try:
             self._call(self.handle)
         finally:
-            v.gate_reopen(&self.under_way)
+            gate_reopen(&self.under_way)
             self.handle._tell_waiting()     # who closes it ends this, where nobody else does
 
     def end(self):
@@ -607,24 +607,24 @@ cdef class Modification:
 
     cdef bint _is_over(self) noexcept:
         # Where the verb was not called, it will not be any more.
-        if v.gate_close(&self.uncalled):
-            v.gate_reopen(&self.under_way)
-        return v.gate_holders(&self.under_way) == 0
+        if gate_close(&self.uncalled):
+            gate_reopen(&self.under_way)
+        return gate_holders(&self.under_way) == 0
 
     cdef bint _is_left(self) except -1:
         # Whether it is over and need not wait for its owner.
-        if v.gate_holders(&self.under_way) == 0:
+        if gate_holders(&self.under_way) == 0:
             return True
         return self.loop is not None and self.loop.is_closed() and self._is_over()
 
     cdef int _resume(self) except -1:
         cdef QueuePair handle = self.handle
-        if not v.gate_close(&self.unended):
+        if not gate_close(&self.unended):
             return 0
         if self.called and not self.error and handle._state == self.before:     # else it has failed since
             self._note(handle)
         handle._change = None
-        v.gate_resume(&handle._gate)
+        gate_resume(&handle._gate)
         handle._tell_waiting()
         return 0
 

@@ -1,4 +1,4 @@
-# Part of engine.pyx: shared receive queues.
+# Part of handles.pyx: shared receive queues.
 
 cdef class SharedReceiveQueue(Handle):
     """A shared receive queue: ``ibv_create_srq``, or ``ibv_create_srq_ex`` for one that XRC queue pairs reach.

@@ -1,4 +1,4 @@
-# Part of engine.pyx: memory windows.
+# Part of handles.pyx: memory windows.
 
 cdef class MemoryWindow(Handle):
     """A memory window: ``ibv_alloc_mw``. `QueuePair.bind_window` binds it.

@@ -1,4 +1,4 @@
-# Part of engine.pyx: XRC domains. They are `domains.XrcDomain` to their users; queue pairs and shared receive
+# Part of handles.pyx: XRC domains. They are `domains.XrcDomain` to their users; queue pairs and shared receive
 # queues, which stand below that module, need their insides.
 
 cdef class XrcDomain(Handle):

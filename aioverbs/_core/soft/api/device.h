@@ -36,15 +36,8 @@ extern const struct verbs_table soft_verbs;
 struct ibv_context *soft_open(const struct soft_options *options);
 int soft_close_device(struct ibv_context *context);
 
-/* Counts forks from here on (soft_open does it by itself): how many lie between the first process that asked and
- * this one. 0 or an errno. */
+/* Has children of forks begin anew from here on; soft_open does it by itself. 0 or an errno. */
 int soft_watch_forks(void);
-extern uint32_t soft_generation;
-
-static inline uint32_t soft_fork_count(void)
-{
-    return soft_generation;
-}
 
 /* True where the context was opened before a fork that made this process: each verb on it answers ENODEV. */
 bool soft_is_stale(const struct ibv_context *context);

@@ -1,17 +1,17 @@
-# Part of engine.pyx: the fault plan of the software device.
+# Part of software.pyx: the fault plan of the software device.
 
 cdef object _record_kinds = {
-    int(v.SOFT_RECORD_VERB): "verb",
-    int(v.SOFT_RECORD_REQUEST): "request",
-    int(v.SOFT_RECORD_RECEIVE): "receive",
-    int(v.SOFT_RECORD_LOSS): "loss",
-    int(v.SOFT_RECORD_DROP): "drop",
-    int(v.SOFT_RECORD_DUPLICATE): "duplicate",
-    int(v.SOFT_RECORD_DELAY): "delay",
-    int(v.SOFT_RECORD_CUT): "cut",
+    int(s.SOFT_RECORD_VERB): "verb",
+    int(s.SOFT_RECORD_REQUEST): "request",
+    int(s.SOFT_RECORD_RECEIVE): "receive",
+    int(s.SOFT_RECORD_LOSS): "loss",
+    int(s.SOFT_RECORD_DROP): "drop",
+    int(s.SOFT_RECORD_DUPLICATE): "duplicate",
+    int(s.SOFT_RECORD_DELAY): "delay",
+    int(s.SOFT_RECORD_CUT): "cut",
 }
 cdef object _verb_numbers = {
-    v.soft_verb_name(<v.soft_verb>number).decode(): number for number in range(v.SOFT_ANY_VERB)
+    s.soft_verb_name(<s.soft_verb>number).decode(): number for number in range(s.SOFT_ANY_VERB)
 }
 
 cdef enum:
@@ -38,6 +38,8 @@ cdef class FaultPlan:
     ``"answer_in"``; the peer's requests and the answers to these, ``"request_in"`` and ``"answer_out"``.
     """
 
+    cdef readonly Context context
+
     verbs = tuple(_verb_numbers)
     frames = ("request_out", "answer_in", "request_in", "answer_out")
 
@@ -54,12 +56,12 @@ cdef class FaultPlan:
 
     def fail(self, verb, int error, *, first=1, every=1, times=1):
         """Calls of a verb, or of any where it is None, fail with that error number and do nothing."""
-        cdef v.soft_strike strike = _strike(first, every, times)
+        cdef s.soft_strike strike = _strike(first, every, times)
         cdef int number = _verb_number(verb)
         _check_range("error", error, 1, MAX_ERRNO)
         self.context._enter()
         try:
-            error = v.soft_fault_verb(self.context.pointer, <v.soft_verb>number, strike, error)
+            error = s.soft_fault_verb(self.context.pointer, <s.soft_verb>number, strike, error)
         finally:
             self.context._leave()
         self.context._check("soft_fault_verb", error)
@@ -70,7 +72,7 @@ cdef class FaultPlan:
         _check_range("error", error, 1, MAX_ERRNO)
         self.context._enter()
         try:
-            error = v.soft_fault_verbs_at_random(self.context.pointer, chance, error)
+            error = s.soft_fault_verbs_at_random(self.context.pointer, chance, error)
         finally:
             self.context._leave()
         self.context._check("soft_fault_verbs_at_random", error)
@@ -78,7 +80,7 @@ cdef class FaultPlan:
     def count_calls(self, bint on=True):
         """Count the calls of verbs from here on, beginning with none; or end it, and keep what was counted."""
         self.context._enter()
-        v.soft_fault_count(self.context.pointer, on)
+        s.soft_fault_count(self.context.pointer, on)
         self.context._leave()
 
     def calls(self, verb=None):
@@ -86,7 +88,7 @@ cdef class FaultPlan:
         cdef int number = _verb_number(verb)
         self.context._enter()
         try:
-            return v.soft_fault_calls(self.context.pointer, <v.soft_verb>number)
+            return s.soft_fault_calls(self.context.pointer, <s.soft_verb>number)
         finally:
             self.context._leave()
 
@@ -100,7 +102,7 @@ cdef class FaultPlan:
         :param receives: receives instead, as messages come for them. The sender, where it is told, sees REM_OP_ERR;
             REM_INV_REQ_ERR where the status is LOC_LEN_ERR.
         """
-        cdef v.soft_strike strike = _strike(first, every, times)
+        cdef s.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error
         cdef uint32_t number
         if not code:
@@ -108,7 +110,7 @@ cdef class FaultPlan:
         self.context._enter()
         try:
             number = self._number(qp)
-            error = v.soft_fault_request(
+            error = s.soft_fault_request(
                 self.context.pointer, number, receives, strike, <v.ibv_wc_status>code, vendor_err
             )
         finally:
@@ -117,11 +119,11 @@ cdef class FaultPlan:
 
     def lose_messages(self, QueuePair qp=None, *, first=1, every=1, times=1):
         """Messages of a queue pair, or of any, are lost on their way; each attempt to send one counts."""
-        cdef v.soft_strike strike = _strike(first, every, times)
+        cdef s.soft_strike strike = _strike(first, every, times)
         cdef int error
         self.context._enter()
         try:
-            error = v.soft_fault_loss(self.context.pointer, self._number(qp), strike)
+            error = s.soft_fault_loss(self.context.pointer, self._number(qp), strike)
         finally:
             self.context._leave()
         self.context._check("soft_fault_loss", error)
@@ -132,7 +134,7 @@ cdef class FaultPlan:
         cdef int error
         self.context._enter()
         try:
-            error = v.soft_fault_loss_at_random(self.context.pointer, chance)
+            error = s.soft_fault_loss_at_random(self.context.pointer, chance)
         finally:
             self.context._leave()
         self.context._check("soft_fault_loss_at_random", error)
@@ -146,7 +148,7 @@ cdef class FaultPlan:
         cdef int error
         self.context._enter()
         try:
-            error = v.soft_fault_jitter(self.context.pointer, most)
+            error = s.soft_fault_jitter(self.context.pointer, most)
         finally:
             self.context._leave()
         self.context._check("soft_fault_jitter", error)
@@ -159,11 +161,11 @@ cdef class FaultPlan:
 
     def drop_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Frames are lost."""
-        _disturb(self, v.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
+        _disturb(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
 
     def duplicate_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Frames come a second time, soon after the first."""
-        _disturb(self, v.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
+        _disturb(self, s.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
 
     def delay_frames(self, delay_ns, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Frames come so much later; those that follow overtake them.
@@ -171,28 +173,28 @@ cdef class FaultPlan:
         A stream keeps 4 MiB of them; what is more is lost.
         """
         cdef uint64_t delay = _check_range("delay_ns", delay_ns, 0, (1 << 63) - 1)
-        _disturb(self, v.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
+        _disturb(self, s.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
 
     def cut_at_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """The stream is cut as such a frame comes, which is lost with all that is on its way there."""
-        _disturb(self, v.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
+        _disturb(self, s.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
 
     def disturb_frames_at_random(self, *, drop=0, duplicate=0, delay=0, cut=0, max_delay_ns=0):
         """Each frame meets with one of these with its chance, delays of up to `max_delay_ns`; without any it ends.
 
         :raises ValueError: also where the chances are more than 1,000,000 together.
         """
-        cdef uint32_t chances[v.SOFT_MISHAPS]
+        cdef uint32_t chances[s.SOFT_MISHAPS]
         cdef uint64_t most = _check_range("max_delay_ns", max_delay_ns, 0, (1 << 63) - 1)
         cdef int error
-        chances[<int>v.SOFT_DROP] = _check_range("drop", drop, 0, MILLION)
-        chances[<int>v.SOFT_DUPLICATE] = _check_range("duplicate", duplicate, 0, MILLION)
-        chances[<int>v.SOFT_DELAY] = _check_range("delay", delay, 0, MILLION)
-        chances[<int>v.SOFT_CUT] = _check_range("cut", cut, 0, MILLION)
+        chances[<int>s.SOFT_DROP] = _check_range("drop", drop, 0, MILLION)
+        chances[<int>s.SOFT_DUPLICATE] = _check_range("duplicate", duplicate, 0, MILLION)
+        chances[<int>s.SOFT_DELAY] = _check_range("delay", delay, 0, MILLION)
+        chances[<int>s.SOFT_CUT] = _check_range("cut", cut, 0, MILLION)
         _check_range("the sum of all chances", drop + duplicate + delay + cut, 0, MILLION)
         self.context._enter()
         try:
-            error = v.soft_fault_frames_at_random(self.context.pointer, chances, most)
+            error = s.soft_fault_frames_at_random(self.context.pointer, chances, most)
         finally:
             self.context._leave()
         self.context._check("soft_fault_frames_at_random", error)
@@ -209,7 +211,7 @@ cdef class FaultPlan:
         self.context._enter()
         try:
             with nogil:
-                error = v.soft_fault_cut(self.context.pointer, where, &count)
+                error = s.soft_fault_cut(self.context.pointer, where, &count)
         finally:
             self.context._leave()
         self.context._check("soft_fault_cut", error)
@@ -227,7 +229,7 @@ cdef class FaultPlan:
         self.context._enter()
         try:
             with nogil:
-                error = v.soft_fault_stall(self.context.pointer, where, on, &count)
+                error = s.soft_fault_stall(self.context.pointer, where, on, &count)
         finally:
             self.context._leave()
         self.context._check("soft_fault_stall", error)
@@ -240,7 +242,7 @@ cdef class FaultPlan:
         cdef int error
         self.context._enter()
         try:
-            error = v.soft_fault_hold(self.context.pointer, self._number(qp))
+            error = s.soft_fault_hold(self.context.pointer, self._number(qp))
         finally:
             self.context._leave()
         self.context._check("soft_fault_hold", error)
@@ -249,7 +251,7 @@ cdef class FaultPlan:
         """How many completions are held."""
         self.context._enter()
         try:
-            return v.soft_fault_held(self.context.pointer)
+            return s.soft_fault_held(self.context.pointer)
         finally:
             self.context._leave()
 
@@ -261,14 +263,14 @@ cdef class FaultPlan:
         cdef size_t most = _check_range("count", count, 0, (1 << 63) - 1)
         self.context._enter()
         try:
-            return v.soft_fault_release(self.context.pointer, most, shuffled)
+            return s.soft_fault_release(self.context.pointer, most, shuffled)
         finally:
             self.context._leave()
 
     def unhold(self):
         """Let all completions go, and hold none any more."""
         self.context._enter()
-        v.soft_fault_unhold(self.context.pointer)
+        s.soft_fault_unhold(self.context.pointer)
         self.context._leave()
 
     # ---- the plan as a whole
@@ -276,25 +278,25 @@ cdef class FaultPlan:
     def seed(self, uint64_t seed):
         """Draw chances from here, as if nothing had been drawn before."""
         self.context._enter()
-        v.soft_fault_seed(self.context.pointer, seed)
+        s.soft_fault_seed(self.context.pointer, seed)
         self.context._leave()
 
     def clear(self):
         """Forget all rules and let all completions go. Calls go on being counted, delayed frames come in their time."""
         self.context._enter()
-        v.soft_fault_clear(self.context.pointer)
+        s.soft_fault_clear(self.context.pointer)
         self.context._leave()
 
     def records(self):
         """What the plan did so far, a list of `FaultRecord`, oldest first; the first 4096 are kept."""
-        cdef v.soft_fault_record records[RECORD_BATCH]
+        cdef s.soft_fault_record records[RECORD_BATCH]
         cdef Py_ssize_t total, taken = 0, i
         found = []
         self.context._enter()
         try:
             while True:
                 memset(records, 0, sizeof(records))
-                total = v.soft_fault_records(self.context.pointer, taken, records, RECORD_BATCH)
+                total = s.soft_fault_records(self.context.pointer, taken, records, RECORD_BATCH)
                 for i in range(min(min(total, KEPT_RECORDS) - taken, RECORD_BATCH)):
                     found.append(_record(&records[i]))
                 taken += RECORD_BATCH
@@ -311,7 +313,7 @@ cdef class FaultPlan:
         self.context._enter()
         try:
             with nogil:
-                error = v.soft_set_port(self.context.pointer, up)
+                error = s.soft_set_port(self.context.pointer, up)
         finally:
             self.context._leave()
         self.context._check("soft_set_port", error)
@@ -326,7 +328,7 @@ cdef class FaultPlan:
         self.context._enter()
         try:
             with nogil:
-                error = v.soft_lose(self.context.pointer)
+                error = s.soft_lose(self.context.pointer)
         finally:
             self.context._leave()
         self.context._check("soft_lose", error)
@@ -334,57 +336,58 @@ cdef class FaultPlan:
     def break_queue_pair(self, QueuePair qp not None):
         """A queue pair breaks by itself: ``QP_FATAL``."""
         cdef int error
-        held = self._enter_with(qp)
+        self._enter_with(qp)
         try:
             with nogil:
-                error = v.soft_break_qp(qp.pointer)
+                error = s.soft_break_qp(qp.pointer)
         finally:
-            _leave_all(held)
+            qp._leave()
         self.context._check("soft_break_qp", error)
 
     def break_completion_queue(self, CompletionQueue cq not None):
         """A completion queue breaks, as by an overrun: ``CQ_ERR``."""
         cdef int error
-        held = self._enter_with(cq)
+        self._enter_with(cq)
         try:
             with nogil:
-                error = v.soft_break_cq(cq.pointer)
+                error = s.soft_break_cq(cq.pointer)
         finally:
-            _leave_all(held)
+            cq._leave()
         self.context._check("soft_break_cq", error)
 
     def break_shared_receive_queue(self, SharedReceiveQueue srq not None):
         """Nothing is taken from a shared receive queue any more: ``SRQ_ERR``."""
         cdef int error
-        held = self._enter_with(srq)
+        self._enter_with(srq)
         try:
             with nogil:
-                error = v.soft_break_srq(srq.pointer)
+                error = s.soft_break_srq(srq.pointer)
         finally:
-            _leave_all(held)
+            srq._leave()
         self.context._check("soft_break_srq", error)
 
-    cdef list _enter_with(self, Handle handle):
-        held = _enter_all((self.context, handle))
+    cdef int _enter_with(self, Handle handle) except -1:
+        # As long as it is in use its context cannot be closed.
+        handle._enter()
         if handle.context is not self.context:
-            _leave_all(held)
+            handle._leave()
             raise ValueError(f"{handle!r} is not of {self.context!r}")
-        return held
+        return 0
 
     cdef uint32_t _number(self, QueuePair qp) except? 0:
         # The number that a rule has it by; 0 is that of all.
         cdef uint32_t number = 0
         if qp is not None:
-            held = self._enter_with(qp)
+            self._enter_with(qp)
             number = qp.pointer.qp_num
-            _leave_all(held)
+            qp._leave()
         return number
 
 
 cdef int _disturb(
-    FaultPlan plan, v.soft_mishap mishap, kind, QueuePair qp, peer, uint64_t delay_ns, v.soft_strike strike
+    FaultPlan plan, s.soft_mishap mishap, kind, QueuePair qp, peer, uint64_t delay_ns, s.soft_strike strike
 ) except -1:
-    cdef v.soft_frame_fault fault
+    cdef s.soft_frame_fault fault
     cdef bytes gid = _check_gid(peer)
     cdef int error
     fault.mishap = mishap
@@ -395,7 +398,7 @@ cdef int _disturb(
     plan.context._enter()
     try:
         fault.qp_num = plan._number(qp)
-        error = v.soft_fault_frames(plan.context.pointer, &fault)
+        error = s.soft_fault_frames(plan.context.pointer, &fault)
     finally:
         plan.context._leave()
     plan.context._check("soft_fault_frames", error)
@@ -409,8 +412,8 @@ cdef object _check_range(str name, value, least, most):
     return value
 
 
-cdef v.soft_strike _strike(first, every, times) except *:
-    cdef v.soft_strike strike
+cdef s.soft_strike _strike(first, every, times) except *:
+    cdef s.soft_strike strike
     strike.first = _check_range("first", first, 1, (1 << 63) - 1)
     strike.every = _check_range("every", every, 1, (1 << 63) - 1)
     strike.times = _check_range("times", times, 0, (1 << 63) - 1)
@@ -419,7 +422,7 @@ cdef v.soft_strike _strike(first, every, times) except *:
 
 cdef int _verb_number(verb) except -1:
     if verb is None:
-        return v.SOFT_ANY_VERB
+        return s.SOFT_ANY_VERB
     number = _verb_numbers.get(verb)
     if number is None:
         raise ValueError(f"the software device has no verb {verb!r}; it has {', '.join(_verb_numbers)}")
@@ -428,7 +431,7 @@ cdef int _verb_number(verb) except -1:
 
 cdef unsigned int _frame_kinds(kind) except 0:
     if kind is None:
-        return (1 << <int>v.SOFT_FRAME_KINDS) - 1
+        return (1 << <int>s.SOFT_FRAME_KINDS) - 1
     if kind not in FaultPlan.frames:
         raise ValueError(f"{kind!r} is no kind of frame; these are: {', '.join(FaultPlan.frames)}")
     return 1 << <int>FaultPlan.frames.index(kind)
@@ -442,7 +445,7 @@ cdef bytes _check_gid(peer):
     return peer
 
 
-cdef object _record(v.soft_fault_record *record):
+cdef object _record(s.soft_fault_record *record):
     kind = _record_kinds[<int>record.what]
     if kind == "verb":
         name = FaultPlan.verbs[record.which]

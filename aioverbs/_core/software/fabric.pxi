@@ -1,7 +1,7 @@
-# Part of engine.pyx: the software device's peers in other processes.
+# Part of software.pyx: the software device's peers in other processes.
 
 
-cdef int _fill_address(v.soft_address *out, address) except -1:
+cdef int _fill_address(s.soft_address *out, address) except -1:
     """From None, or an IP address and a port."""
     cdef bytes host
     memset(out, 0, sizeof(out[0]))
@@ -14,10 +14,10 @@ cdef int _fill_address(v.soft_address *out, address) except -1:
     return 0
 
 
-cdef int _fill_settings(v.soft_settings *out, settings) except -1:
+cdef int _fill_settings(s.soft_settings *out, settings) except -1:
     """From `SoftSettings`, which keep to these limits where they were read from an environment."""
     cdef bytes directory = settings.directory, secret = settings.secret
-    if len(directory) >= v.SOFT_MAX_PATH or len(settings.users) > v.SOFT_MAX_USERS or len(secret) > v.SOFT_MAX_SECRET:
+    if len(directory) >= s.SOFT_MAX_PATH or len(settings.users) > s.SOFT_MAX_USERS or len(secret) > s.SOFT_MAX_SECRET:
         raise ValueError("the path of the directory, the users or the secret are longer than the software device takes")
     memset(out, 0, sizeof(out[0]))
     memcpy(out.directory, <const char *>directory, len(directory))
@@ -41,7 +41,7 @@ cdef object _gid(const uint8_t *raw):
     return gid if any(gid) else None
 
 
-cdef object _peer(v.soft_stream_stats *stream):
+cdef object _peer(s.soft_stream_stats *stream):
     cdef bint known = stream.connected_times or not stream.is_link, of_host = known and stream.is_unix
     return Peer(
         gids=tuple(gid for gid in (_gid(stream.peer[0]), _gid(stream.peer[1])) if gid is not None),
@@ -64,45 +64,38 @@ cdef object _peer(v.soft_stream_stats *stream):
 
 cdef tuple _peers(Context context):
     """Who comes while they are counted is left off."""
-    cdef v.soft_stream_stats *streams
+    cdef s.soft_stream_stats *streams
     cdef size_t count, room
     with nogil:
-        room = v.soft_tell_streams(context.pointer, NULL, 0)
+        room = s.soft_tell_streams(context.pointer, NULL, 0)
     if not room:
         return ()
-    streams = <v.soft_stream_stats *>PyMem_Malloc(room * sizeof(streams[0]))
+    streams = <s.soft_stream_stats *>PyMem_Malloc(room * sizeof(streams[0]))
     if not streams:
         raise MemoryError
     try:
         with nogil:
-            count = v.soft_tell_streams(context.pointer, streams, room)
+            count = s.soft_tell_streams(context.pointer, streams, room)
         return tuple([_peer(&streams[index]) for index in range(min(count, room))])
     finally:
         PyMem_Free(streams)
 
 
-cdef object _refusal(v.soft_fabric_event *event):
+cdef object _refusal(s.soft_fabric_event *event):
     seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=nanoseconds // 1000)
     return Refusal(moment, _gid(event.peer), _text(event.reason))
 
 
-cdef str _problem(Context context):
-    cdef char why[v.SOFT_WHY]
-    with nogil:
-        v.soft_tell_problem(context.pointer, why)
-    return _text(why)
-
-
 cdef object _fabric(Context context):
-    cdef v.soft_fabric_stats stats
+    cdef s.soft_fabric_stats stats
     with nogil:
-        v.soft_tell_fabric(context.pointer, &stats)
+        s.soft_tell_fabric(context.pointer, &stats)
     return FabricStatistics(
         listening=stats.listening,
         path=stats.path.decode(errors="surrogateescape"),
         address=_text(stats.address),
-        problem=_problem(context),
+        problem=context._problem(),
         accepted=stats.accepted,
         connected=stats.connected,
         failed_connections=stats.failed_connects,

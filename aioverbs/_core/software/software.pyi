@@ -1,0 +1,146 @@
+from typing import ClassVar, Never
+
+from typing_extensions import TypedDict, disjoint_base
+
+from aioverbs._core.handles import handles
+from aioverbs._core.handles.handles import (
+    CompletionQueue,
+    MemoryRegion,
+    ProtectionDomain,
+    QueuePair,
+    SharedReceiveQueue,
+)
+from aioverbs._providers.software_settings import SoftSettings
+from aioverbs.attributes import FaultRecord, FrameKind
+from aioverbs.software_peers import FabricStatistics
+from aioverbs.types import AccessFlags, WcStatus
+
+class _Counts(TypedDict):
+    pds: int
+    parent_domains: int
+    thread_domains: int
+    xrc_domains: int
+    mrs: int
+    mws: int
+    ahs: int
+    channels: int
+    cqs: int
+    srqs: int
+    qps: int
+    overlaps: int
+
+def discard_descriptor(descriptor: int) -> None: ...
+def share(pd: ProtectionDomain, share_key: int) -> int: ...
+def open_shared(context: handles.Context, number: int, share_key: int) -> ProtectionDomain: ...
+def import_shared(context: handles.Context, fd: int, share_key: int) -> ProtectionDomain: ...
+def export(pd: ProtectionDomain) -> int: ...
+def shared_area(pd: ProtectionDomain) -> object: ...
+
+class Context(handles.Context):
+    @staticmethod
+    def open(
+        *,
+        engine: bool = False,
+        delay_ns: int = 0,
+        address: tuple[bytes, int] | None = None,
+        settings: SoftSettings | None = None,
+    ) -> Context: ...
+    def counts(self) -> _Counts: ...
+    def fabric(self) -> FabricStatistics: ...
+    @property
+    def has_fabric(self) -> bool: ...
+    @property
+    def faults(self) -> FaultPlan: ...
+    def set_delay(self, delay_ns: int) -> None: ...
+
+@disjoint_base
+class ImportedRegion(MemoryRegion):
+    def __init__(self, pd: ProtectionDomain, key: int) -> None: ...
+    @property
+    def access(self) -> AccessFlags: ...
+    @property
+    def here(self) -> int: ...
+
+@disjoint_base
+class FaultPlan:
+    verbs: ClassVar[tuple[str, ...]]
+    frames: ClassVar[tuple[FrameKind, ...]]
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    @property
+    def context(self) -> Context: ...
+    def fail(self, verb: str | None, error: int, *, first: int = 1, every: int = 1, times: int = 1) -> None: ...
+    def fail_at_random(self, per_million: int, error: int) -> None: ...
+    def count_calls(self, on: bool = True) -> None: ...
+    def calls(self, verb: str | None = None) -> int: ...
+    def fail_request(
+        self,
+        status: WcStatus | int,
+        qp: QueuePair | None = None,
+        *,
+        receives: bool = False,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+        vendor_err: int = 0,
+    ) -> None: ...
+    def lose_messages(self, qp: QueuePair | None = None, *, first: int = 1, every: int = 1, times: int = 1) -> None: ...
+    def lose_messages_at_random(self, per_million: int) -> None: ...
+    def jitter(self, max_ns: int) -> None: ...
+    def drop_frames(
+        self,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def duplicate_frames(
+        self,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def delay_frames(
+        self,
+        delay_ns: int,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def cut_at_frames(
+        self,
+        kind: FrameKind | None = None,
+        qp: QueuePair | None = None,
+        *,
+        peer: bytes | None = None,
+        first: int = 1,
+        every: int = 1,
+        times: int = 1,
+    ) -> None: ...
+    def disturb_frames_at_random(
+        self, *, drop: int = 0, duplicate: int = 0, delay: int = 0, cut: int = 0, max_delay_ns: int = 0
+    ) -> None: ...
+    def cut_streams(self, peer: bytes | None = None) -> int: ...
+    def stall_streams(self, peer: bytes | None = None, on: bool = True) -> int: ...
+    def hold(self, qp: QueuePair | None = None) -> None: ...
+    def held(self) -> int: ...
+    def release(self, count: int = 0, *, shuffled: bool = False) -> int: ...
+    def unhold(self) -> None: ...
+    def seed(self, seed: int) -> None: ...
+    def clear(self) -> None: ...
+    def records(self) -> list[FaultRecord]: ...
+    def set_port(self, up: bool) -> None: ...
+    def lose_device(self) -> None: ...
+    def break_queue_pair(self, qp: QueuePair) -> None: ...
+    def break_completion_queue(self, cq: CompletionQueue) -> None: ...
+    def break_shared_receive_queue(self, srq: SharedReceiveQueue) -> None: ...

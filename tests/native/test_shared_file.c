@@ -10,11 +10,13 @@
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "alloc/alloc.h"
 #include "soft/api/device.h"
+#include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/objects/context.h"
 #include "soft/objects/device.h"
@@ -300,6 +302,85 @@ static void closed_with_a_piece_out(void)
     CHECK_EQ(alloc_return(source, piece, 0), 0);
     CHECK(device->files == NULL);
     CHECK_EQ(alloc_release(source), 0);
+    home_close(&shared.home);
+}
+
+struct ending {
+    struct shared *shared;
+    atomic_int thread;
+};
+
+static void *end_of(void *argument)
+{
+    struct ending *ending = argument;
+
+    atomic_store(&ending->thread, (int)syscall(SYS_gettid));
+    CHECK_EQ(soft_verbs.dealloc_pd(ending->shared->pd), 0);
+    return NULL;
+}
+
+/* The lock of descriptors, from one to the other meeting. */
+static void *holder(void *barrier)
+{
+    soft_descriptors_hold();
+    pthread_barrier_wait(barrier);
+    pthread_barrier_wait(barrier);
+    soft_descriptors_release();
+    return NULL;
+}
+
+static bool is_asleep(int thread)
+{
+    char path[64], state = 0;
+    FILE *file;
+
+    snprintf(path, sizeof(path), "/proc/self/task/%d/stat", thread);
+    file = fopen(path, "r");
+    REQUIRE(file != NULL);
+    REQUIRE_EQ(fscanf(file, "%*d (%*[^)]) %c", &state), 1);
+    fclose(file);
+    return state == 'S';
+}
+
+static bool has_files(struct soft_device *device)
+{
+    bool has;
+
+    soft_mutex_take(&device->lock);
+    has = device->files;
+    soft_mutex_give(&device->lock);
+    return has;
+}
+
+/* The memory is given back when its last user ends, which takes as long as there is memory: not under the lock of
+ * descriptors, for which forks and all streams wait. */
+static void memory_is_given_back_under_no_lock(void)
+{
+    struct soft_device *device;
+    struct ending ending = {0};
+    struct shared shared;
+    pthread_barrier_t held;
+    pthread_t threads[2];
+    unsigned char there;
+    void *page;
+
+    shared_open(&shared);
+    device = to_soft_context(shared.home.context)->device;
+    page = shared.file->page;
+    close(shared.fd);
+    ending.shared = &shared;
+    REQUIRE_EQ(pthread_barrier_init(&held, NULL, 2), 0);
+    REQUIRE_EQ(pthread_create(&threads[0], NULL, holder, &held), 0);
+    pthread_barrier_wait(&held);
+    REQUIRE_EQ(pthread_create(&threads[1], NULL, end_of, &ending), 0);
+    EVENTUALLY(!has_files(device));
+    EVENTUALLY(is_asleep(atomic_load(&ending.thread))); /* it waits for that lock */
+    CHECK_EQ(mincore(page, 4096, &there), 0);
+    pthread_barrier_wait(&held);
+    pthread_join(threads[0], NULL);
+    pthread_join(threads[1], NULL);
+    pthread_barrier_destroy(&held);
+    CHECK_EQ(mincore(page, 4096, &there), -1);
     home_close(&shared.home);
 }
 
@@ -647,6 +728,7 @@ static void a_child_has_none_of_it(void)
 
 CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(files_of_more_memory_than_there_is), CASE(a_file_with_a_lease),
                 CASE(files_of_huge_pages), CASE(it_cannot_be_cut_short), CASE(no_slot_is_left), CASE(no_key_is_left),
-                CASE(no_memory_is_left), CASE(closed_with_a_piece_out), CASE(what_they_leave_is_cleared),
-                CASE(nobody_waits_for_ever), CASE(who_leaves_just_in_time_is_not_waited_for_again_and_again),
-                CASE(regions_go_under_fire), CASE(a_child_has_none_of_it))
+                CASE(no_memory_is_left), CASE(closed_with_a_piece_out), CASE(memory_is_given_back_under_no_lock),
+                CASE(what_they_leave_is_cleared), CASE(nobody_waits_for_ever),
+                CASE(who_leaves_just_in_time_is_not_waited_for_again_and_again), CASE(regions_go_under_fire),
+                CASE(a_child_has_none_of_it))

@@ -285,9 +285,9 @@ static void end(struct soft_shared *file)
 {
     if (file->slot < SOFT_SHARED_SLOTS)
         mark(file, file->slot, false); /* nothing of this process is in it any more */
+    soft_descriptor_close(file->fd); /* first: who closes last gives back all of the memory, and this is under a lock */
     if (file->page)
         munmap(file->page, file->size);
-    soft_descriptor_close(file->fd);
     soft_table_destroy(&file->keys);
     soft_mutex_destroy(&file->reaping);
     free(file);

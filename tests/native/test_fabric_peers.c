@@ -329,6 +329,39 @@ static void descriptors_that_find_no_room(void)
     close_all();
 }
 
+/* Nor is what was not accepted, where the process has no descriptors left to accept it by when it stops to listen. */
+static void descriptors_that_are_not_accepted(void)
+{
+    struct rlimit before, none;
+    struct soft_entry listener;
+    unsigned int open;
+    struct node *node;
+    uint8_t byte = 0;
+    int fd, passed, other;
+    uint64_t begin;
+
+    open_all();
+    node = node_open();
+    open = open_descriptors();
+    listen_by_hand(node, &listener);
+    fd = raw_connect(node);
+    passed = lingering(&other);
+    CHECK(send_with_descriptors(fd, &byte, passed, 1));
+    close(passed);
+    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    none = (struct rlimit){3, before.rlim_max};
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+    begin = now_ns();
+    soft_directory_leave(&listener);
+    CHECK(now_ns() - begin < 2 * WAIT_S * 1000000000ull);
+    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+    close(fd);
+    close(other);
+    EVENTUALLY(open_descriptors() == open);
+    node_close(node);
+    close_all();
+}
+
 /* While the thread that closes them waits, nobody who comes can bring another one. */
 static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
 {
@@ -864,9 +897,10 @@ static void a_peer_that_cannot_write(void)
 
 CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
                 CASE(descriptors_beside_no_byte), CASE(descriptors_whose_close_waits),
-                CASE(descriptors_that_find_no_room), CASE(descriptors_that_wait_to_be_closed_keep_peers_waiting),
-                CASE(a_large_file_keeps_nobody_waiting), CASE(descriptors_of_one_message_at_a_time),
-                CASE(who_is_found_listening_holds_up_nobody), CASE(a_child_closes_what_waits_to_be_closed),
-                CASE(frames_that_are_none), CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames),
-                CASE(reasons_are_kept), CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
+                CASE(descriptors_that_find_no_room), CASE(descriptors_that_are_not_accepted),
+                CASE(descriptors_that_wait_to_be_closed_keep_peers_waiting), CASE(a_large_file_keeps_nobody_waiting),
+                CASE(descriptors_of_one_message_at_a_time), CASE(who_is_found_listening_holds_up_nobody),
+                CASE(a_child_closes_what_waits_to_be_closed), CASE(frames_that_are_none),
+                CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
+                CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
                 CASE(a_peer_that_does_not_prove), CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

@@ -204,7 +204,8 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
     return error;
 }
 
-/* Those that connected and were not accepted: what they sent is not the kernel's to close, either. */
+/* Those that connected and were not accepted: what they sent is not the kernel's to close, either, in this thread.
+ * Where no descriptors are left to accept them by, another thread closes them with the listener. */
 static void hang_up_all(int listener)
 {
     int fd;
@@ -218,7 +219,10 @@ static void hang_up_all(int listener)
         soft_descriptors_release();
         soft_descriptor_hang_up(fd);
     } while (fd >= 0);
-    soft_descriptor_close(listener);
+    if (errno == EMFILE || errno == ENFILE)
+        soft_descriptor_discard(listener);
+    else
+        soft_descriptor_close(listener);
 }
 
 void soft_directory_leave(struct soft_entry *entry)

@@ -9,6 +9,10 @@
     python examples/storage_server access /srv/volumes add ann > ann.token
     python examples/storage_server access /srv/volumes allow ann disk read
 
+or, to see all of it at work in a folder that is gone afterwards,
+
+    python examples/storage_server demo
+
 Data goes one-sidedly: a client reads and writes a volume's memory, and the server's program does nothing for it. What
 was written is durable when a flush that began after it is answered, whatever happens to the server; what was not is,
 byte for byte, as before or as written. A volume that was made, resized or deleted is found whole after any crash, or as
@@ -19,7 +23,7 @@ read the folder. Other clients may do what the command ``access`` says; who lose
 two, also where the volume is open.
 
 Where to read on: server.py has how the parts hang together, client.py is what programs use, commits.py and backings.py
-have why a flush is durable, folder.py and catalog.py why nothing is half made. It wants prometheus-client and rich.
+have why a flush is durable, folder.py and catalog.py why nothing is half made. It wants msgspec and prometheus-client.
 
 What it does not do: a volume has one server. A disk that fails under a mapping ends the server by a signal, as any
 process whose mapped file cannot be read; that a disk is full does not, since volumes have all of their room from the

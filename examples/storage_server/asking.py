@@ -8,8 +8,7 @@ import anyio
 
 from aioverbs import BrokenResourceError, ClosedResourceError, Connection
 from storage_server.errors import error_of
-from storage_server.messages import Answer, Data, Done, Failed, Listing, Message, Opened
-from storage_server.protocol import ProtocolError, pack, parse
+from storage_server.protocol import Answer, Data, Done, Failed, Listing, Message, Opened, ProtocolError, pack, parse
 
 __all__ = ["Questions"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from storage_server.errors import ExistsError, InvalidError, UnknownVolumeError
-from storage_server.messages import Mode
+from storage_server.protocol import Mode
 
 __all__ = ["BLOCK", "Catalog", "ClientRow", "VolumeRow", "key_of", "name_of", "new_token"]
 

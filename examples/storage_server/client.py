@@ -21,7 +21,8 @@ from storage_server.asking import Questions
 from storage_server.cancelling import to_its_end
 from storage_server.catalog import key_of, name_of
 from storage_server.errors import StorageError, error_of
-from storage_server.messages import (
+from storage_server.protocol import (
+    VERSION,
     Challenge,
     Close,
     Copy,
@@ -35,11 +36,14 @@ from storage_server.messages import (
     Mode,
     Open,
     Opened,
+    ProtocolError,
     Reopen,
     Resize,
     VolumeInfo,
+    pack,
+    parse,
+    proof_of,
 )
-from storage_server.protocol import VERSION, ProtocolError, pack, parse, proof_of
 from storage_server.remote_volume import PIECE, SMALL, RemoteVolume
 
 __all__ = ["Storage", "connect"]
@@ -91,11 +95,11 @@ class Storage:
 
     async def snapshot(self, source: str, name: str) -> None:
         """Make a volume that is as another one is at this moment, and stays so. Who writes there waits meanwhile."""
-        await self._questions.done(Copy(True, (source, name)))
+        await self._questions.done(Copy(True, source, name))
 
     async def clone(self, source: str, name: str) -> None:
         """The same, to be written to."""
-        await self._questions.done(Copy(False, (source, name)))
+        await self._questions.done(Copy(False, source, name))
 
     @contextlib.asynccontextmanager
     async def open(self, name: str, *, write: bool = False, by_messages: bool = False) -> AsyncIterator[RemoteVolume]:

@@ -24,8 +24,7 @@ from storage_server.client import Storage, connect
 from storage_server.demo.report import print_report
 from storage_server.demo.scenario import Plan, demonstrate
 from storage_server.errors import StorageError
-from storage_server.messages import Mode
-from storage_server.protocol import ProtocolError
+from storage_server.protocol import Mode, ProtocolError
 from storage_server.server import BackingName, Settings, serving
 
 __all__ = ["main"]
@@ -275,7 +274,7 @@ def get(context: click.Context, name: str, file: Path, *, verify: bool, by_messa
 @_messages
 def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> None:
     with _told():
-        done = loading.run(loading.Plan(*at, token_file.read_text(), name, **options))
+        done = asyncio.run(loading.run(loading.Plan(*at, token_file.read_text(), name, **options)))
     print(json.dumps(done, indent=2))
     if done["wrong_blocks"]:
         raise click.ClickException(f"{done['wrong_blocks']} blocks were not what was written")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
+from storage_server.cancelling import to_its_end
 from storage_server.errors import DiskError
 
 __all__ = ["Commits"]
@@ -62,7 +63,7 @@ class Commits:
                 self._waiting.append(done)
         if leads:
             self._executor.submit(self._commit, [done])
-        await _to_its_end(asyncio.wrap_future(done))
+        await to_its_end(asyncio.wrap_future(done))
 
     def flush_here(self) -> bool:
         """The same in this thread, where the disk is quick and asked by nobody else: whether that was done.
@@ -124,17 +125,3 @@ class Commits:
                 f"the disk failed: {self._failure}; what was not flushed before may be lost. Start the server again "
                 "when the disk is well"
             ) from self._failure
-
-
-async def _to_its_end(sync: asyncio.Future[None]) -> None:
-    """Wait for it, and only then tell that this was cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    while not sync.done():
-        try:
-            await asyncio.wait([sync])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        sync.exception()  # nobody waits for what came of it
-        raise cancelled
-    sync.result()

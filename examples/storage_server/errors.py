@@ -1,11 +1,10 @@
 """What clients are told when something cannot be done: one class of errors for each code of the protocol."""
 
-import enum
+from typing import ClassVar
 
 __all__ = [
     "BusyError",
     "ChangedError",
-    "Code",
     "DiskError",
     "ExistsError",
     "InvalidError",
@@ -17,86 +16,61 @@ __all__ = [
 ]
 
 
-class Code(enum.IntEnum):
-    """Why a request failed, as it is told."""
-
-    UNKNOWN = 1
-    EXISTS = 2
-    REFUSED = 3
-    INVALID = 4
-    CHANGED = 5
-    NO_ROOM = 6
-    DISK = 7
-    BUSY = 8
-
-
 class StorageError(Exception):
     """The server did not do what was asked for; its text says why."""
 
-    code: Code
+    code: ClassVar[int]
 
 
 class UnknownVolumeError(StorageError):
     """There is no such volume."""
 
-    code = Code.UNKNOWN
+    code = 1
 
 
 class ExistsError(StorageError):
     """There is one of that name already."""
 
-    code = Code.EXISTS
+    code = 2
 
 
 class RefusedError(StorageError):
     """The client has no right to do that."""
 
-    code = Code.REFUSED
+    code = 3
 
 
 class InvalidError(StorageError):
     """It makes no sense: a size, a name, an offset."""
 
-    code = Code.INVALID
+    code = 4
 
 
 class ChangedError(StorageError):
     """The volume was resized or deleted, or the right to it taken back, while it was open: it may be opened again."""
 
-    code = Code.CHANGED
+    code = 5
 
 
 class NoRoomError(StorageError):
     """The server has no room for it, on its disk or in its memory."""
 
-    code = Code.NO_ROOM
+    code = 6
 
 
 class DiskError(StorageError):
     """The server's disk failed. What was flushed before is there; what was not may be lost."""
 
-    code = Code.DISK
+    code = 7
 
 
 class BusyError(StorageError):
     """Somebody who uses the volume does not let go of it."""
 
-    code = Code.BUSY
+    code = 8
 
 
-_OF_CODES: dict[int, type[StorageError]] = {
-    each.code: each
-    for each in (
-        UnknownVolumeError,
-        ExistsError,
-        RefusedError,
-        InvalidError,
-        ChangedError,
-        NoRoomError,
-        DiskError,
-        BusyError,
-    )
-}
+_OF_CODES = {each.code: each for each in StorageError.__subclasses__()}
 
 
 def error_of(code: int, text: str) -> StorageError:

@@ -1,8 +1,8 @@
 """The file layer: all that the server asks of a disk, behind one small seam.
 
-What is durable and when is decided by very few calls: `File.datasync`, `File.sync` and `Files.sync_directory`. They are
-behind a protocol so that tests can put a disk there that forgets what was not synced, and that fails at any call.
-`Disk` is the real one. All of this blocks: the server calls it beside its loops, but for a `datasync` here and there.
+What is durable and when is decided by very few calls: `File.datasync`, `File.sync` and `Disk.sync_directory`. Tests
+put a disk there that forgets what was not synced, and that fails at any call. All of this blocks: the server calls it
+beside its loops, but for a `datasync` here and there.
 """
 
 import errno
@@ -10,12 +10,12 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Disk", "File", "Files"]
+__all__ = ["Disk", "File"]
 
 _FICLONE = 0x40049409  # linux/fs.h: the whole file shares the other's blocks, until one of them is written to
 _NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
@@ -23,55 +23,8 @@ _AHEAD_BYTES = 256 << 20  # that are read when a file is mapped
 _COPY_BYTES = 64 << 20  # of one call
 
 
-class File(Protocol):
-    """A file that is open for reading and writing."""
-
-    def size(self) -> int:
-        """Its bytes."""
-
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill memory from there on. What lies beyond the file's end is an OSError."""
-
-    def write(self, data: "Buffer", offset: int) -> None:
-        """Write all of it."""
-
-    def resize(self, size: int) -> None:
-        """Give it so many bytes, with room on the disk for each: ENOSPC now, and not when they are written."""
-
-    def map(self, size: int) -> mmap.mmap:
-        """Its first bytes as shared memory."""
-
-    def copy_from(self, source: "File", size: int) -> str:
-        """Become a copy of another one, at once where the file system can share blocks; "reflink" or "copy"."""
-
-    def datasync(self) -> None:
-        """Its bytes are durable, those that were written through a mapping as well: fdatasync."""
-
-    def sync(self) -> None:
-        """So is its size: fsync."""
-
-    def close(self) -> None:
-        """Let go of it."""
-
-
-class Files(Protocol):
-    """Files by their paths."""
-
-    def create(self, path: Path) -> File:
-        """An empty one that was not there before."""
-
-    def open(self, path: Path) -> File:
-        """One that is there."""
-
-    def remove(self, path: Path) -> None:
-        """Take it away, if it is there."""
-
-    def sync_directory(self, path: Path) -> None:
-        """Which files there are in it is durable."""
-
-
-class DiskFile:
-    """A file by its descriptor."""
+class File:
+    """A file that is open for reading and writing, by its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -81,7 +34,7 @@ class DiskFile:
         return os.fstat(self.descriptor).st_size
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill memory from there on."""
+        """Fill memory from there on. What lies beyond the file's end is an OSError."""
         at = 0
         while at < len(memory):
             count = os.preadv(self.descriptor, [memory[at:]], offset + at)
@@ -97,7 +50,7 @@ class DiskFile:
             rest, offset = rest[count:], offset + count
 
     def resize(self, size: int) -> None:
-        """Give it so many bytes, with room on the disk for each."""
+        """Give it so many bytes, with room on the disk for each: ENOSPC now, and not when they are written."""
         if size > self.size():
             # Writing to a mapping where the disk has no room is a SIGBUS, which ends the server: have the room now.
             os.posix_fallocate(self.descriptor, 0, size)
@@ -116,9 +69,8 @@ class DiskFile:
         os.posix_fadvise(self.descriptor, 0, min(size, _AHEAD_BYTES), os.POSIX_FADV_WILLNEED)
         return mapped
 
-    def copy_from(self, source: File, size: int) -> str:
-        """Become a copy of another one."""
-        assert isinstance(source, DiskFile)
+    def copy_from(self, source: "File", size: int) -> str:
+        """Become a copy of another one, at once where the file system can share blocks; "reflink" or "copy"."""
         free = os.fstatvfs(self.descriptor)
         if free.f_bavail * free.f_frsize < size:
             # Asked of a reflink as well: the blocks that are shared now want room when either file is written to.
@@ -140,7 +92,7 @@ class DiskFile:
         return "copy"
 
     def datasync(self) -> None:
-        """Its bytes are durable."""
+        """Its bytes are durable, those that were written through a mapping as well."""
         os.fdatasync(self.descriptor)
 
     def sync(self) -> None:
@@ -157,13 +109,13 @@ class DiskFile:
 class Disk:
     """The files of this machine."""
 
-    def create(self, path: Path) -> DiskFile:
+    def create(self, path: Path) -> File:
         """An empty one that was not there before."""
-        return DiskFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
-    def open(self, path: Path) -> DiskFile:
+    def open(self, path: Path) -> File:
         """One that is there."""
-        return DiskFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return File(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def remove(self, path: Path) -> None:
         """Take it away, if it is there."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from storage_server.catalog import Catalog, VolumeRow, new_token
 from storage_server.errors import InvalidError
-from storage_server.files import File, Files
+from storage_server.files import Disk, File
 
 __all__ = ["Folder", "opened_folder"]
 
@@ -32,18 +32,18 @@ class Folder:
     :param root: its path.
     """
 
-    def __init__(self, root: Path, files: Files, catalog: Catalog) -> None:
+    def __init__(self, root: Path, disk: Disk, catalog: Catalog) -> None:
         self.catalog = catalog
         self._root = root
         self._volumes = root / "volumes"
-        self._files = files
+        self._disk = disk
 
     def start(self) -> list[VolumeRow]:
         """Put right what was left unfinished; the volumes.
 
         :raises InvalidError: a volume's file is missing, or too short.
         """
-        self._files.sync_directory(self._root)
+        self._disk.sync_directory(self._root)
         for row in self.catalog.unfinished():
             logger.warning("volume %r was being made or deleted when the server ended: it is taken away", row.name)
             self.remove(row)
@@ -79,7 +79,7 @@ class Folder:
             file.write(f"{token}\n")
             file.flush()
             os.fsync(descriptor)
-        self._files.sync_directory(self._root)
+        self._disk.sync_directory(self._root)
         self.catalog.add_client("owner", admin=True, token=token)
 
     def _path(self, row: VolumeRow) -> Path:
@@ -87,7 +87,7 @@ class Folder:
 
     def open(self, row: VolumeRow) -> File:
         """The file of a volume."""
-        return self._files.open(self._path(row))
+        return self._disk.open(self._path(row))
 
     def make(self, name: str, size: int, fill: Callable[[File], object], *, read_only: bool = False) -> VolumeRow:
         """Make a volume: the name is taken, then the file is made, then it is there.
@@ -96,10 +96,10 @@ class Folder:
         """
         row = self.catalog.begin(name, size, read_only=read_only)
         try:
-            with contextlib.closing(self._files.create(self._path(row))) as file:
+            with contextlib.closing(self._disk.create(self._path(row))) as file:
                 fill(file)
                 file.sync()
-            self._files.sync_directory(self._volumes)
+            self._disk.sync_directory(self._volumes)
         except OSError:
             self.remove(row)  # or, where that fails as well, the next start does it
             raise
@@ -109,8 +109,8 @@ class Folder:
     def remove(self, row: VolumeRow) -> None:
         """Take a volume away: there is none of that name, then the file goes, then the row."""
         self.catalog.begin_delete(row.id)
-        self._files.remove(self._path(row))
-        self._files.sync_directory(self._volumes)
+        self._disk.remove(self._path(row))
+        self._disk.sync_directory(self._volumes)
         self.catalog.forget(row.id)
 
     def resize(self, row: VolumeRow, size: int) -> VolumeRow:
@@ -146,7 +146,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def opened_folder(root: Path, files: Files) -> Iterator[Folder]:
+def opened_folder(root: Path, disk: Disk) -> Iterator[Folder]:
     """A folder, made where it is not there, for the time of the block.
 
     :raises InvalidError: another server has it, or its catalog is another version's.
@@ -158,4 +158,4 @@ def opened_folder(root: Path, files: Files) -> Iterator[Folder]:
         except BlockingIOError as error:
             raise InvalidError(f"another server has {root}: stop it, or choose another folder") from error
         with contextlib.closing(Catalog(root / "catalog.sqlite")) as catalog:
-            yield Folder(root, files, catalog)
+            yield Folder(root, disk, catalog)

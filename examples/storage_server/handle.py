@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from aioverbs import AccessFlags, BrokenResourceError, ClosedResourceError, Connection, Grant
 from storage_server.errors import BusyError, ChangedError, InvalidError, RefusedError
-from storage_server.messages import Mode
 from storage_server.metrics import Metrics
+from storage_server.protocol import Mode
 from storage_server.volumes import Volume, Volumes
 
 __all__ = ["Handle"]

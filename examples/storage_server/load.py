@@ -13,13 +13,11 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from typing import Any, Literal
 
 import aioverbs
-from aioverbs import ConnectionSettings, MessageModel, RegionSlice
+from aioverbs import ConnectionSettings, MessageModel, RegionSlice, WorkerPool, current_worker
 from storage_server.client import connect
 from storage_server.errors import InvalidError
 from storage_server.protocol import DATA_MOST
@@ -182,19 +180,18 @@ class Client:
         self.took_ns["flush"].append(time.perf_counter_ns() - start)
 
 
-async def _one(plan: Plan, number: int) -> Share:
-    model = MessageModel.LOW_LATENCY if plan.spin_us else MessageModel.DEFAULT
+async def one(plan: Plan) -> Share:
+    """What one process does."""
+    worker = current_worker()
     settings = ConnectionSettings(
         send_depth=max(32, min(plan.window, _DEPTH_MOST)), spin_ns=plan.spin_us * 1000 if plan.spin_us else None
     )
     async with (
-        aioverbs.open_device() as device,
-        device.resource_domain(message_model=model) as domain,
-        connect(plan.host, plan.port, plan.token, domain=domain, settings=settings) as storage,
-        domain.register(plan.window * plan.block) as region,
+        connect(plan.host, plan.port, plan.token, domain=worker.domain, settings=settings) as storage,
+        worker.domain.register(plan.window * plan.block) as region,
         storage.open(plan.volume, write=plan.fill or plan.reads < 100, by_messages=plan.by_messages) as volume,
     ):
-        client = Client(plan, number, volume)
+        client = Client(plan, worker.number, volume)
         memory = [region[at : at + plan.block] for at in range(0, len(region), plan.block)]
         if plan.fill:
             await client.fill(memory)
@@ -202,20 +199,23 @@ async def _one(plan: Plan, number: int) -> Share:
         return Share(await client.load(memory), client.took_ns, client.wrong)
 
 
-def one(plan: Plan, number: int) -> Share:
-    """What one process does."""
-    return asyncio.run(_one(plan, number))
-
-
-def run(plan: Plan) -> dict[str, Any]:
+async def run(plan: Plan) -> dict[str, Any]:
     """Put a server under load; what that gave, for JSON.
 
     :raises StorageError: the server refused something.
     """
-    with ProcessPoolExecutor(plan.clients, get_context("spawn")) as processes:
+    model = MessageModel.LOW_LATENCY if plan.spin_us else MessageModel.DEFAULT
+    async with (
+        aioverbs.open_device() as device,
+        WorkerPool(device, plan.clients, processes=True, message_model=model, on_worker_death="fail") as processes,
+    ):
+
+        async def all_of_them(plan: Plan) -> list[Share]:
+            return await asyncio.gather(*(processes.run(one, plan, worker=number) for number in range(plan.clients)))
+
         if plan.fill:
-            list(processes.map(one, [plan] * plan.clients, range(plan.clients)))
-        shares = list(processes.map(one, [replace(plan, fill=False)] * plan.clients, range(plan.clients)))
+            await all_of_them(plan)
+        shares = await all_of_them(replace(plan, fill=False))
     done = sum(len(share.took_ns[kind]) for share in shares for kind in ("read", "write"))
     seconds = max(share.seconds for share in shares)
     wrong = [each for share in shares for each in share.wrong]

@@ -1,52 +1,35 @@
-"""PURE: what client and server say to each other, in bytes.
+"""PURE: what client and server say to each other.
 
-A message is its kind, the number of the request that it is or answers, the fields of its kind, and what is of any
-length: a text, data, ranges, or a list of volumes. Each message has one form only, and whatever is not exactly that is
-a `ProtocolError`: what is parsed packs to the same bytes again.
+The server speaks first, with a `Challenge`; the client proves in its `Hello` that it knows its key, which does not go
+over the wire. After that each request has one answer, in whichever order they are ready. An `Open` that succeeds comes
+with a grant of the volume's memory, by which data goes one-sidedly: what is said here is all the rest.
+
+In bytes a message is the number of the request that it is or answers, and its kind and fields in MessagePack. Each has
+one form only, and whatever is not exactly that is a `ProtocolError`: what is parsed packs to the same bytes again.
 """
 
+import enum
 import hmac
-import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from storage_server.errors import Code
-from storage_server.messages import (
-    Challenge,
-    Checksum,
-    Close,
-    Copy,
-    Create,
-    Data,
-    Delete,
-    Done,
-    Failed,
-    Flush,
-    Hello,
-    Listing,
-    ListVolumes,
-    Message,
-    Mode,
-    Open,
-    Opened,
-    Read,
-    Reopen,
-    Resize,
-    VolumeInfo,
-    Write,
-)
+import msgspec
+from msgspec import Meta
+
 from storage_server.ranges import RANGES_MOST
-
-__all__ = ["DATA_MOST", "MESSAGE_MOST", "TEXT_MOST", "VERSION", "ProtocolError", "pack", "parse", "proof_of"]
 
 VERSION = 1
 DATA_MOST = 1 << 20  # bytes that a message carries of a volume
-TEXT_MOST = 512
+TEXT_MOST = 512  # characters
 MESSAGE_MOST = DATA_MOST + 64
-_HEAD = struct.Struct("<BI")
-_COUNT = struct.Struct("<H")
-_PAIR = struct.Struct("<QQ")
-_INFO = struct.Struct("<QB")
+_NUMBER = 4  # bytes
+
+UInt16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+UInt32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+UInt64 = Annotated[int, Meta(ge=0)]  # MessagePack has none that are larger
+Text = Annotated[str, Meta(max_length=TEXT_MOST)]
+Bytes = Annotated[bytes, Meta(max_length=DATA_MOST)]
+Ranges = Annotated[tuple[tuple[UInt64, UInt64], ...], Meta(max_length=RANGES_MOST)]
+OpenMode = Annotated[int, Meta(ge=1, le=2)]
 
 
 class ProtocolError(Exception):
@@ -58,159 +41,214 @@ def proof_of(key: bytes, nonce: bytes) -> bytes:
     return hmac.digest(key, b"aioverbs storage " + bytes([VERSION]) + nonce, "sha256")
 
 
-# ---- What is of any length
+class Mode(enum.IntEnum):
+    """What a client may do with a volume. Each may do what those before it may."""
+
+    NONE = 0
+    READ = 1
+    WRITE = 2
+    ADMIN = 3
 
 
-def _pack_text(text: str) -> bytes:
-    data = text.encode()
-    if len(data) > TEXT_MOST:
-        raise ValueError(f"a text of {len(data)} bytes is too long: {TEXT_MOST} at most")
-    return data
+class VolumeInfo(NamedTuple):
+    """A volume in a list."""
+
+    name: Text
+    size: UInt64
+    read_only: bool
 
 
-def _parse_text(data: memoryview) -> str:
-    if len(data) > TEXT_MOST:
-        raise ProtocolError(f"a text has {len(data)} bytes, of {TEXT_MOST} at most")
-    return str(data, "utf-8")
+class _Message(msgspec.Struct, array_like=True):
+    """Base of all messages. The tag is the kind."""
 
 
-def _pack_texts(texts: tuple[str, ...]) -> bytes:
-    parts = [_pack_text(text) for text in texts]
-    return b"".join(_COUNT.pack(len(part)) + part for part in parts)
+# ---- The greetings
 
 
-def _parse_pair(data: memoryview) -> tuple[str, ...]:
-    texts = []
-    for _ in range(2):
-        (length,) = _COUNT.unpack_from(data)
-        texts.append(_parse_text(_exactly(data[_COUNT.size :], length)))
-        data = data[_COUNT.size + length :]
-    _end(data)
-    return tuple(texts)
+class Challenge(_Message, tag=1):
+    """The first word: the versions that are spoken begin and end with this one."""
+
+    version: UInt16
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-def _exactly(data: memoryview, length: int) -> memoryview:
-    if len(data) < length:
-        raise ProtocolError(f"{length} bytes are announced, and {len(data)} there")
-    return data[:length]
+class Hello(_Message, tag=2):
+    """Who the client is."""
+
+    version: UInt16
+    proof: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    name: Text
 
 
-def _end(data: memoryview) -> None:
-    if len(data):
-        raise ProtocolError(f"{len(data)} bytes too many")
+# ---- Requests
 
 
-def _pack_data(data: bytes) -> bytes:
-    if len(data) > DATA_MOST:
-        raise ValueError(f"a message carries {DATA_MOST:,} bytes at most, not {len(data):,}")
-    return data
+class ListVolumes(_Message, tag=10):
+    """Which volumes are there, of those that the client may read? `Listing`."""
 
 
-def _parse_data(data: memoryview) -> bytes:
-    if len(data) > DATA_MOST:
-        raise ProtocolError(f"{len(data):,} bytes of data, of {DATA_MOST:,} at most")
-    return bytes(data)
+class Create(_Message, tag=11):
+    """Make a volume of zeros. `Done`."""
+
+    size: UInt64
+    name: Text
 
 
-def _pack_ranges(ranges: tuple[tuple[int, int], ...]) -> bytes:
-    return b"".join(_PAIR.pack(*each) for each in ranges)
+class Copy(_Message, tag=12):
+    """Make a volume that is as another one is now: to be written to, or a snapshot. `Done`."""
+
+    read_only: bool
+    source: Text
+    name: Text
 
 
-def _parse_ranges(data: memoryview) -> tuple[tuple[int, int], ...]:
-    if len(data) % _PAIR.size or len(data) > RANGES_MOST * _PAIR.size:
-        raise ProtocolError(f"{len(data)} bytes are no ranges")
-    before, ranges = -1, []
-    for start, end in _PAIR.iter_unpack(data):
-        if not before < start < end:
-            raise ProtocolError("ranges are not empty, and stand in order and apart")
-        ranges.append((start, end))
-        before = end
-    return tuple(ranges)
+class Resize(_Message, tag=13):
+    """Give a volume another size. `Done`."""
+
+    size: UInt64
+    name: Text
 
 
-def _pack_volumes(volumes: tuple[VolumeInfo, ...]) -> bytes:
-    parts = []
-    for name, size, read_only in volumes:
-        text = _pack_text(name)
-        parts.append(_INFO.pack(size, read_only) + _COUNT.pack(len(text)) + text)
-    return b"".join(parts)
+class Delete(_Message, tag=14):
+    """Take a volume away. `Done`."""
+
+    name: Text
 
 
-def _parse_volumes(data: memoryview) -> tuple[VolumeInfo, ...]:
-    volumes = []
-    while len(data):
-        size, read_only = _INFO.unpack_from(data)
-        (length,) = _COUNT.unpack_from(data, _INFO.size)
-        name = _parse_text(_exactly(data[_INFO.size + _COUNT.size :], length))
-        if read_only > 1:
-            raise ProtocolError(f"{read_only} is neither yes nor no")
-        volumes.append(VolumeInfo(name, size, bool(read_only)))
-        data = data[_INFO.size + _COUNT.size + length :]
-    return tuple(volumes)
+class Open(_Message, tag=15):
+    """Use a volume. A grant of its memory, and `Opened`."""
+
+    mode: OpenMode
+    name: Text
 
 
-# ---- The table of all kinds
+class Reopen(_Message, tag=16):
+    """The grant was taken back: go on, where the volume is still what it was. A grant, and `Opened`."""
+
+    volume: UInt32
 
 
-class _Layout(NamedTuple):
-    kind: int
-    make: type[Any]
-    fixed: struct.Struct
-    pack_rest: Callable[[Any], bytes] | None = None
-    parse_rest: Callable[[memoryview], Any] | None = None
+class Close(_Message, tag=17):
+    """Use it no more. `Done`."""
+
+    volume: UInt32
 
 
-def _layout(kind: int, make: type[Any], fixed: str, rest: str = "") -> _Layout:
-    pack_rest, parse_rest = _RESTS[rest]
-    return _Layout(kind, make, struct.Struct("<" + fixed), pack_rest, parse_rest)
+class Read(_Message, tag=18):
+    """Bytes by message, with their CRC-32 where that is wanted. `Data`."""
+
+    volume: UInt32
+    offset: UInt64
+    length: UInt32
+    checked: bool
 
 
-_RESTS: dict[str, tuple[Callable[[Any], bytes] | None, Callable[[memoryview], Any] | None]] = {
-    "": (None, None),
-    "text": (_pack_text, _parse_text),
-    "texts": (_pack_texts, _parse_pair),
-    "data": (_pack_data, _parse_data),
-    "ranges": (_pack_ranges, _parse_ranges),
-    "volumes": (_pack_volumes, _parse_volumes),
-}
-_KINDS = [
-    _layout(1, Challenge, "H16s"),
-    _layout(2, Hello, "H32s", "text"),
-    _layout(10, ListVolumes, ""),
-    _layout(11, Create, "Q", "text"),
-    _layout(12, Copy, "?", "texts"),
-    _layout(13, Resize, "Q", "text"),
-    _layout(14, Delete, "", "text"),
-    _layout(15, Open, "B", "text"),
-    _layout(16, Reopen, "I"),
-    _layout(17, Close, "I"),
-    _layout(18, Read, "IQI?"),
-    _layout(19, Write, "IQ?I", "data"),
-    _layout(20, Checksum, "IQI"),
-    _layout(21, Flush, "I", "ranges"),
-    _layout(30, Done, ""),
-    _layout(31, Failed, "B", "text"),
-    _layout(32, Listing, "", "volumes"),
-    _layout(33, Opened, "IQB?I"),
-    _layout(34, Data, "I", "data"),
-]
-_BY_TYPE = {each.make: each for each in _KINDS}
-_BY_KIND = {each.kind: each for each in _KINDS}
-_MODES = frozenset((Mode.READ, Mode.WRITE))
-_CODES = frozenset(Code)
+class Write(_Message, tag=19):
+    """Bytes by message, with their CRC-32 where that is to be checked, or 0. `Done`."""
+
+    volume: UInt32
+    offset: UInt64
+    checked: bool
+    checksum: UInt32
+    data: Bytes
+
+
+class Checksum(_Message, tag=20):
+    """The CRC-32 of bytes, wherever they are. `Data` without bytes."""
+
+    volume: UInt32
+    offset: UInt64
+    length: UInt32
+
+
+class Flush(_Message, tag=21):
+    """Make durable what was written; `Done` comes after that.
+
+    Who writes one-sidedly where `Opened` asks for it says what it wrote: ranges in order and apart, none empty.
+    """
+
+    volume: UInt32
+    written: Ranges
+
+    def __post_init__(self) -> None:
+        before = -1
+        for start, end in self.written:
+            if not before < start < end:
+                raise ValueError("ranges are not empty, and stand in order and apart")
+            before = end
+
+
+# ---- Answers
+
+
+class Done(_Message, tag=30):
+    """It is done."""
+
+
+class Failed(_Message, tag=31):
+    """It is not, by the code of one of the errors, and why."""
+
+    code: Annotated[int, Meta(ge=1, le=8)]
+    text: Text
+
+
+class Listing(_Message, tag=32):
+    """Volumes."""
+
+    volumes: tuple[VolumeInfo, ...]
+
+
+class Opened(_Message, tag=33):
+    """A volume that is open, by its number on this connection; its memory by the grant with that key."""
+
+    volume: UInt32
+    size: UInt64
+    mode: OpenMode
+    tell: bool  # what was written one-sidedly
+    rkey: UInt32
+
+
+class Data(_Message, tag=34):
+    """Bytes, and their CRC-32 or 0."""
+
+    checksum: UInt32
+    data: Bytes
+
+
+Answer = Done | Failed | Listing | Opened | Data
+Message = (
+    Answer
+    | Challenge
+    | Hello
+    | ListVolumes
+    | Create
+    | Copy
+    | Resize
+    | Delete
+    | Open
+    | Reopen
+    | Close
+    | Read
+    | Write
+    | Checksum
+    | Flush
+)
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder[Message](Message).decode
 
 
 def pack(number: int, message: Message) -> bytes:
     """A message in bytes.
 
     :param number: of the request, from 0 to 2**32 - 1.
-    :raises ValueError: a text or the data is too long.
+    :raises ValueError: the other end would not take it: a text is too long, or a number too large.
     """
-    kind, _, fixed, pack_rest, _ = _BY_TYPE[type(message)]
-    fields: tuple[Any, ...] = message
-    if pack_rest is None:
-        return _HEAD.pack(kind, number) + fixed.pack(*fields)
-    return b"".join((_HEAD.pack(kind, number), fixed.pack(*fields[:-1]), pack_rest(fields[-1])))
+    try:
+        body = _encode(message)
+        _decode(body)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ValueError(f"a {type(message).__name__} cannot be sent: {error}") from error
+    return number.to_bytes(_NUMBER, "little") + body
 
 
 def parse(data: bytes) -> tuple[int, Message]:
@@ -218,26 +256,11 @@ def parse(data: bytes) -> tuple[int, Message]:
 
     :raises ProtocolError: they are none.
     """
+    body = memoryview(data)[_NUMBER:]
     try:
-        kind, number = _HEAD.unpack_from(data)
-        layout = _BY_KIND.get(kind)
-        if layout is None:
-            raise ProtocolError(f"there are no messages of kind {kind}")
-        _, make, fixed, _, parse_rest = layout
-        fields = fixed.unpack_from(data, _HEAD.size)
-        start = _HEAD.size + fixed.size
-        if fixed.pack(*fields) != data[_HEAD.size : start]:
-            raise ProtocolError(f"the fields of {make.__name__} are not as they are written")
-        rest = memoryview(data)[start:]
-        if parse_rest is None:
-            _end(rest)
-            message = make(*fields)
-        else:
-            message = make(*fields, parse_rest(rest))
-    except (struct.error, UnicodeDecodeError) as error:
+        message = _decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"{len(data)} bytes are no message: {error}") from error
-    if isinstance(message, Open | Opened) and message.mode not in _MODES:
-        raise ProtocolError(f"a volume is not opened in mode {message.mode}")
-    if isinstance(message, Failed) and message.code not in _CODES:
-        raise ProtocolError(f"no failure has the code {message.code}")
-    return number, message
+    if _encode(message) != body:
+        raise ProtocolError(f"a {type(message).__name__} is not written as it should be")
+    return int.from_bytes(data[:_NUMBER], "little"), message

@@ -8,8 +8,7 @@ from typing import Any
 from aioverbs import BufferPool, Granted, GrantRevokedError, RegionSlice
 from storage_server.asking import Questions
 from storage_server.errors import ChangedError, InvalidError
-from storage_server.messages import Checksum, Data, Flush, Opened, Read, Reopen, Write
-from storage_server.protocol import DATA_MOST, ProtocolError
+from storage_server.protocol import DATA_MOST, Checksum, Data, Flush, Opened, ProtocolError, Read, Reopen, Write
 from storage_server.ranges import Ranges
 
 __all__ = ["PIECE", "SMALL", "Regrant", "RemoteVolume", "several"]

@@ -20,7 +20,7 @@ from typing import Literal
 
 import aioverbs
 from aioverbs import ConnectionSettings, Device, MessageModel, WorkerPool
-from storage_server.files import Disk, Files
+from storage_server.files import Disk
 from storage_server.folder import opened_folder
 from storage_server.metrics import Metrics
 from storage_server.protocol import MESSAGE_MOST
@@ -79,13 +79,13 @@ async def serving(
     *,
     device: Device,
     settings: Settings | None = None,
-    files: Files | None = None,
+    disk: Disk | None = None,
 ) -> AsyncIterator[Serving]:
     """Serve the volumes of a folder, for the time of the block.
 
     :param root: the folder: made where it is not there, and put right where the server before was killed.
     :param device: a device that is open.
-    :param files: the file layer; None: this machine's.
+    :param disk: the file layer; None: this machine's.
     :raises InvalidError: another server has the folder, or its catalog and its files do not fit.
     """
     chosen = settings if settings is not None else Settings()
@@ -95,7 +95,7 @@ async def serving(
     connections = ConnectionSettings(
         max_message=MESSAGE_MOST, spin_ns=chosen.spin_us * 1000 if chosen.spin_us else None
     )
-    with opened_folder(root, files or Disk()) as folder:
+    with opened_folder(root, disk or Disk()) as folder:
         async with WorkerPool(device, chosen.workers, loop=chosen.loop, message_model=model) as pool:
             volumes = Volumes(folder, pool.pd, metrics, mapped=mapped, memory=chosen.memory)
             shared = Shared(volumes, metrics)

@@ -17,7 +17,11 @@ from aioverbs import BrokenResourceError, ClosedResourceError, Connection, curre
 from storage_server.cancelling import to_its_end
 from storage_server.errors import InvalidError, RefusedError, StorageError
 from storage_server.handle import Handle
-from storage_server.messages import (
+from storage_server.metrics import Metrics
+from storage_server.protocol import (
+    DATA_MOST,
+    TEXT_MOST,
+    VERSION,
     Answer,
     Challenge,
     Checksum,
@@ -36,13 +40,15 @@ from storage_server.messages import (
     Mode,
     Open,
     Opened,
+    ProtocolError,
     Read,
     Reopen,
     Resize,
     Write,
+    pack,
+    parse,
+    proof_of,
 )
-from storage_server.metrics import Metrics
-from storage_server.protocol import DATA_MOST, TEXT_MOST, VERSION, ProtocolError, pack, parse, proof_of
 from storage_server.volumes import Volumes, told
 
 __all__ = ["Shared", "serve_client"]
@@ -202,7 +208,7 @@ class Session:
                 return Listing(await volumes.ask(volumes.list_volumes, self.client))
             case Create(size, name):
                 await volumes.ask(volumes.create, self.client, name, size)
-            case Copy(read_only, (source, name)):
+            case Copy(read_only, source, name):
                 await volumes.ask(volumes.copy, self.client, source, name, read_only=read_only)
             case Resize(size, name):
                 await volumes.ask(volumes.resize, self.client, name, size)
@@ -276,7 +282,7 @@ class Session:
 
 
 def _failure(error: StorageError) -> Failed:
-    return Failed(error.code, str(error).encode()[:TEXT_MOST].decode(errors="ignore"))
+    return Failed(error.code, str(error)[:TEXT_MOST])
 
 
 async def _known(connection: Connection, shared: Shared) -> str:

@@ -33,8 +33,8 @@ from storage_server.errors import (
 )
 from storage_server.files import File
 from storage_server.folder import Folder
-from storage_server.messages import Mode, VolumeInfo
 from storage_server.metrics import Metrics
+from storage_server.protocol import Mode, VolumeInfo
 
 __all__ = ["User", "Volume", "Volumes", "told"]
 

@@ -12,7 +12,7 @@ from tests.sockets import directory_of_sockets, short_path
 __all__ = ["backing", "device", "device_name", "directory_of_sockets", "short_path"]
 
 # What the example needs is installed where it is tested, and not in each session.
-collect_ignore_glob = [] if find_spec("prometheus_client") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("prometheus_client") and find_spec("msgspec") else ["test_*.py"]
 if str(ROOT / "examples") not in sys.path:
     sys.path.append(str(ROOT / "examples"))
 

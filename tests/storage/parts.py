@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from storage_server.catalog import Catalog
 from storage_server.client import Storage, connect
-from storage_server.files import Files
-from storage_server.messages import Mode
+from storage_server.files import Disk
+from storage_server.protocol import Mode
 from storage_server.server import BackingName, Serving, Settings, serving
 
 from aioverbs import Device
@@ -57,11 +57,11 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serve_here(
-    device: Device, root: Path, backing: str, files: Files | None = None, **settings: Any
+    device: Device, root: Path, backing: str, disk: Disk | None = None, **settings: Any
 ) -> AsyncIterator[Server]:
     """A server of a folder."""
     if backing == "mapped" and not device.software:
         pytest.skip("kernels do not pin pages of files for devices")
     chosen = Settings(backing=cast(BackingName, backing), **settings)
-    async with serving(root, HOST, device=device, settings=chosen, files=files) as served:
+    async with serving(root, HOST, device=device, settings=chosen, disk=disk) as served:
         yield Server(device, served, root)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage_server.catalog import Catalog
-from storage_server.files import Disk, DiskFile, File
+from storage_server.files import Disk, File
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -40,37 +40,33 @@ class Inode:
         self.durable = durable
 
 
-class PoweredFile:
+class PoweredFile(File):
     """A file on it."""
 
-    def __init__(self, power: "Power", file: DiskFile, inode: Inode) -> None:
+    def __init__(self, power: "Power", file: File, inode: Inode) -> None:
+        super().__init__(file.descriptor)
         self._power = power
-        self._file = file
         self._inode = inode
-
-    def size(self) -> int:
-        return self._file.size()
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         self._power.check()
-        self._file.read_into(memory, offset)
+        super().read_into(memory, offset)
 
     def write(self, data: "Buffer", offset: int) -> None:
         self._power.step("write")
-        self._file.write(data, offset)
+        super().write(data, offset)
 
     def resize(self, size: int) -> None:
         self._power.step("resize")
-        self._file.resize(size)
+        super().resize(size)
 
     def map(self, size: int) -> mmap.mmap:
         self._power.check()
-        return self._file.map(size)
+        return super().map(size)
 
     def copy_from(self, source: File, size: int) -> str:
         self._power.step("copy")
-        assert isinstance(source, PoweredFile)
-        return self._file.copy_from(source._file, size)
+        return super().copy_from(source, size)
 
     def datasync(self) -> None:
         self._sync("datasync")
@@ -80,18 +76,15 @@ class PoweredFile:
 
     def _sync(self, what: str) -> None:
         self._power.step(what)
-        content = bytearray(self._file.size())
-        self._file.read_into(memoryview(content), 0)
+        content = bytearray(self.size())
+        super().read_into(memoryview(content), 0)
         self._power.work()
         with self._power.lock:  # it is durable as a whole, or the power was off before
             self._power.check()
             self._inode.durable = bytes(content)
 
-    def close(self) -> None:
-        self._file.close()
 
-
-class Power:
+class Power(Disk):
     """The disk of a folder, whose power is cut at a step.
 
     :param cut_at: the number of the step, from 1 on, that finds the power off; 0: none.
@@ -109,7 +102,6 @@ class Power:
         self._cut_at = cut_at
         self._sync_s = sync_s
         self._random = random.Random(seed)
-        self._disk = Disk()
         self._here: dict[Path, Inode] = {}
         self._durable: dict[Path, Inode] = {}
         for path in (root / "volumes").glob("*"):  # of a server that was there before
@@ -119,18 +111,18 @@ class Power:
 
     def create(self, path: Path) -> PoweredFile:
         self.step("create")
-        file = self._disk.create(path)
+        file = super().create(path)
         self._here[path] = Inode()
         return PoweredFile(self, file, self._here[path])
 
     def open(self, path: Path) -> PoweredFile:
         self.check()
-        return PoweredFile(self, self._disk.open(path), self._here[path])
+        return PoweredFile(self, super().open(path), self._here[path])
 
     def remove(self, path: Path) -> None:
         self.step("remove")
         with self.lock:
-            self._disk.remove(path)
+            super().remove(path)
             self._here.pop(path, None)
 
     def sync_directory(self, path: Path) -> None:

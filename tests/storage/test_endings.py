@@ -12,9 +12,12 @@ import anyio
 import pytest
 from storage_server.catalog import VolumeRow, key_of
 from storage_server.client import connect
-from storage_server.errors import BusyError, ChangedError, Code, DiskError
+from storage_server.errors import BusyError, ChangedError, DiskError, InvalidError
 from storage_server.handle import Handle
-from storage_server.messages import (
+from storage_server.metrics import Metrics
+from storage_server.protocol import (
+    DATA_MOST,
+    VERSION,
     Challenge,
     Close,
     Done,
@@ -27,9 +30,10 @@ from storage_server.messages import (
     Opened,
     Read,
     Write,
+    pack,
+    parse,
+    proof_of,
 )
-from storage_server.metrics import Metrics
-from storage_server.protocol import DATA_MOST, VERSION, pack, parse, proof_of
 from storage_server.volumes import Volume, Volumes
 
 import aioverbs
@@ -124,7 +128,7 @@ async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backi
         ):
             answer = await raw.ask(message)
             assert isinstance(answer, Failed), message
-            assert answer.code == Code.INVALID, answer
+            assert answer.code == InvalidError.code, answer
         assert await raw.ask(Write(opened.volume, 0, False, 0, b"fine")) == Done()
         assert await raw.ask(Flush(opened.volume, ((0, 4),))) == Done()
         assert await raw.ask(Close(opened.volume)) == Done()

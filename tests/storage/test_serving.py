@@ -14,7 +14,7 @@ from storage_server.errors import (
     RefusedError,
     UnknownVolumeError,
 )
-from storage_server.messages import Mode, VolumeInfo
+from storage_server.protocol import Mode, VolumeInfo
 from storage_server.remote_volume import PIECE
 
 from aioverbs import Device

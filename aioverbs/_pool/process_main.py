@@ -4,9 +4,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import multiprocessing
-import multiprocessing.process
-import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -17,13 +14,13 @@ from typing import Any
 
 from aioverbs._lifecycle.cross_loop import Call
 from aioverbs._pool.pickled_errors import pickled_error
-from aioverbs._pool.process_protocol import Kind, Link, frame, receive_frame, receive_socket
+from aioverbs._pool.process_protocol import Kind, Link, frame, receive_socket
 from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, working
 from aioverbs._verbs.device import Device, open_device
 from aioverbs._verbs.imported_device import import_device
 from aioverbs._verbs.protection_domain import ProtectionDomain
 
-__all__ = ["ProcessSettings", "Ready", "main"]
+__all__ = ["ProcessSettings", "Ready", "Spawned"]
 
 
 @dataclass(frozen=True)
@@ -56,39 +53,43 @@ class Ready:
     native: bool
 
 
-def main(link: int, share: int, door: int) -> None:
-    """Be a worker, until the pool says otherwise or is gone.
+@dataclass(frozen=True)
+class Spawned:
+    """What `multiprocessing.spawn` makes and runs in a new process, when the main module is there.
 
+    :param number: the worker's.
+    :param settings: its `ProcessSettings`, pickled: what keeps them from being made is told to the pool.
     :param link: the descriptor of a socket to the pool.
     :param share: that of another one, over which the pool shares its protection domain, where it does.
     :param door: that of another one, over which sockets come.
     """
-    sock, sockets = socket.socket(fileno=link), socket.socket(fileno=door)
-    for each in (sock, sockets):
-        os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
-    try:
-        _, payload = receive_frame(sock)
-        preparation, pickled = pickle.loads(payload)
-        _prepare(preparation)
-        settings: ProcessSettings
-        number, settings = pickle.loads(pickled)
-        factory = loop_factory(settings.worker.loop)
-    except Exception as error:
-        sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))
-        return
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_Child(number, settings, sock, share, sockets).serve())
 
+    number: int
+    settings: bytes
+    link: int
+    share: int
+    door: int
 
-def _prepare(preparation: dict[str, Any]) -> None:
-    """Paths, arguments and the main module, as multiprocessing has them in the processes that it spawns."""
-    process = multiprocessing.process.current_process()
-    process._inheriting = True  # type: ignore[attr-defined]  # a main module that opens a pool is told what it lacks
-    try:
-        multiprocessing.spawn.prepare(preparation)
-    finally:
-        del process._inheriting  # type: ignore[attr-defined]
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Be a worker, until the pool says otherwise or is gone, and return the status of the process.
+
+        :param parent_sentinel: a descriptor that tells others of the parent's end; the link does that here.
+        """
+        os.close(parent_sentinel)
+        sock, sockets = socket.socket(fileno=self.link), socket.socket(fileno=self.door)
+        for each in (sock, sockets):
+            os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # from the beginning until now
+        try:
+            settings: ProcessSettings = pickle.loads(self.settings)
+            factory = loop_factory(settings.worker.loop)
+        except Exception as error:
+            sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))
+            return 0
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(_Child(self.number, settings, sock, self.share, sockets).serve())
+        return 0
 
 
 class _ChildCall(Call[Any]):

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
-__all__ = ["Kind", "Link", "frame", "receive_frame", "receive_socket", "send_socket"]
+__all__ = ["Kind", "Link", "frame", "receive_socket", "send_socket"]
 
 _INT = struct.Struct("=i")
 _HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
@@ -17,52 +17,31 @@ _HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
 class Kind(enum.IntEnum):
     """What is said."""
 
-    SETUP = 1
-    """To the worker, first: what to be."""
-    READY = 2
+    READY = 1
     """From the worker: it is at work."""
-    FAILED = 3
+    FAILED = 2
     """From the worker: the error for which it cannot be; it ends."""
-    CALL = 4
+    CALL = 3
     """To the worker: a function and its arguments."""
-    CANCEL = 5
+    CANCEL = 4
     """To the worker: a call is to be cancelled, if it is not over."""
-    RESULT = 6
+    RESULT = 5
     """From the worker: what a call returned."""
-    ERROR = 7
+    ERROR = 6
     """From the worker: what a call raised."""
-    CANCELLED = 8
+    CANCELLED = 7
     """From the worker: a call ended by a cancellation."""
-    STOP = 9
+    STOP = 8
     """To the worker: it is to end."""
-    VISIT = 10
+    VISIT = 9
     """To the worker: a function that gets a socket, which was sent over another socket before, and its arguments."""
-    NEWS = 11
+    NEWS = 10
     """From the worker: a truth value that such a call tells before it is over."""
 
 
 def frame(kind: Kind, number: int, payload: bytes = b"") -> bytes:
     """One thing to say."""
     return _HEADER.pack(len(payload), number, kind) + payload
-
-
-def receive_frame(sock: socket.socket) -> tuple[Kind, bytes]:
-    """The next thing that is said, and no byte more, from a blocking socket.
-
-    :raises EOFError: nothing is.
-    """
-    length, _, kind = _HEADER.unpack(_receive(sock, _HEADER.size))
-    return Kind(kind), _receive(sock, length)
-
-
-def _receive(sock: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise EOFError("the pool is gone")
-        data += piece
-    return bytes(data)
 
 
 def send_socket(door: socket.socket, sent: socket.socket) -> None:

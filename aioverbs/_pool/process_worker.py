@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import anyio
 from aioverbs._durations import duration
 from aioverbs._lifecycle.cross_loop import Outcome
 from aioverbs._pool.pickled_errors import unpickled_error
-from aioverbs._pool.process_main import ProcessSettings, Ready
+from aioverbs._pool.process_main import ProcessSettings, Ready, Spawned
 from aioverbs._pool.process_protocol import Kind, Link, send_socket
 from aioverbs._pool.supervisor import Counts, Crew, Hand, Job
 from aioverbs._verbs.protection_domain import SharedProtectionDomain
@@ -36,10 +35,6 @@ _POLL_S = 0.005
 _AGAIN_S = 0.01  # after which sockets are sent again that a process had no room for
 
 _numbers = itertools.count(1)  # of calls
-
-_COMMAND = (
-    "import sys; sys.path[:] = {path!r}; from aioverbs._pool.process_main import main; main({link}, {share}, {door})"
-)
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -160,9 +155,6 @@ class ProcessWorker(Hand):
         with share_ours, door_ours as self._door, contextlib.ExitStack() as until_connected:
             until_connected.enter_context(ours)
             with theirs, share_theirs, door_theirs:
-                preparation = multiprocessing.spawn.get_preparation_data(f"{self.crew.name}, worker {self.number}")
-                preparation["authkey"] = bytes(preparation["authkey"])  # its type refuses pickle; nobody else reads
-                setup = pickle.dumps((preparation, pickle.dumps((self.number, self._settings))))
                 self._process = process = self._spawn(theirs, share_theirs, door_theirs)
                 self.process_id = process.pid
             link = self._link = Link(self._received)
@@ -170,7 +162,6 @@ class ProcessWorker(Hand):
             try:
                 await self._home.create_unix_connection(lambda: link, sock=ours)
                 until_connected.pop_all()  # it is the loop's now
-                link.send(Kind.SETUP, 0, setup)
                 with anyio.move_on_after(_START_S) as starting:
                     await self._begin(share_ours, link)
                 if starting.cancelled_caught:
@@ -202,19 +193,36 @@ class ProcessWorker(Hand):
             if sharing is not None:
                 sharing.cancel()
                 await asyncio.wait([sharing])
-                if not sharing.cancelled() and (error := sharing.exception()) is not None and self._cause is None:
+                error = sharing.exception() if not sharing.cancelled() else None
+                # Where it went, the end of its process tells more.
+                if error is not None and self._cause is None and not isinstance(error, BrokenResourceError):
                     self._cause = error
 
     def _spawn(self, *sockets: socket.socket) -> "subprocess.Popen[bytes]":
-        link, share, door = descriptors = [sock.fileno() for sock in sockets]
-        code = _COMMAND.format(path=sys.path, link=link, share=share, door=door)
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-        return subprocess.Popen(
-            [sys.executable, *flags, "-c", code],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            env={name: value for name, value in os.environ.items() if name != "AIOVERBS_SOFT_ADDRESS"},  # this one's
-        )
+        """Start the process as multiprocessing starts those that it spawns, and have it run a `Spawned`.
+
+        Not by a `multiprocessing.Process`: it stays one of this process's children in a child of a fork, too, whose
+        end would be to terminate it; daemons may not make any; and at exit the others are waited for, as long as their
+        calls take.
+        """
+        descriptors = [sock.fileno() for sock in sockets]
+        preparation = multiprocessing.spawn.get_preparation_data(f"{self.crew.name}, worker {self.number}")
+        preparation["authkey"] = bytes(preparation["authkey"])  # its type refuses pickle; nobody else reads
+        spawned = Spawned(self.number, pickle.dumps(self._settings), *descriptors)
+        with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe might not take all of it at once
+            setup.write(pickle.dumps(preparation) + pickle.dumps(spawned))
+            setup.seek(0)
+            # Ctrl-C is the pool's, from the first instruction of the process on.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return subprocess.Popen(
+                    multiprocessing.spawn.get_command_line(pipe_handle=setup.fileno()),
+                    pass_fds=(*descriptors, setup.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    env={name: value for name, value in os.environ.items() if name != "AIOVERBS_SOFT_ADDRESS"},
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self) -> None:
         """Have it end."""

@@ -287,6 +287,20 @@ async def test_setup_and_one_that_cannot_be_made(device: Device, caplog: pytest.
         await WorkerPool(device, 1, processes=True, setup=lambda _: work.setup(_)).open()
 
 
+async def test_ctrl_c_does_not_end_one_that_starts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = subprocess.Popen
+
+    def interrupted(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
+        process = make(*args, **kwargs)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    async with WorkerPool(device, 1, processes=True) as pool:
+        assert [await pool.run(os.getpid)] == processes(pool)
+        assert signal.SIGINT not in await pool.run(partial(signal.pthread_sigmask, signal.SIG_BLOCK, []))
+
+
 async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
     pool = WorkerPool(device, 2, processes=True)
     with anyio.move_on_after(0.01) as scope:
@@ -370,6 +384,51 @@ def test_a_main_module_that_opens_a_pool_whoever_imports_it(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "before the" in done.stderr
     assert "has finished its bootstrapping phase" in done.stderr
+
+
+def test_a_main_module_that_cannot_be_imported(tmp_path: Path) -> None:
+    body = """
+        if __name__ != "__main__":
+            raise ZeroDivisionError("in a worker")
+
+        async def main():
+            async with open_device() as device:
+                try:
+                    await WorkerPool(device, 1, processes=True).open()
+                except WorkerDiedError as error:
+                    print(error)
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """
+    done = run_script(tmp_path, body)
+    assert done.returncode == 0
+    assert "worker 0 of the pool died: its process ended with status 1" in done.stdout
+    assert "ZeroDivisionError: in a worker" in done.stderr
+
+
+def test_functions_of_a_main_module_that_is_run_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        textwrap.dedent(
+            """
+            import asyncio, sys
+            from aioverbs import *
+
+            def arguments():
+                return __name__, sys.argv[1:]
+
+            async def main():
+                async with open_device("soft0") as device, WorkerPool(device, 1, processes=True) as pool:
+                    print(*await pool.run(arguments))
+
+            if __name__ == "__main__":
+                asyncio.run(main())
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = run([sys.executable, "-P", "-W", "error", "-m", "named", "1", "2"], patience(50), env=environment)
+    assert (done.stdout, done.stderr, done.returncode) == ("__mp_main__ ['1', '2']\n", "", 0)
 
 
 def test_a_pool_whose_process_is_killed_leaves_no_workers(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import ssl as tls
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -15,8 +15,8 @@ from aioverbs._connection.handshake import Handshake, refusal_of
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import dial
 from aioverbs._durations import duration
-from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.resource import life_of, suppress_warning
+from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
+from aioverbs._lifecycle.resource import suppress_warning
 from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.ports import check_port, gid_index
@@ -28,7 +28,15 @@ from aioverbs.errors import (
     WorkCompletionError,
 )
 
-__all__ = ["Connecting", "Transport", "answer", "by_manager", "check_secret", "check_transport", "connect"]
+__all__ = [
+    "Connecting",
+    "Transport",
+    "answer",
+    "by_manager",
+    "check_secret",
+    "check_transport",
+    "connect",
+]
 
 _TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
 
@@ -126,43 +134,31 @@ async def answer(line: Line, domain: Domain, secret: bytes | None, settings: Con
     return await _shake_hands(line, secret, Connection(domain, settings), initiator=False)
 
 
-class Connecting:
+class Connecting(OwnedBlock[Connection]):
     """What `connect` returns: awaited it gives a `Connection`, ``async with`` closes that at the end.
 
     Each await gives another connection; one block at a time has it.
     """
 
-    __slots__ = ("_connection", "_is_taken", "_make")
-
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Coroutine[Any, Any, Connection]], may_begin: Callable[[], object]
+    ) -> None:
+        super().__init__(name, may_begin)
         self._make = make
         self._connection: Connection | None = None
-        self._is_taken = False
 
     def __await__(self) -> Generator[Any, Any, Connection]:
-        made: Generator[Any, Any, Connection] = self._make().__await__()
-        return made
+        return self._make().__await__()
 
-    async def __aenter__(self) -> Connection:
-        if self._is_taken:
-            raise RuntimeError("this is in a block already, which closes one connection: call connect() for each block")
-        self._is_taken = True
-        try:
-            self._connection = await self
-        except BaseException:
-            self._is_taken = False
-            raise
+    async def _begin(self) -> Connection:
+        self._connection = await self._make()
         return self._connection
 
-    async def __aexit__(
+    async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        connection = self._connection
-        if connection is None:
-            raise RuntimeError("this is in no block: there is nothing to leave")
-        if not connection.closed:
-            life_of(connection).check_owner("aclose")  # first: the owner's end of the block comes after a refusal
-        self._connection, self._is_taken = None, False
+        connection, self._connection = self._connection, None
+        assert connection is not None
         await connection.__aexit__(kind, error, traceback)
 
 
@@ -226,7 +222,7 @@ def connect(
             text = f"no connection with {host}, port {port}, within {duration(timeout_s)}: {progress.awaits}{before}"
             raise TimeoutError(text) from None
 
-    return Connecting(make)
+    return Connecting(f"connect() to {host}, port {port}", make, lambda: domain._check_caller("connect"))
 
 
 async def _by_rdma_cm(

@@ -24,6 +24,7 @@ __all__ = [
     "Affinity",
     "Bell",
     "OwnedBlock",
+    "OwnedContext",
     "OwnedIterator",
     "ThreadModel",
     "owner_for",
@@ -218,29 +219,77 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
 
 
 class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
-    """An ``async with`` block that belongs to the event loop that enters it.
+    """An ``async with`` block that belongs to the event loop that enters it. One at a time is in it.
 
-    :param block: the block itself.
+    A subclass begins and ends what the block is for.
     """
 
-    def __init__(
-        self, name: str, block: AbstractAsyncContextManager[T, bool | None], may_begin: Callable[[], object]
-    ) -> None:
+    def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
         super().__init__(name, may_begin)
-        self._block = block
+        self._is_taken = False  # from the beginning of entering on
+        self._is_entered = False
+
+    async def _begin(self) -> T:
+        """Begin, for the loop that enters the block."""
+        raise NotImplementedError
+
+    async def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End what was begun: for its loop, or for any other one where that is gone."""
+        raise NotImplementedError
 
     async def __aenter__(self) -> T:
-        self._enter("__aenter__")
-        return await self._block.__aenter__()
+        if self._is_taken:
+            self._enter("__aenter__")
+            raise RuntimeError(f"{self!r} is in a block already: make another one for each block")
+        before, self._owner = self._owner, None
+        try:
+            self._enter("__aenter__")
+            self._is_taken = True
+            begun = await self._begin()
+        except BaseException:
+            self._is_taken, self._owner = False, before
+            raise
+        self._is_entered = True
+        return begun
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._leave("__aexit__"):
             return
-        if self._owner is None:
-            raise RuntimeError(f"{self!r} was not entered: there is nothing to leave")
-        await self._block.__aexit__(kind, error, traceback)
+        if not self._is_entered:
+            raise RuntimeError(f"{self!r} is in no block: there is nothing to leave")
+        self._is_taken = self._is_entered = False
+        await self._end(kind, error, traceback)
+
+
+class OwnedContext(OwnedBlock[T]):
+    """A block of a context manager that looks at no caller, and is entered once.
+
+    :param context: the context manager.
+    """
+
+    def __init__(
+        self, name: str, context: AbstractAsyncContextManager[T, bool | None], may_begin: Callable[[], object]
+    ) -> None:
+        super().__init__(name, may_begin)
+        self._context = context
+
+    async def __aenter__(self) -> T:
+        if self._owner is not None:
+            self._enter("__aenter__")
+            raise RuntimeError(f"{self!r} is for one block, which was entered: make another one for each block")
+        return await super().__aenter__()
+
+    async def _begin(self) -> T:
+        return await self._context.__aenter__()
+
+    async def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._context.__aexit__(kind, error, traceback)
 
 
 class Bell:

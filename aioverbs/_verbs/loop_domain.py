@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.lifecycle import Life, State
+from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
+from aioverbs._lifecycle.lifecycle import State
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs._verbs.resource_domain import ResourceDomain
 
@@ -20,8 +20,8 @@ class SharedByBlocks:
         self.blocks = 0
 
 
-class LoopDomain:
-    """What `Device.loop_domain` returns; it is in one block at a time.
+class LoopDomain(OwnedBlock[ResourceDomain]):
+    """What `Device.loop_domain` returns.
 
     It is no generator: those that are open are closed by the end of their loop, in the middle of an await, too.
 
@@ -32,18 +32,16 @@ class LoopDomain:
     def __init__(
         self, make: Callable[[], ResourceDomain], domains: dict[asyncio.AbstractEventLoop, SharedByBlocks]
     ) -> None:
+        super().__init__("loop_domain()", running_loop)
         self._make = make
         self._domains = domains
         self._entered: tuple[asyncio.AbstractEventLoop, SharedByBlocks] | None = None
-        self._life: Life | None = None  # of the last block's domain, also afterwards: who may leave it
 
-    async def __aenter__(self) -> ResourceDomain:
+    async def _begin(self) -> ResourceDomain:
         loop = running_loop()
         if turn := spend(LIGHT):
             await go_round(turn)
         # From here on there is no await, in which another one could come in.
-        if self._entered is not None:
-            raise RuntimeError("this is in a block already, which leaves the domain: call loop_domain() for each block")
         for other in tuple(self._domains):
             if other.is_closed():
                 self._domains.pop(other, None)
@@ -53,18 +51,13 @@ class LoopDomain:
             domain._open_now()
             shared = self._domains[loop] = SharedByBlocks(domain)
         shared.blocks += 1
-        self._entered, self._life = (loop, shared), shared.domain._life
+        self._entered = loop, shared
         return shared.domain
 
-    async def __aexit__(
+    async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._life is not None:
-            if self._life.inherited:
-                return
-            self._life.check_owner("loop_domain")
-        if self._entered is None:
-            raise RuntimeError("this is in no block: there is nothing to leave")
+        assert self._entered is not None
         (loop, shared), self._entered = self._entered, None
         shared.blocks -= 1
         if not shared.blocks:

@@ -20,7 +20,7 @@ from aioverbs._core.data_path.data_path import (
     detach,
 )
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.affinity import Affinity, OwnedBlock, to_the_end
+from aioverbs._lifecycle.affinity import Affinity, OwnedContext, to_the_end
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
 from aioverbs._verbs.async_events import DeviceEvent, Eventful
@@ -160,7 +160,7 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
         :raises ValueError: `low` is not from 1 to one less than its depth.
         """
         name = f"messages of {self!r}"
-        return OwnedBlock(name, self._messages(pool, low), lambda: self._life.check_owner("messages"))
+        return OwnedContext(name, self._messages(pool, low), lambda: self._life.check_owner("messages"))
 
     @contextlib.asynccontextmanager
     async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:

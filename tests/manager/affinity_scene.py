@@ -35,7 +35,7 @@ from aioverbs import (
 )
 from aioverbs._connection.connect import Connecting
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.affinity import OwnedBlock, OwnedIterator
+from aioverbs._lifecycle.affinity import OwnedContext, OwnedIterator
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.rdma_cm.state_machine import Stage
 from tests.connections.ends import HOST
@@ -139,8 +139,8 @@ class Scene:
 
 
 def _seen(subject: Any) -> Any:
-    if isinstance(subject, OwnedBlock | OwnedIterator):
-        generator: Any = subject._generator if isinstance(subject, OwnedIterator) else vars(subject._block)["gen"]
+    if isinstance(subject, OwnedContext | OwnedIterator):
+        generator: Any = subject._generator if isinstance(subject, OwnedIterator) else vars(subject._context)["gen"]
         yield generator.ag_frame is None, generator.ag_running
     if isinstance(subject, Connecting):
         yield subject._is_taken, subject._connection

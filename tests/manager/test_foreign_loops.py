@@ -229,5 +229,29 @@ async def test_a_block_that_was_not_entered_has_no_end(device: Device) -> None:
         domain.shared_receive_queue(4) as srq,
         domain.buffer_pool(64, 4) as pool,
     ):
-        with pytest.raises(RuntimeError, match="was not entered"):
-            await srq.messages(pool).__aexit__(None, None, None)
+        block = srq.messages(pool)
+        with pytest.raises(RuntimeError, match="is in no block"):
+            await block.__aexit__(None, None, None)
+        async with block:
+            with pytest.raises(RuntimeError, match="another one for each block"):
+                await block.__aenter__()
+        with pytest.raises(RuntimeError, match="another one for each block"):
+            await block.__aenter__()
+
+
+async def test_blocks_that_are_left_may_be_entered_elsewhere(device: Device) -> None:
+    async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain, listening(domain) as listener:
+        blocks = device.loop_domain(), connect(HOST, listener.port, domain=domain, settings=SMALL)
+
+        async def enter() -> list[Any]:
+            seen: list[Any] = []
+            for block in blocks:
+                async with block as entered:
+                    assert entered.owner is not None
+                    seen.append(entered.owner.loop)
+            assert seen == [asyncio.get_running_loop()] * len(blocks)
+            return seen
+
+        here = await enter()
+        there = await asyncio.to_thread(asyncio.run, enter())
+        assert here != there

@@ -7,7 +7,7 @@ import ssl as tls
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 from aioverbs._connection.cm_control import NO_WAY, CmLine, resolve
 from aioverbs._connection.connection import Connection, Line
@@ -29,6 +29,7 @@ from aioverbs.errors import (
 )
 
 __all__ = [
+    "ConnectOptions",
     "Connecting",
     "Transport",
     "answer",
@@ -41,6 +42,18 @@ __all__ = [
 _TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
 
 Transport = Literal["tcp", "rdmacm", "auto"]
+
+
+class ConnectOptions(TypedDict, total=False):
+    """What `connect` takes by name, for those who pass it on."""
+
+    domain: Required[Domain]
+    transport: Transport
+    ssl: tls.SSLContext | None
+    server_hostname: str | None
+    secret: bytes | None
+    settings: ConnectionSettings | None
+    timeout_s: float
 
 
 _left: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
@@ -177,6 +190,7 @@ def connect(
     """Connect to a peer that listens: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
 
     :param host: where the peer listens: an address, or a name.
+    :param port: where it listens.
     :param domain: what the queue pair is made on; the connection belongs to the running loop.
     :param transport: by what the two ends find each other: ``"tcp"``; ``"rdmacm"``, on RDMA devices; ``"auto"``: by
         rdma_cm where the device has it and the peer is found so within half of `timeout_s`, without TLS; else by TCP.

@@ -3,17 +3,15 @@
 import asyncio
 import logging
 import random
-import ssl as tls
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
+from typing import Unpack
 
 from aioverbs._connection.backoff import Backoff
-from aioverbs._connection.connect import Connecting, Transport, connect
+from aioverbs._connection.connect import Connecting, ConnectOptions, connect
 from aioverbs._connection.connection import Connection
 from aioverbs._connection.handshake import Reason
-from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import OwnedIterator, running_loop
-from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import BrokenResourceError, HandshakeError
 
 __all__ = ["reconnecting"]
@@ -28,15 +26,9 @@ def reconnecting(
     host: str,
     port: int,
     *,
-    domain: Domain,
-    transport: Transport = "auto",
-    ssl: tls.SSLContext | None = None,
-    server_hostname: str | None = None,
-    secret: bytes | None = None,
-    settings: ConnectionSettings | None = None,
-    timeout_s: float = 10.0,
     backoff: Backoff | None = None,
     steady_s: float = 10.0,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncGenerator[Connection, None]:
     """A connection, and another one whenever the body of the loop comes back for it: when it was lost, or is closed.
 
@@ -50,37 +42,24 @@ def reconnecting(
     it waits as `backoff` has it, which begins anew after a connection that lasted for `steady_s`. The event
     loop that asks for the first connection owns the iterator, whoever may use the domain.
 
-    What `connect` takes, and:
-
+    :param host: where the peer listens: an address, or a name.
+    :param port: where it listens.
     :param backoff: when to try again; None: that of `Backoff()`.
     :param steady_s: how long a connection lasts, in seconds, before it counts as one that came about.
+    :param options: what `connect` takes by name, ``domain`` and others: see there.
     :raises AffinityError: another event loop owns the domain, or asked for the first connection; nothing was done.
     :raises HandshakeError: the peer refuses for a reason that stays, as another secret.
     :raises OSError: the last attempt's error, where `backoff` has no further one; TimeoutError and BrokenResourceError
         likewise.
     """
-    policy = backoff if backoff is not None else Backoff()
-
-    def attempt() -> Connecting:
-        return connect(
-            host,
-            port,
-            domain=domain,
-            transport=transport,
-            ssl=ssl,
-            server_hostname=server_hostname,
-            secret=secret,
-            settings=settings,
-            timeout_s=timeout_s,
-        )
-
-    where = f"{host}:{port}"
-    connections = _connections(attempt, where, policy, steady_s)
+    where, connecting = f"{host}:{port}", connect(host, port, **options)
+    connections = _connections(connecting, where, backoff if backoff is not None else Backoff(), steady_s)
+    domain = options["domain"]
     return OwnedIterator(f"reconnecting to {where}", connections, lambda: domain._check_caller("reconnecting"))
 
 
 async def _connections(
-    attempt: Callable[[], Connecting], where: str, policy: Backoff, steady_s: float
+    connecting: Connecting, where: str, policy: Backoff, steady_s: float
 ) -> AsyncGenerator[Connection, None]:
     chance = random.Random()
     waits = policy.waits(chance)
@@ -88,7 +67,7 @@ async def _connections(
     while True:
         last: Exception | None = None
         try:
-            connection = await attempt()
+            connection = await connecting
         except (OSError, BrokenResourceError) as error:  # of these TimeoutError and HandshakeError
             if isinstance(error, HandshakeError) and error.reason in _FOR_GOOD:
                 raise

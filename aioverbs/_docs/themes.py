@@ -150,6 +150,7 @@ THEMES = (
         (
             "connect",
             "aioverbs._connection.connect.Connecting",
+            "aioverbs._connection.connect.ConnectOptions",
             "reconnecting",
             "Backoff",
             "listen",

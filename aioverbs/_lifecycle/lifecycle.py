@@ -173,7 +173,7 @@ class Life:
     """
 
     __slots__ = (
-        "_bell", "_closing", "_forks", "_handles", "_site", "children", "drain", "kind", "label", "lasting", "late",
+        "_bell", "_closing", "_handles", "_site", "children", "drain", "forks", "kind", "label", "lasting", "late",
         "opener", "owner", "parents", "quiet", "resume", "serial", "state", "stop", "user",
     )  # fmt: skip
 
@@ -195,7 +195,7 @@ class Life:
         self.user = user
         self._site = site
         self.serial = next(_serials)
-        self._forks = forks.count  # when it was opened
+        self.forks = forks.count  # when it was opened
         self._handles: list[Destroyable] = []
         self._bell: Bell | None = None  # made by the first who waits
 
@@ -214,7 +214,7 @@ class Life:
     @property
     def inherited(self) -> bool:
         """Whether it was opened in the process that this one was forked from."""
-        return self._forks != forks.count and self.state is not NEW
+        return self.forks != forks.count and self.state is not NEW
 
     # ---- Beginning
 
@@ -234,7 +234,7 @@ class Life:
                     raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
             for parent in parents:
                 parent.children[self.serial] = self
-            self.parents, self.owner, self._forks, self.state = parents, owner, forks.count, OPENING
+            self.parents, self.owner, self.forks, self.state = parents, owner, forks.count, OPENING
 
     def _check_process(self) -> None:
         if self.inherited:

@@ -9,6 +9,7 @@ from typing import Generic, Self, TypeVar
 import anyio.abc
 
 from aioverbs._core.handles.handles import Affinity
+from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Life, Site, State
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
@@ -77,7 +78,10 @@ class Resource(anyio.abc.AsyncResource):
     @property
     def closed(self) -> bool:
         """Whether it was closed, or is of the process that this one was forked from."""
-        return self._life.state is CLOSED or self._life.inherited
+        life = self._life
+        if life.state is OPEN and life.forks == forks.count:  # as most often: without a further call
+            return False
+        return life.state is CLOSED or life.inherited
 
     @property
     def owner(self) -> Affinity | None:
@@ -89,11 +93,13 @@ class Resource(anyio.abc.AsyncResource):
         return ResourceStatistics(len(self._life.children))
 
     def _check_open(self) -> None:
-        if self._life.inherited:
+        life = self._life
+        if life.state is OPEN and life.forks == forks.count:
+            return
+        if life.inherited:
             raise ForkedProcessError(repr(self))
-        if self._life.state is not OPEN:
-            advice = ": its opening failed, and it can only be closed" if self._life.state is FAILED else ""
-            raise ClosedResourceError(f"{self!r} is not open{advice}")
+        advice = ": its opening failed, and it can only be closed" if life.state is FAILED else ""
+        raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
         """Open it; what its block would do at its beginning.

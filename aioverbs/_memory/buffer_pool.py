@@ -103,7 +103,8 @@ class _Shelf:
             return
         if self.away.pop(number, None) is not None and not loan.block.region.closed:
             self.free.append(loan.block)
-            self.give()
+            if self.waiting:
+                self.give()
 
     def give(self) -> None:
         """Give what is free to those who wait, first come, first served.
@@ -278,7 +279,7 @@ class Leasing:
             raise RuntimeError("this is in a block already, which releases one buffer: call lease() for each block")
         self._is_taken = True
         try:
-            self._buffer = await self
+            self._buffer = await self._pool._lease(self._site)
         except BaseException:
             self._is_taken = False
             raise

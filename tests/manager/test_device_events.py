@@ -263,12 +263,12 @@ async def test_a_listener_whose_loop_was_closed_keeps_no_events_from_others(devi
         listener = loop.create_task(listen_to_all(device))
         await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0))
     async with device.resource_domain() as domain, domain.completion_queue(64):  # which is told, and so takes events
-        device.handle.faults.set_port(False)
+        device.faults.set_port(False)
         await until(lambda: not select.select([device.handle.async_fd], [], [], 0)[0])
         others = device.events()
         assert [event.event_type for event in await take(others, 1)] == [EventType.PORT_ERR]
         await others.aclose()
-    device.handle.faults.set_port(True)
+    device.faults.set_port(True)
     assert not listener.done()
     assert descriptors() == before
 

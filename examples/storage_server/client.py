@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator
 
 import aioverbs
 from aioverbs import BrokenResourceError, BufferPool, ConnectionSettings, Granted, ResourceDomain
-from storage_server.asking import Questions
 from storage_server.cancelling import to_its_end
 from storage_server.catalog import key_of, name_of
 from storage_server.errors import StorageError, error_of
@@ -45,6 +44,7 @@ from storage_server.protocol import (
     proof_of,
 )
 from storage_server.remote_volume import PIECE, SMALL, RemoteVolume
+from storage_server.rpc import RpcClient
 
 __all__ = ["Storage", "connect"]
 
@@ -60,8 +60,8 @@ class Storage:
     another one is to be made: what was flushed is there.
     """
 
-    def __init__(self, questions: Questions, pools: tuple[BufferPool, BufferPool]) -> None:
-        self._questions = questions
+    def __init__(self, rpc: RpcClient, pools: tuple[BufferPool, BufferPool]) -> None:
+        self._rpc = rpc
         self._pools = pools
         self._opening = asyncio.Lock()  # one at a time, so that the grant that comes is its own
 
@@ -69,7 +69,7 @@ class Storage:
 
     async def volumes(self) -> tuple[VolumeInfo, ...]:
         """Those that this client may read, by name."""
-        return (await self._questions.expect(ListVolumes(), Listing)).volumes
+        return (await self._rpc.expect(ListVolumes(), Listing)).volumes
 
     async def create(self, name: str, size: int) -> None:
         """Make a volume of zeros; it is durable when this returns.
@@ -80,26 +80,26 @@ class Storage:
         :raises NoRoomError: the disk has not so many bytes.
         :raises RefusedError: this client may not; so the others here.
         """
-        await self._questions.done(Create(size, name))
+        await self._rpc.done(Create(size, name))
 
     async def resize(self, name: str, size: int) -> None:
         """Give a volume another size, with zeros at its end; who has it open gets a `ChangedError`."""
-        await self._questions.done(Resize(size, name))
+        await self._rpc.done(Resize(size, name))
 
     async def delete(self, name: str) -> None:
         """Take a volume away; who has it open gets a `ChangedError`.
 
         :raises UnknownVolumeError: there is none of that name.
         """
-        await self._questions.done(Delete(name))
+        await self._rpc.done(Delete(name))
 
     async def snapshot(self, source: str, name: str) -> None:
         """Make a volume that is as another one is at this moment, and stays so. Who writes there waits meanwhile."""
-        await self._questions.done(Copy(True, source, name))
+        await self._rpc.done(Copy(True, source, name))
 
     async def clone(self, source: str, name: str) -> None:
         """The same, to be written to."""
-        await self._questions.done(Copy(False, source, name))
+        await self._rpc.done(Copy(False, source, name))
 
     @contextlib.asynccontextmanager
     async def open(self, name: str, *, write: bool = False, by_messages: bool = False) -> AsyncIterator[RemoteVolume]:
@@ -111,9 +111,7 @@ class Storage:
         :raises UnknownVolumeError: there is none of that name.
         """
         opened, granted = await self._opened(Open(Mode.WRITE if write else Mode.READ, name))
-        volume = RemoteVolume(
-            name, self._questions, self._pools, self._opened, opened, granted, by_messages=by_messages
-        )
+        volume = RemoteVolume(name, self._rpc, self._pools, self._opened, opened, granted, by_messages=by_messages)
         try:
             yield volume
         finally:
@@ -121,16 +119,16 @@ class Storage:
 
     async def _close(self, opened: Opened) -> None:
         """Close a volume, whoever is cancelled; a server that does not answer is given up."""
-        if self._questions.over is None:
+        if self._rpc.over is None:
             await to_its_end(self._ask_to_close(opened))
 
     async def _ask_to_close(self, opened: Opened) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 with contextlib.suppress(BrokenResourceError, StorageError):
-                    await self._questions.done(Close(opened.volume))
+                    await self._rpc.done(Close(opened.volume))
         except TimeoutError:
-            await self._questions.connection.abort()
+            await self._rpc.connection.abort()
 
     async def _opened(self, request: Open | Reopen) -> tuple[Opened, Granted]:
         async with self._opening:
@@ -144,15 +142,15 @@ class Storage:
 
     async def _give_up(self, opening: asyncio.Task[tuple[Opened, Granted]], request: Open | Reopen) -> None:
         if not (await asyncio.wait([opening], timeout=_ANSWER_S))[0]:
-            await self._questions.connection.abort()
+            await self._rpc.connection.abort()
             await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None and isinstance(request, Open):
             await self._close(opening.result()[0])
 
     async def _grant(self, request: Open | Reopen) -> tuple[Opened, Granted]:
-        opened = await self._questions.expect(request, Opened)
+        opened = await self._rpc.expect(request, Opened)
         while True:  # grants of what was given up before came before
-            granted = await self._questions.connection.receive_grant()
+            granted = await self._rpc.connection.receive_grant()
             if granted.remote.rkey == opened.rkey:
                 return opened, granted
 
@@ -183,8 +181,8 @@ async def connect(
             raise error_of(answer.code, answer.text)
         if not isinstance(answer, Done):
             raise ProtocolError(f"a server says that it knows the client, and not {type(answer).__name__}")
-        questions = Questions(connection)
+        rpc = RpcClient(connection)
         try:
-            yield Storage(questions, (small, large))
+            yield Storage(rpc, (small, large))
         finally:
-            await questions.aclose()
+            await rpc.aclose()

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from aioverbs import BufferPool, Granted, GrantRevokedError, RegionSlice
-from storage_server.asking import Questions
 from storage_server.errors import ChangedError, InvalidError
 from storage_server.protocol import DATA_MOST, Checksum, Data, Flush, Opened, ProtocolError, Read, Reopen, Write
 from storage_server.ranges import Ranges
+from storage_server.rpc import RpcClient
 
 __all__ = ["PIECE", "SMALL", "Regrant", "RemoteVolume", "several"]
 
@@ -29,7 +29,7 @@ class RemoteVolume:
     def __init__(
         self,
         name: str,
-        questions: Questions,
+        rpc: RpcClient,
         pools: tuple[BufferPool, BufferPool],
         regrant: Regrant,
         opened: Opened,
@@ -39,8 +39,8 @@ class RemoteVolume:
     ) -> None:
         self.name = name
         self.size = opened.size
-        self._questions = questions
-        self._connection = questions.connection
+        self._rpc = rpc
+        self._connection = rpc.connection
         self._small, self._large = pools
         self._ask_for_grant = regrant
         self._number = opened.volume
@@ -167,7 +167,7 @@ class RemoteVolume:
     async def _write_piece(self, offset: int, data: memoryview, verify: bool) -> None:
         expected = zlib.crc32(data) if verify else 0
         if self._by_messages:
-            await self._questions.done(Write(self._number, offset, verify, expected, bytes(data)))
+            await self._rpc.done(Write(self._number, offset, verify, expected, bytes(data)))
             return
         async with self._buffers(len(data)).lease() as buffer:
             buffer.buffer[: len(data)] = data
@@ -178,7 +178,7 @@ class RemoteVolume:
         raise InvalidError(f"what was written at {offset:,} is not what is there, {_CHECKS} times")
 
     async def _data(self, request: Read | Checksum) -> Data:
-        return await self._questions.expect(request, Data)
+        return await self._rpc.expect(request, Data)
 
     async def checksum(self, offset: int, length: int) -> int:
         """The CRC-32 of some bytes, by the server."""
@@ -200,7 +200,7 @@ class RemoteVolume:
             all_until_now = self._wanted
             written = self._written.take()
             try:
-                await self._questions.done(Flush(self._number, written))
+                await self._rpc.done(Flush(self._number, written))
             except BaseException:
                 self._written.update(written)
                 raise

@@ -1,4 +1,4 @@
-"""Questions and answers: any number of tasks ask over one connection, and each gets its own answer."""
+"""Requests and answers over a connection: any number of tasks ask, and each gets its own answer."""
 
 import asyncio
 import itertools
@@ -10,12 +10,12 @@ from aioverbs import BrokenResourceError, ClosedResourceError, Connection
 from storage_server.errors import error_of
 from storage_server.protocol import Answer, Data, Done, Failed, Listing, Message, Opened, ProtocolError, pack, parse
 
-__all__ = ["Questions"]
+__all__ = ["RpcClient"]
 
 A = TypeVar("A", Done, Listing, Opened, Data)
 
 
-class Questions:
+class RpcClient:
     """What is asked of a server, over a connection; `aclose` ends it.
 
     Who asks alone receives the answer itself, without a second task's turn of the loop. Where more is asked at once, or

@@ -33,6 +33,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _CALLS_PER_WORKER = 16
+_LOOK_S = 0.1  # how often who waits looks whether the loop that speaks with processes is gone, which tells nobody
 _serials = itertools.count(1)
 
 
@@ -172,7 +173,7 @@ class WorkerPool(Resource):
         self._check_open()
         self._check_not_inside()
         self._crew.drain()
-        await self._crew.bell.wait_while(self._crew.is_busy)
+        await self._crew.bell.wait_while(self._crew.is_busy, look_s=_LOOK_S if self.processes else None)
 
     async def stop(self, deadline_s: float | None = None) -> None:
         """Close it: `drain` it for so long at most, then cancel the calls that are left, which raise
@@ -268,6 +269,9 @@ class WorkerPool(Resource):
         awaited in one of its own. A cancellation goes there, too, once, and is raised here when the function has ended,
         or what that raised on its way out.
 
+        Calls go to processes, and come back, by the loop that opened the pool. While that stands still nothing comes
+        back, and a cancellation does not wait for it; where it is gone, calls raise `WorkerDiedError`.
+
         :param worker: the number of the worker; None: the pool's `placement` chooses one.
         :param key: a text, bytes or a number: calls with the same key go to the same worker.
         :raises WorkerDiedError: the worker died meanwhile.
@@ -277,7 +281,9 @@ class WorkerPool(Resource):
         :raises RuntimeError: no asyncio event loop is running.
         """
         awaited: Awaited[Any] = Awaited(running_loop())
-        return await awaited.wait(self._send(function, args, awaited, worker, key).withdraw)
+        job = self._send(function, args, awaited, worker, key)
+        self._kind.watch(awaited, job)
+        return await awaited.wait(job.withdraw)
 
     @overload
     def start_soon(

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 
 from aioverbs._durations import duration
+from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.cross_loop import Outcome
 from aioverbs._pool.pickled_errors import unpickled_error
 from aioverbs._pool.process_main import ProcessSettings, Ready, Spawned
@@ -106,12 +107,15 @@ class ProcessWorker(Hand):
         crew: Crew,
         number: int,
         counts: Counts,
-        home: asyncio.AbstractEventLoop,
+        owner: Affinity,
         settings: ProcessSettings,
         shared: SharedProtectionDomain | None,
     ) -> None:
         super().__init__(crew, number, counts)
-        self._home = home
+        assert owner.loop is not None
+        self._home = owner.loop
+        self._owner = owner
+        self._is_lost = False
         self._settings = settings
         self._shared = shared
         self.shares_pd = shared is not None
@@ -124,11 +128,37 @@ class ProcessWorker(Hand):
         self._task: asyncio.Task[str] | None = None
 
     def at_home(self, function: Callable[..., object], *args: object) -> None:
-        """Call something on its home."""
+        """Call something on its home. Where that is gone this is its end."""
         if asyncio._get_running_loop() is self._home:
             function(*args)
-        else:
+            return
+        self.look()
+        try:
             self._home.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # closed, just now
+            self.look()
+
+    def lost(self, job: _ProcessJob) -> BaseException | None:
+        """Why who waits for a call on another loop than the home waits no longer: nothing comes by one that stands
+        still. Where the home is gone, this is the worker's end, which is told."""
+        self.look()
+        return asyncio.CancelledError() if job.is_withdrawn and not self._home.is_running() else None
+
+    def look(self) -> None:
+        """Where its home is gone, on which its end would be waited for, end it."""
+        if not self._owner.orphaned or self.crew.inherited:
+            return
+        with self.crew.lock:
+            was_lost, self._is_lost = self._is_lost, True
+        if was_lost:
+            return
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+        if self._task is not None and (serving := self._task.get_coro()) is not None:
+            with contextlib.suppress(RuntimeError):  # of a transport, which asks its loop to close it
+                serving.close()
+        self.crew.ended(self, "the loop that started it is gone", None, can_follow=False)
 
     # ---- Its life
 
@@ -226,16 +256,7 @@ class ProcessWorker(Hand):
 
     def stop(self) -> None:
         """Have it end."""
-        try:
-            self.at_home(self._ask_to_end)
-        except RuntimeError:  # its home is closed, where its end would be waited for
-            self.kill()
-            if self._process is not None:
-                self._process.wait()
-            if self._task is not None and (serving := self._task.get_coro()) is not None:
-                with contextlib.suppress(RuntimeError):  # of a transport, which asks its loop to close it
-                    serving.close()
-            self.crew.ended(self, "the loop that started it is closed", None, can_follow=False)
+        self.at_home(self._ask_to_end)
 
     def _ask_to_end(self) -> None:
         if self.is_ready and self._link is not None:

@@ -127,6 +127,9 @@ class Hand:
         """Have it end. From any thread, without the lock; again and again."""
         raise NotImplementedError
 
+    def look(self) -> None:
+        """Where what tells of its end is gone, end it. From any thread, without the lock."""
+
     def kill(self) -> bool:
         """End it, whatever it does; False where nothing can. Without the lock."""
         raise NotImplementedError
@@ -380,6 +383,8 @@ class Crew:
 
     def is_busy(self) -> bool:
         """Whether there are calls."""
+        for hand in self._living():
+            hand.look()
         with self.lock:
             return any(hand.jobs for hand in self._hands)
 

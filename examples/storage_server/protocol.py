@@ -237,18 +237,38 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder[Message](Message).decode
 
 
+def _head(number: int, short: Message, size: int) -> bytes:
+    """What comes before a message's data: large data is copied where it is packed, and not where its form is checked.
+
+    :param short: the message without its data, which is the last field.
+    :param size: bytes of the data.
+    """
+    head = number.to_bytes(_NUMBER, "little") + _encode(short)
+    if not size:
+        return head
+    kind, width = (0xC4, 1) if size < 1 << 8 else (0xC5, 2) if size < 1 << 16 else (0xC6, 4)
+    return head[:-2] + bytes([kind]) + size.to_bytes(width, "big")  # in the place of that of no data
+
+
+def _split(message: Message) -> tuple[Message, bytes]:
+    data: bytes = getattr(message, "data", b"")
+    return (msgspec.structs.replace(message, data=b"") if data else message), data
+
+
 def pack(number: int, message: Message) -> bytes:
     """A message in bytes.
 
     :param number: of the request, from 0 to 2**32 - 1.
-    :raises ValueError: the other end would not take it: a text is too long, or a number too large.
+    :raises ValueError: the other end would not take it: a text or the data is too long, or a number too large.
     """
+    short, data = _split(message)
     try:
-        body = _encode(message)
-        _decode(body)
+        _decode(_encode(short))
     except (msgspec.ValidationError, OverflowError) as error:
         raise ValueError(f"a {type(message).__name__} cannot be sent: {error}") from error
-    return number.to_bytes(_NUMBER, "little") + body
+    if len(data) > DATA_MOST:
+        raise ValueError(f"a {type(message).__name__} cannot be sent: {len(data):,} bytes, of {DATA_MOST:,} at most")
+    return _head(number, short, len(data)) + data
 
 
 def parse(data: bytes) -> tuple[int, Message]:
@@ -256,11 +276,13 @@ def parse(data: bytes) -> tuple[int, Message]:
 
     :raises ProtocolError: they are none.
     """
-    body = memoryview(data)[_NUMBER:]
     try:
-        message = _decode(body)
+        message = _decode(memoryview(data)[_NUMBER:])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"{len(data)} bytes are no message: {error}") from error
-    if _encode(message) != body:
+    number = int.from_bytes(data[:_NUMBER], "little")
+    short, carried = _split(message)
+    head = _head(number, short, len(carried))
+    if not data.startswith(head) or len(data) != len(head) + len(carried):
         raise ProtocolError(f"a {type(message).__name__} is not written as it should be")
-    return int.from_bytes(data[:_NUMBER], "little"), message
+    return number, message

@@ -158,7 +158,7 @@ def test_signatures_come_from_stubs(tmp_path: Path) -> None:
 
 
 def test_what_is_private_is_not_taken_for_what_is_public() -> None:
-    known = surface.signature("aioverbs._core.handles.software.FaultPlan.break_completion_queue")
+    known = surface.signature("aioverbs._core.software.software.FaultPlan.break_completion_queue")
     assert known == stubs.Signature("(cq: aioverbs._core.handles.handles.CompletionQueue)", "None")
 
 

@@ -44,7 +44,7 @@ from storage_server.ranges import RANGES_MOST, Ranges
 NUMBERS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
-DATA = st.binary(max_size=1000)
+DATA = st.binary(max_size=1000) | st.sampled_from([255, 256, 65535, 65536, DATA_MOST]).map(bytes)
 MODES = st.sampled_from([Mode.READ, Mode.WRITE]).map(int)
 
 

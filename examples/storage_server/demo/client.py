@@ -113,9 +113,10 @@ class Client:
         """Read single blocks into registered memory for some time; how long each took, and how many were wrong."""
         file = max(self._files, key=lambda each: each.size)
         made = self._path(file).read_bytes()
-        took, wrong, end = array.array("Q"), 0, time.perf_counter() + seconds
+        took, wrong = array.array("Q"), 0
         async with self._storage.open(self._volume) as volume:
-            while time.perf_counter() < end and len(took) < _SAMPLES_MOST:
+            end = time.perf_counter() + seconds
+            while not took or (time.perf_counter() < end and len(took) < _SAMPLES_MOST):
                 at = random.randrange(file.size // BLOCK) * BLOCK
                 self._local.buffer[:] = bytes(BLOCK)
                 began = time.perf_counter_ns()

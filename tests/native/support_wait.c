@@ -114,7 +114,10 @@ void end_wait(struct ibv_qp *ibv_qp)
 
     soft_lock_take(&qp->sq_lock);
     CHECK(qp->waiting);
-    qp->retry_ns = 0;
+    if (qp->out.pause)
+        qp->out.pause = 1;
+    else
+        qp->out.deadline = 0;
     soft_lock_give(&qp->sq_lock);
     soft_engine_timer(qp->context, &qp->timer, 0);
 }

@@ -31,7 +31,6 @@
 #include "soft/transport/inbound.h"
 #include "soft/transport/requester.h"
 #include "soft/transport/responder.h"
-#include "soft/transport/send_queue.h"
 
 /* ---- Devices --------------------------------------------------------------------------------------------- */
 

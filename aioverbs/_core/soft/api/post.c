@@ -12,7 +12,7 @@
 #include "soft/objects/qp.h"
 #include "soft/objects/shared_keys.h"
 #include "soft/objects/work_queue.h"
-#include "soft/transport/send_queue.h"
+#include "soft/transport/requester.h"
 
 /* ---- Sending --------------------------------------------------------------------------------------------- */
 

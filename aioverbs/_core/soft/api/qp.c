@@ -30,7 +30,6 @@
 #include "soft/objects/xrcd.h"
 #include "soft/transport/requester.h"
 #include "soft/transport/responder.h"
-#include "soft/transport/send_queue.h"
 
 /* ---- Sizes ----------------------------------------------------------------------------------------------- */
 
@@ -578,7 +577,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
             *link = before;
         }
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
-            if (to != IBV_QPS_ERR || !soft_is_remote(qp)) /* else whoever flushes it sees to it */
+            if (to != IBV_QPS_ERR) /* else whoever flushes it sees to it */
                 soft_ask_no_more(qp);
             qp->waiting = false;
         }

@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "soft/objects/psn_window.h"
+
 #define SOFT_FRAME_SIZE 96u
 #define SOFT_FRAGMENT (128u << 10)      /* bytes of payload at most */
 #define SOFT_DIRECT_FRAGMENT (4u << 20) /* bytes that one frame has moved from memory to memory at most */
@@ -69,6 +71,12 @@ struct soft_frame {
     uint16_t lease, segments; /* direct */
     uint32_t serial;          /* direct: of the lease */
 };
+
+/* Return the sequence number of the last packet of a request. */
+static inline uint32_t soft_frame_last_psn(const struct soft_frame *frame)
+{
+    return (frame->psn + frame->packets - 1) & SOFT_PSN_MASK;
+}
 
 /* Writes all fields: what has no meaning must be 0. */
 void soft_frame_pack(const struct soft_frame *frame, uint8_t out[SOFT_FRAME_SIZE]);

@@ -65,8 +65,8 @@ struct soft_outbound {
     uint64_t
         deadline;   /* when the oldest one counts as lost; UINT64_MAX: nothing is under way, or it is waited for ever */
     uint64_t pause; /* the peer had no receive: nothing is sent before; 0: it had */
-    uint64_t give_up; /* of a datagram: when it is dropped at last; 0: it does not wait */
-    bool rewind;      /* all is to be sent again as soon as the peer has left all memory; nothing is sent before */
+    bool refused;   /* ... and the request at `taken` was not sent again since */
+    bool rewind;    /* all is to be sent again as soon as the peer has left all memory; nothing is sent before */
     uint32_t moving_first, moving_count; /* free-running. None is left when the window goes back */
     struct soft_moving moving[SOFT_MOVING];
     struct soft_licence asked;                   /* of a read that is under way; `page` is 0: of none */
@@ -102,8 +102,6 @@ struct soft_qp {
     uint32_t retries_left, rnr_left; /* sq */
     bool begun;                      /* sq: the request at window.taken was tried before */
     bool waiting;                    /* sq: a request is to be tried again, or never (timeout 0) */
-    bool unanswered;                 /* sq: ... since nobody answered */
-    uint64_t retry_ns;               /* sq: when; UINT64_MAX: never */
     bool drain_notify;               /* sq: SQ_DRAINED is to be raised */
     struct soft_outbound out;        /* sq: towards a remote peer */
 

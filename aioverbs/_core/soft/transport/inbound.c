@@ -24,7 +24,6 @@
 #include "soft/transport/request.h"
 #include "soft/transport/requester.h"
 #include "soft/transport/responder.h"
-#include "soft/transport/send_queue.h"
 
 /* What one request needs beside what those of this device do. */
 struct remote {
@@ -48,11 +47,6 @@ static struct soft_frame answer_to(const struct soft_frame *frame, uint8_t opcod
         .token = frame->token,
         .psn = frame->psn,
     };
-}
-
-static uint32_t last_psn(const struct soft_frame *frame)
-{
-    return (frame->psn + frame->packets - 1) & SOFT_PSN_MASK;
 }
 
 /* The coalesced acknowledgement goes out, over the stream that asked: the fabric ends a batch before it reads from
@@ -138,7 +132,7 @@ static int carrier_write(struct soft_carrier *carrier, const struct soft_segment
     struct iovec here = {from->address, length};
     int error;
 
-    made.psn = last_psn(remote->frame);
+    made.psn = soft_frame_last_psn(remote->frame);
     made.part = length;
     if (remote->frame->flags & SOFT_FRAME_DIRECT) {
         error = soft_direct_move(remote->stream, remote->frame, remote->payload, &here, 1, false);
@@ -293,24 +287,13 @@ static bool request(struct soft_stream *stream, const struct soft_frame *frame, 
     soft_lock_give(&peer->rq_lock);
     if (soft_is_reliable(peer)) {
         if (reply.kind == SOFT_ACK && !remote.answered)
-            inbound_acknowledge(stream, frame, last_psn(frame));
+            inbound_acknowledge(stream, frame, soft_frame_last_psn(frame));
         else if (reply.kind == SOFT_NAK || reply.kind == SOFT_RNR)
             inbound_refuse(stream, frame, &reply);
     }
     if (reply.broken)
         soft_kick(reply.broken);
     return true;
-}
-
-/* It waited for its way: a datagram is tried at once. */
-static void kick(struct soft_qp *qp)
-{
-    if (qp->qp.qp_type == IBV_QPT_UD) {
-        soft_lock_take(&qp->sq_lock);
-        qp->retry_ns = 0;
-        soft_lock_give(&qp->sq_lock);
-    }
-    soft_kick(qp);
 }
 
 static bool expects(const struct soft_stream *stream)
@@ -331,4 +314,4 @@ static bool expects(const struct soft_stream *stream)
     return found;
 }
 
-const struct soft_fabric_user soft_remote_user = {request, soft_answered, batch_ends, kick, expects};
+const struct soft_fabric_user soft_remote_user = {request, soft_answered, batch_ends, soft_kick, expects};

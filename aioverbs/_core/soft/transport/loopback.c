@@ -1,23 +1,14 @@
-/* Delivery: finds the peer of a queue pair and has a request done there.
- *
- * Peers of this device only: how others are reached is in soft/transport/requester.c. */
+/* Delivery to peers of this device: finds the peer of a queue pair and has a request done there. */
 #include "soft/transport/loopback.h"
 
 #include "soft/base/id_table.h"
 #include "soft/base/lock_order.h"
-#include "soft/fault/injection.h"
 #include "soft/objects/context.h"
-#include "soft/objects/gids.h"
+#include "soft/objects/device.h"
 #include "soft/objects/psn_window.h"
 #include "soft/objects/qp.h"
 #include "soft/transport/request.h"
 #include "soft/transport/responder.h"
-
-bool soft_is_up(const struct soft_qp *qp)
-{
-    return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
-           !(atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST);
-}
 
 /* Whether it receives at all. */
 bool soft_listens(const struct soft_qp *peer)
@@ -50,18 +41,11 @@ static bool accepts_connected(const struct soft_qp *peer, const struct soft_requ
            (peer->expected_psn == request->psn || from == IBV_QPT_UC);
 }
 
-void soft_link_deliver(const struct soft_request *request, struct soft_reply *reply)
+void soft_loopback_deliver(const struct soft_request *request, struct soft_reply *reply)
 {
     struct soft_qp *from = request->from, *peer;
     bool datagram = from->qp.qp_type == IBV_QPT_UD;
 
-    reply->kind = SOFT_SILENT;
-    if (!(datagram ? soft_gid_is_local(from->context->device, &request->wqe->dgid) : from->leads_here) ||
-        !soft_is_up(from))
-        return;
-    if ((atomic_load_explicit(&from->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
-        soft_fault_loses(from))
-        return;
     peer = soft_table_find(&from->context->device->qps,
                            datagram ? (uint32_t)request->wqe->remote_addr : from->attr.dest_qp_num);
     if (!peer)

@@ -2,17 +2,28 @@
 #ifndef AIOVERBS_SOFT_TRANSPORT_LOOPBACK_H
 #define AIOVERBS_SOFT_TRANSPORT_LOOPBACK_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 
-struct soft_qp;
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/qp.h"
+
 struct soft_reply;
 struct soft_request;
 
-/* In a grace section. Finds the peer of `request->from` and executes the request there. */
-void soft_link_deliver(const struct soft_request *request, struct soft_reply *reply);
+/* In a grace section. Finds the peer of `request->from` and executes the request there; where there is none that takes
+ * it, the reply stays as it is. */
+void soft_loopback_deliver(const struct soft_request *request, struct soft_reply *reply);
 
-/* Whether the queue pair's device and its port work; and whether it receives at all. */
-bool soft_is_up(const struct soft_qp *qp);
+/* Whether the queue pair's device and its port work. */
+static inline bool soft_is_up(const struct soft_qp *qp)
+{
+    return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
+           !(atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST);
+}
+
+/* Whether it receives at all. */
 bool soft_listens(const struct soft_qp *peer);
 
 #endif

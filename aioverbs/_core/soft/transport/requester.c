@@ -1,9 +1,14 @@
-/* The requester whose peer is remote: requests leave one after the other without waiting for answers, and are repeated
- * from the oldest one on where answers do not come (go-back-N), as by reliable connections of the architecture.
+/* The requester of a queue pair: how its requests are sent, repeated and completed, in whichever thread it is done.
  *
- * All under sq_lock and in a grace section, but for what says that it waits. Which requests are in flight is said by the
- * queue pair's window, and its counters move by the functions of soft/objects/psn_window.h alone: what an answer tells is first
- * looked up there. */
+ * There is one for all peers, local or remote, which differ where a request leaves (requester_transmit). A peer of this
+ * device answers in the same call, so that its requests go one by one. To a remote one they leave one after the other
+ * without waiting for answers (soft_answered), and are repeated from the oldest one on where answers do not come
+ * (go-back-N), as by reliable connections of the architecture.
+ *
+ * All under sq_lock and in a grace section, but for what says that it waits; rq_lock, of the peer, is taken inside of it,
+ * and no other sq_lock: a peer that breaks is kicked when all locks were given back. Which requests are in flight is said
+ * by the queue pair's window, and its counters move by the functions of soft/objects/psn_window.h alone: what an answer
+ * tells is first looked up there. */
 #include "soft/transport/requester.h"
 
 #include <assert.h>
@@ -13,22 +18,28 @@
 #include "soft/base/epoch.h"
 #include "soft/base/id_table.h"
 #include "soft/base/lock_order.h"
+#include "soft/base/settings.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/fault/injection.h"
+#include "soft/objects/async_event.h"
 #include "soft/objects/context.h"
+#include "soft/objects/cq.h"
 #include "soft/objects/device.h"
+#include "soft/objects/gids.h"
 #include "soft/objects/limits.h"
 #include "soft/objects/mr.h"
+#include "soft/objects/mw.h"
 #include "soft/objects/psn_window.h"
 #include "soft/objects/qp.h"
 #include "soft/objects/read_cache_entry.h"
 #include "soft/objects/shared_keys.h"
 #include "soft/objects/work_queue.h"
+#include "soft/objects/worker_thread.h"
 #include "soft/transport/loopback.h"
 #include "soft/transport/request.h"
-#include "soft/transport/send_queue.h"
+#include "soft/transport/responder.h"
 
 /* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
 #define DIRECT_BYTES 8192u
@@ -45,6 +56,151 @@ struct part {
     struct iovec data[SOFT_MAX_SGE];
     unsigned int count;
 };
+
+/* ---- Completions ----------------------------------------------------------------------------------------- */
+
+static uint8_t completion_opcode(uint8_t opcode)
+{
+    switch (opcode) {
+    case IBV_WR_RDMA_WRITE:
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+        return IBV_WC_RDMA_WRITE;
+    case IBV_WR_RDMA_READ:
+        return IBV_WC_RDMA_READ;
+    case IBV_WR_ATOMIC_CMP_AND_SWP:
+        return IBV_WC_COMP_SWAP;
+    case IBV_WR_ATOMIC_FETCH_AND_ADD:
+        return IBV_WC_FETCH_ADD;
+    case IBV_WR_LOCAL_INV:
+        return IBV_WC_LOCAL_INV;
+    case IBV_WR_BIND_MW:
+        return IBV_WC_BIND_MW;
+    default:
+        return IBV_WC_SEND;
+    }
+}
+
+/* Under sq_lock: what an error does to the state. Where nobody is connected reliably, only the send queue stops. */
+static void fail_sender(struct soft_qp *qp)
+{
+    unsigned int from = IBV_QPS_RTS;
+
+    assert_held(&qp->sq_lock);
+    if (soft_is_reliable(qp)) {
+        atomic_store(&qp->state, IBV_QPS_ERR);
+        soft_licence_recall_qp(qp);
+        return;
+    }
+    /* What flushes finds it in SQE; a peer may have broken it meanwhile. */
+    atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE);
+}
+
+void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
+                           uint32_t vendor_err, uint32_t byte_len)
+{
+    struct soft_cqe cqe;
+
+    assert_held(&qp->sq_lock);
+    qp->begun = false;
+    if (status != IBV_WC_SUCCESS)
+        fail_sender(qp);
+    else if (!qp->sq_sig_all && !(wqe->flags & IBV_SEND_SIGNALED))
+        return;
+    cqe = (struct soft_cqe){
+        .wr_id = wqe->wr_id,
+        .qp = qp,
+        .byte_len = byte_len,
+        .qp_num = qp->qp.qp_num,
+        .wqe_index = qp->window.taken - 1,
+        .vendor_err = vendor_err,
+        .status = (uint8_t)status,
+        .opcode = completion_opcode(wqe->opcode),
+        .is_send = true,
+    };
+    if (soft_complete(qp->context, qp->send_cq, &cqe))
+        return;
+    /* What is flushed in ERR tells its user nothing new. */
+    if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
+        soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+    soft_licence_recall_qp(qp);
+}
+
+void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
+                      uint32_t byte_len, uint32_t packets)
+{
+    soft_window_pass(&qp->window, packets);
+    soft_complete_request(qp, wqe, status, vendor_err, byte_len);
+}
+
+/* ---- One request ----------------------------------------------------------------------------------------- */
+
+/* Checks the local side of a request and finds its memory. */
+enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                struct soft_request *request)
+{
+    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+    bool answer = soft_is_answered(wqe->opcode);
+    uint64_t length = 0;
+    unsigned int i;
+
+    if (qp->qp.qp_type == IBV_QPT_UD && wqe->ah_refused)
+        return IBV_WC_LOC_QP_OP_ERR;
+    request->local = segments;
+    if (wqe->flags & IBV_SEND_INLINE) {
+        segments[0] = (struct soft_segment){(uint8_t *)(wqe + 1), wqe->inline_length};
+        request->local_count = 1;
+        request->length = wqe->inline_length;
+        return IBV_WC_SUCCESS;
+    }
+    for (i = 0; i < wqe->num_sge; i++) {
+        if (!sge[i].length)
+            continue;
+        length += sge[i].length;
+        segments[request->local_count].length = sge[i].length;
+        segments[request->local_count].address = soft_mr_resolve(qp->context->device, qp->pd, sge[i].lkey, sge[i].addr,
+                                                                 sge[i].length, answer ? IBV_ACCESS_LOCAL_WRITE : 0);
+        if (!segments[request->local_count++].address)
+            return IBV_WC_LOC_PROT_ERR;
+    }
+    if (length > SOFT_MAX_MESSAGE || (soft_is_atomic(wqe->opcode) && length != 8))
+        return IBV_WC_LOC_LEN_ERR;
+    if (answer && !qp->attr.max_rd_atomic) /* no reads in flight were agreed on: it could never be sent */
+        return IBV_WC_LOC_QP_OP_ERR;
+    request->length = (uint32_t)length;
+    return IBV_WC_SUCCESS;
+}
+
+/* How many packets a message, or a read's answer, takes: sequence numbers count them. */
+uint32_t soft_packets(const struct soft_qp *qp, uint32_t length)
+{
+    unsigned int shift = 7 + qp->attr.path_mtu; /* of the MTU */
+
+    if (qp->qp.qp_type == IBV_QPT_UD || !length)
+        return 1;
+    return (length + (1u << shift) - 1) >> shift;
+}
+
+/* Requests that no peer hears of. */
+static enum ibv_wc_status execute_locally(struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    if (wqe->opcode == IBV_WR_BIND_MW)
+        return soft_mw_bind(qp, wqe) ? IBV_WC_SUCCESS : IBV_WC_MW_BIND_ERR;
+    return soft_mw_invalidate(qp, qp->pd, wqe->imm_data) ? IBV_WC_SUCCESS : IBV_WC_LOC_QP_OP_ERR;
+}
+
+/* What the fault plan makes of a request, the first time that it is tried; else whether it can be sent at all. */
+static enum ibv_wc_status begin_request(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
+                                        struct soft_request *request, uint32_t *vendor_err)
+{
+    enum ibv_wc_status status = IBV_WC_SUCCESS;
+
+    if (!qp->begun && (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
+        status = soft_fault_status(qp, false, vendor_err);
+    qp->begun = true;
+    if (status == IBV_WC_SUCCESS)
+        status = soft_is_local(wqe->opcode) ? execute_locally(qp, wqe) : soft_resolve(qp, wqe, segments, request);
+    return status;
+}
 
 static const struct soft_wqe *entry(const struct soft_qp *qp, uint32_t counter)
 {
@@ -63,12 +219,19 @@ static uint64_t timeout_from_now(const struct soft_qp *qp)
     return qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX;
 }
 
-/* The request at window.taken is tried now, if not well. */
+/* The request at window.taken is tried now, if not well. The first attempt and each repetition have the whole timeout,
+ * 4.096 us * 2^timeout; with timeout 0 nothing is ever sent again, and only a change of state ends the wait. */
 static void expect_answer(struct soft_qp *qp)
 {
     qp->waiting = true;
     if (qp->out.deadline == UINT64_MAX)
         qp->out.deadline = timeout_from_now(qp);
+}
+
+/* Return whether the worker thread comes back for the queue pair. With a remote peer it runs since the path was set. */
+static bool has_clock(struct soft_qp *qp)
+{
+    return soft_is_remote(qp) || !soft_engine_start(qp->context);
 }
 
 /* ---- What the peer may move -------------------------------------------------------------------------------- */
@@ -187,12 +350,12 @@ static void requester_fail(struct soft_qp *qp, enum ibv_wc_status status)
 void soft_ask_no_more(struct soft_qp *qp)
 {
     assert_held(&qp->sq_lock);
-    if (!qp->link)
-        return;
     go_back(qp);
-    qp->out.pause = qp->out.give_up = 0;
+    qp->out.refused = false;
+    qp->out.pause = 0;
     qp->waiting = false;
-    soft_link_forget(qp->link, qp);
+    if (qp->link)
+        soft_link_forget(qp->link, qp);
 }
 
 void soft_ask_settle(struct soft_qp *qp)
@@ -349,9 +512,9 @@ static void cut(struct part *part, const struct soft_request *request, uint32_t 
 }
 
 /* What stands in every part of a request. */
-static void part_fill(struct part *part, const struct soft_qp *qp, const struct soft_wqe *wqe,
-                      const struct soft_request *request, uint32_t offset)
+static void part_fill(struct part *part, const struct soft_qp *qp, const struct soft_request *request)
 {
+    const struct soft_wqe *wqe = request->wqe;
     struct soft_frame *frame = &part->frame;
 
     *frame = (struct soft_frame){
@@ -361,9 +524,9 @@ static void part_fill(struct part *part, const struct soft_qp *qp, const struct 
         .transport = (uint8_t)qp->qp.qp_type,
         .from = qp->qp.qp_num,
         .token = qp->out.token,
-        .psn = soft_window_psn(&qp->window),
+        .psn = request->psn,
         .total = request->length,
-        .offset = offset,
+        .offset = request->offset,
     };
     if (wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || wqe->opcode == IBV_WR_SEND_WITH_IMM ||
         wqe->opcode == IBV_WR_SEND_WITH_INV)
@@ -371,11 +534,24 @@ static void part_fill(struct part *part, const struct soft_qp *qp, const struct 
     part->count = 0;
 }
 
-/* Where to, of a connected one. */
-static void aim(struct part *part, const struct soft_qp *qp, const struct soft_wqe *wqe)
+static void aim_datagram(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
-    struct soft_frame *frame = &part->frame;
+    frame->to = (uint32_t)wqe->remote_addr;
+    frame->key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
+    frame->sgid_index = wqe->path.sgid_index;
+    frame->flow_label = wqe->path.flow_label;
+    frame->hop_limit = wqe->path.hop_limit;
+    frame->traffic_class = wqe->path.traffic_class;
+    memcpy(frame->dgid, wqe->dgid.raw, sizeof(frame->dgid));
+}
 
+/* Where to. */
+static void aim(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    if (qp->qp.qp_type == IBV_QPT_UD) {
+        aim_datagram(frame, qp, wqe);
+        return;
+    }
     frame->to = qp->attr.dest_qp_num;
     frame->sgid_index = qp->attr.ah_attr.grh.sgid_index;
     if (wqe->opcode == IBV_WR_RDMA_WRITE || wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ||
@@ -453,48 +629,67 @@ static void mark_ends(struct soft_frame *frame)
         frame->flags |= SOFT_FRAME_LAST;
 }
 
-static int requester_post_part(struct soft_qp *qp, const struct part *part)
+/* The last way of a datagram is kept: most queues send to one place for a while. That of a connection is its path. */
+static struct soft_link *way(struct soft_qp *qp, const struct soft_wqe *wqe)
 {
-    if (!soft_is_up(qp))
-        return 0; /* it is lost on its way */
-    if ((atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
-        soft_fault_loses(qp))
-        return 0;
-    return soft_link_send(qp->link, qp, &part->frame, part->data, part->count);
+    if (qp->qp.qp_type != IBV_QPT_UD)
+        return qp->link;
+    if (qp->link && !soft_link_is_to(qp->link, &wqe->dgid)) {
+        soft_link_forget(qp->link, qp);
+        soft_link_put(qp->link);
+        qp->link = NULL;
+    }
+    if (!qp->link)
+        qp->link = soft_link_get(qp->context->device, &wqe->dgid);
+    return qp->link;
 }
 
-/* Sends what comes next of the request at `sent`: 0, or why not now, as soft_link_send. */
-static int send_part(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request)
+/* The next part of a request to a remote peer, which may be in `list`. */
+static void part_make(struct soft_qp *qp, struct part *part, uint8_t *list, const struct soft_request *request)
 {
-    uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE];
-    struct soft_window *window = &qp->window;
-    struct soft_outbound *out = &qp->out;
-    struct part part;
-    uint32_t last_psn;
-    int error;
+    part_fill(part, qp, request);
+    aim(&part->frame, qp, request->wqe);
+    if (!offer(qp, part, list, request))
+        carry(part, request->wqe, request);
+    mark_ends(&part->frame);
+    part->frame.packets = soft_packets(qp, part->frame.part);
+    ask_for_licence(qp, request->wqe, soft_frame_last_psn(&part->frame));
+}
 
-    part_fill(&part, qp, wqe, request, window->offset);
-    aim(&part, qp, wqe);
-    if (!offer(qp, &part, list, request))
-        carry(&part, wqe, request);
-    mark_ends(&part.frame);
-    part.frame.packets = soft_packets(qp, part.frame.part);
-    last_psn = (part.frame.psn + part.frame.packets - 1) & SOFT_PSN_MASK;
-    ask_for_licence(qp, wqe, last_psn);
-    error = requester_post_part(qp, &part);
+/* It left, or could not. */
+static void part_left(struct soft_qp *qp, const struct part *part, int error)
+{
+    struct soft_outbound *out = &qp->out;
+
+    if (!(part->frame.flags & SOFT_FRAME_DIRECT))
+        return;
     if (error) {
-        if (part.frame.flags & SOFT_FRAME_DIRECT)
-            soft_lease_cancel(qp->link, part.frame.lease, part.frame.serial);
-        return error;
+        soft_lease_cancel(qp->link, part->frame.lease, part->frame.serial);
+        return;
     }
-    if (part.frame.flags & SOFT_FRAME_DIRECT) {
-        out->moving[(out->moving_first + out->moving_count++) % SOFT_MOVING] =
-            (struct soft_moving){.psn = last_psn, .serial = part.frame.serial, .lease = part.frame.lease};
-        atomic_fetch_add(&qp->context->device->moving, 1);
+    out->moving[(out->moving_first + out->moving_count++) % SOFT_MOVING] = (struct soft_moving){
+        .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .lease = part->frame.lease};
+    atomic_fetch_add(&qp->context->device->moving, 1);
+}
+
+/* With this read or atomic, how many the queue pair would have in flight, were its peer not to answer at once: those
+ * that are posted behind it, as many as it was told to have, up to the first that is fenced. */
+static uint32_t reads_in_flight(const struct soft_qp *qp)
+{
+    uint32_t next, count = 1;
+
+    for (next = qp->window.sent + 1; next != qp->window.posted && count < qp->attr.max_rd_atomic; next++) {
+        const struct soft_wqe *wqe = entry(qp, next);
+
+        if (wqe->flags & IBV_SEND_FENCE)
+            break;
+        if (!soft_is_answered(wqe->opcode))
+            continue;
+        if (wqe->due_ns && wqe->due_ns > soft_now_ns())
+            break;
+        count++;
     }
-    soft_window_send(window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
-                     soft_is_answered(wqe->opcode));
-    return 0;
+    return count;
 }
 
 /* ---- A queue ----------------------------------------------------------------------------------------------- */
@@ -516,7 +711,7 @@ static uint64_t flush(struct soft_qp *qp)
     return UINT64_MAX;
 }
 
-/* Nobody will tell what became of an unreliable connection's request. */
+/* Nobody will tell what became of an unreliable connection's request, or of a datagram. */
 static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     go_back(qp);
@@ -524,33 +719,102 @@ static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint3
     soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, length, soft_packets(qp, length));
 }
 
-/* Nobody answered in time, and the peer has left all memory. */
-static void repeat(struct soft_qp *qp)
+/* The request at window.taken is tried no more. The peer has left all memory. */
+static void requester_give_up(struct soft_qp *qp, enum ibv_wc_status status)
 {
     const struct soft_wqe *wqe = entry(qp, qp->window.taken);
 
-    if (!soft_is_reliable(qp)) {
+    if (soft_is_reliable(qp)) {
+        requester_fail(qp, status);
+        return;
+    }
+    if (qp->link)
         soft_link_forget(qp->link, qp);
-        requester_drop(qp, wqe, length_of(wqe));
-    } else if (qp->retries_left) {
+    requester_drop(qp, wqe, length_of(wqe));
+}
+
+/* Nobody answered in time, and the peer has left all memory. */
+static void repeat(struct soft_qp *qp)
+{
+    if (soft_is_reliable(qp) && qp->retries_left) {
         qp->retries_left--;
         go_back(qp);
     } else {
-        requester_fail(qp, IBV_WC_RETRY_EXC_ERR);
+        requester_give_up(qp, IBV_WC_RETRY_EXC_ERR);
     }
 }
 
-/* Whether the request at `sent` may leave before all before it are answered. */
-static bool may_overtake(const struct soft_qp *qp, const struct soft_wqe *wqe)
+/* The peer has no receive for the request at window.taken: that one, and what came after it, is to be sent again. It
+ * did nothing of all that. */
+static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
 {
-    if (qp->window.offset)
-        return true; /* it began */
-    if (soft_is_local(wqe->opcode) ||
+    if (qp->attr.rnr_retry != 7) { /* 7: without end */
+        if (!qp->rnr_left) {
+            requester_fail(qp, IBV_WC_RNR_RETRY_EXC_ERR);
+            return;
+        }
+        qp->rnr_left--;
+    }
+    if (!has_clock(qp)) {
+        requester_fail(qp, IBV_WC_GENERAL_ERR);
+        return;
+    }
+    go_back(qp);
+    soft_window_undo(&qp->window);
+    qp->waiting = qp->out.refused = true;
+    qp->out.pause = soft_now_ns() + delay_ns;
+}
+
+/* The peer refused the request at window.taken, and did not do what came after it. */
+static void requester_refused(struct soft_qp *qp, const struct soft_reply *reply)
+{
+    if (reply->kind == SOFT_RNR)
+        requester_rnr(qp, reply->rnr_ns);
+    else
+        requester_fail(qp, reply->status);
+}
+
+/* The peer made progress that it never made before: what is left has all its time and all its repetitions again. */
+static void progressed(struct soft_qp *qp)
+{
+    qp->retries_left = qp->attr.retry_cnt;
+    qp->rnr_left = qp->attr.rnr_retry;
+    qp->out.deadline = UINT64_MAX;
+    qp->waiting = false;
+    if (under_way(qp))
+        expect_answer(qp);
+}
+
+/* Complete the request at window.taken, which left whole, and was done. */
+static void requester_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+{
+    soft_window_acknowledge(&qp->window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
+    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
+}
+
+/* Return whether the request at `sent` left before, if not whole, or in vain: where the queue drains, it is brought to
+ * its end. */
+static bool has_begun(const struct soft_qp *qp)
+{
+    return qp->window.offset || soft_window_repeats(&qp->window) || qp->out.refused;
+}
+
+/* Return whether the request at `sent` may leave before all before it are answered. A peer of this device answers at
+ * once, so what it did not answer is lost, and so would be all behind it. */
+static bool may_leave(const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    unsigned int state = atomic_load(&qp->state);
+
+    if (state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && has_begun(qp)))
+        return false;
+    if (qp->window.offset || !under_way(qp))
+        return true;
+    if (!soft_is_remote(qp) || soft_is_local(wqe->opcode) ||
         (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
-        return !under_way(qp);
+        return false;
     if (qp->window.reads && (wqe->flags & IBV_SEND_FENCE))
         return false;
-    return !soft_is_answered(wqe->opcode) || qp->window.reads < qp->attr.max_rd_atomic || !under_way(qp);
+    return !soft_is_answered(wqe->opcode) || qp->window.reads < qp->attr.max_rd_atomic;
 }
 
 /* Return whether the window has room for the next part of the request at `sent`, however large that part becomes. Else
@@ -564,74 +828,168 @@ static bool fits_window(const struct soft_qp *qp, uint32_t length)
     return soft_window_has_room(&qp->window, soft_packets(qp, part));
 }
 
-/* What was done here alone, or cannot be sent at all, ends in its turn: when nothing is under way before it. */
-static bool ends_here(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err)
+/* Return whether the peer that a request goes to is of another device. */
+static bool goes_far(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
-    if (status == IBV_WC_SUCCESS && !soft_is_local(wqe->opcode))
+    if (qp->qp.qp_type == IBV_QPT_UD)
+        return !soft_gid_is_local(qp->context->device, &wqe->dgid);
+    return qp->link;
+}
+
+/* The one place where requests leave: `part` over the link, to a remote peer, whose answer comes later; else, to the
+ * responder of a peer of this device, which answers at once in `reply`. 0, or why not now, as soft_link_send. What is
+ * lost on its way has left. */
+static inline int requester_transmit(struct soft_qp *qp, const struct soft_request *request, const struct part *part,
+                                     struct soft_reply *reply)
+{
+    if (!soft_is_up(qp))
+        return 0;
+    if ((atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
+        soft_fault_loses(qp))
+        return 0;
+    if (part)
+        return soft_link_send(qp->link, qp, &part->frame, part->data, part->count);
+    soft_loopback_deliver(request, reply);
+    return 0;
+}
+
+/* The request at window.taken is tried now, if not well, and waits for an answer, or for its way. */
+static void requester_wait(struct soft_qp *qp)
+{
+    expect_answer(qp);
+    if (qp->out.deadline != UINT64_MAX && !has_clock(qp))
+        requester_give_up(qp, IBV_WC_GENERAL_ERR);
+}
+
+/* Send the request at `sent`, as a whole, to a peer of this device: it is in flight only where that does not answer.
+ * Return a peer that it broke, or NULL. */
+static struct soft_qp *send_near(struct soft_qp *qp, struct soft_request *request)
+{
+    struct soft_reply reply = {.kind = SOFT_SILENT};
+    const struct soft_wqe *wqe = request->wqe;
+
+    request->total = request->length;
+    request->packets = soft_packets(qp, request->length);
+    if (qp->qp.qp_type == IBV_QPT_UD)
+        request->sgid = &qp->context->device->gids[wqe->path.sgid_index];
+    if (soft_is_answered(wqe->opcode))
+        request->reads = reads_in_flight(qp);
+    requester_transmit(qp, request, NULL, &reply);
+    qp->out.refused = false;
+    if (!soft_is_reliable(qp)) {
+        requester_drop(qp, wqe, request->length); /* or it arrived */
+    } else if (reply.kind == SOFT_ACK) {
+        if (qp->waiting) /* else no attempt was in vain */
+            progressed(qp);
+        soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length, request->packets);
+    } else if (reply.kind == SOFT_SILENT) {
+        soft_window_send(&qp->window, request->length, request->packets, true, soft_is_answered(wqe->opcode));
+        requester_wait(qp);
+    } else {
+        requester_refused(qp, &reply);
+    }
+    return reply.broken;
+}
+
+/* Send what comes next of the request at `sent` to a remote peer, or do without. Return whether more may follow at
+ * once. */
+static bool send_far(struct soft_qp *qp, const struct soft_request *request, int64_t *left)
+{
+    const struct soft_wqe *wqe = request->wqe;
+    uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE];
+    struct part part;
+    int error = EHOSTUNREACH;
+
+    /* Not where it was sent before: the peer counts it as one of the sequence. */
+    if (!request->offset && !soft_window_repeats(&qp->window) && is_licensed(qp, wqe, request->length)) {
+        if (qp->window.reads && qp->window.sent - qp->window.taken == qp->window.reads)
+            return false; /* it comes sooner when those before it, which are like it, are answered */
+        if (!under_way(qp) && read_alone(qp, wqe, request, left))
+            return true;
+    }
+    if (!fits_window(qp, request->length))
         return false;
-    soft_end_request(qp, wqe, status, vendor_err, 0, 0);
+    if (way(qp, wqe)) {
+        part_make(qp, &part, list, request);
+        error = requester_transmit(qp, request, &part, NULL);
+        part_left(qp, &part, error);
+    }
+    if (!error) {
+        *left -= part.frame.part;
+        qp->out.refused = false;
+        soft_window_send(&qp->window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
+                         soft_is_answered(wqe->opcode));
+    }
+    if (soft_is_reliable(qp) || (error ? error != EHOSTUNREACH : qp->window.offset)) {
+        requester_wait(qp);
+        return !error || !qp->waiting; /* else it is kicked, or repeats in its time */
+    }
+    requester_drop(qp, wqe, request->length); /* or it arrives */
     return true;
 }
 
-/* Sends until something speaks against it; `*again` is when that ends by itself. False: the turn is over. */
-static bool requester_send(struct soft_qp *qp, uint64_t *again)
+/* Sends until something speaks against it; `*again` is when that ends by itself. False: the turn is over, at the latest
+ * where a peer of this device broke, which is to be kicked first: the next datagram may break another one. */
+static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp **broken)
 {
     struct soft_window *window = &qp->window;
     int64_t left = SOFT_QUEUE_TURN;
 
-    *again = UINT64_MAX;
     while (left > 0 && soft_has_posted(qp)) {
         const struct soft_wqe *wqe = entry(qp, window->sent);
         struct soft_segment segments[SOFT_MAX_SGE];
-        struct soft_request request = {.from = qp, .wqe = wqe};
-        unsigned int state = atomic_load(&qp->state);
-        uint32_t vendor_err = 0, before = window->offset;
+        struct soft_request request = {
+            .from = qp,
+            .wqe = wqe,
+            .src_qp = qp->qp.qp_num,
+            .psn = soft_window_psn(window),
+            .offset = window->offset,
+        };
+        uint32_t vendor_err = 0;
         enum ibv_wc_status status;
-        int error;
 
-        if ((state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && window->offset)) || !may_overtake(qp, wqe))
+        if (!may_leave(qp, wqe))
             return true;
-        if (!window->offset && wqe->due_ns && wqe->due_ns > soft_now_ns()) {
+        if (!request.offset && wqe->due_ns && wqe->due_ns > soft_now_ns()) {
             *again = wqe->due_ns;
             return true;
         }
-        status = window->offset ? soft_resolve(qp, wqe, segments, &request)
-                                : soft_begin_request(qp, wqe, segments, &request, &vendor_err);
+        status = request.offset ? soft_resolve(qp, wqe, segments, &request)
+                                : begin_request(qp, wqe, segments, &request, &vendor_err);
         if (status != IBV_WC_SUCCESS && under_way(qp)) {
-            if (!window->offset)
-                return true;       /* it is looked at again when those before it are answered */
-            qp->out.rewind = true; /* its memory went in the middle */
+            qp->out.rewind |=
+                request.offset != 0; /* its memory went in the middle; else those before are answered first */
             return true;
         }
-        if (ends_here(qp, wqe, status, vendor_err)) {
-            left -= SOFT_REQUEST_COST;
-            continue;
-        }
-        /* Not where it was sent before: the peer counts it as one of the sequence. */
-        if (!window->offset && !soft_window_repeats(window) && is_licensed(qp, wqe, request.length)) {
-            if (window->sent - window->taken == window->reads && window->reads)
-                return true; /* it comes sooner when those before it, which are like it, are answered */
-            if (!under_way(qp) && read_alone(qp, wqe, &request, &left))
-                continue;
-        }
-        if (!fits_window(qp, request.length))
+        left -= SOFT_REQUEST_COST;
+        if (status != IBV_WC_SUCCESS || soft_is_local(wqe->opcode)) {
+            soft_end_request(qp, wqe, status, vendor_err, 0, 0);
+        } else if (qp->qp.qp_type == IBV_QPT_UD && request.length > SOFT_MTU) {
+            requester_drop(qp, wqe, request.length); /* it goes nowhere, which is no error (C10-93.1.1) */
+        } else if (!goes_far(qp, wqe)) {
+            left -= request.length;
+            *broken = send_near(qp, &request);
+            if (*broken)
+                return false;
+            if (qp->out.pause)
+                return true;
+        } else if (!send_far(qp, &request, &left)) {
             return true;
-        error = send_part(qp, wqe, &request);
-        if (error == EHOSTUNREACH && !soft_is_reliable(qp)) {
-            requester_drop(qp, wqe, request.length);
-            continue;
         }
-        expect_answer(qp);
-        if (error)
-            return true; /* it is kicked, or repeats in its time */
-        left -= SOFT_REQUEST_COST + (int64_t)((window->offset ? window->offset : request.length) - before);
-        if (!soft_is_reliable(qp) && !window->offset)
-            requester_drop(qp, wqe, request.length); /* or it arrives */
     }
     return left > 0;
 }
 
-uint64_t soft_ask(struct soft_qp *qp)
+/* Under sq_lock, in SQD with no request under way. */
+static void sq_drained(struct soft_qp *qp)
+{
+    assert_held(&qp->sq_lock);
+    if (qp->drain_notify)
+        soft_raise(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
+    qp->drain_notify = false;
+}
+
+static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
 {
     struct soft_outbound *out = &qp->out;
     uint64_t again = UINT64_MAX;
@@ -654,25 +1012,110 @@ uint64_t soft_ask(struct soft_qp *qp)
                 return out->pause;
             out->pause = 0;
         }
-        if (qp->waiting && out->deadline != UINT64_MAX && out->deadline <= soft_now_ns()) {
+        if (out->deadline != UINT64_MAX && out->deadline <= soft_now_ns()) {
             if (!stop_moving_all(qp))
                 return look_again(qp);
             repeat(qp);
             continue;
         }
-        if (!requester_send(qp, &again))
+        if (!requester_send(qp, &again, broken))
             return 0;
         if (atomic_load(&qp->state) != state || out->rewind)
             continue; /* it failed, or is to begin again */
-        if (state == IBV_QPS_SQD && !under_way(qp)) {
+        if (out->pause)
+            return out->pause;
+        if (state == IBV_QPS_SQD && !under_way(qp) && !has_begun(qp)) {
             /* What waits for its way has not begun: it does so anew, with all its time, and perhaps by another way. */
-            qp->waiting = false;
-            out->deadline = UINT64_MAX;
-            soft_link_forget(qp->link, qp);
-            soft_drained(qp);
+            soft_ask_no_more(qp);
+            sq_drained(qp);
         }
         return again < out->deadline ? again : out->deadline;
     }
+}
+
+/* ---- Execution ------------------------------------------------------------------------------------------- */
+
+/* Under rq_lock: complete every posted receive as flushed. */
+static void flush_receives(struct soft_qp *qp)
+{
+    uint32_t posted = atomic_load(qp->rq.posted);
+
+    assert_held(&qp->rq_lock);
+    soft_inbound_end(qp, true);
+    while (qp->rq.taken != posted) {
+        const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
+        struct soft_cqe cqe = {
+            .wr_id = rwqe->wr_id,
+            .qp = qp,
+            .qp_num = qp->qp.qp_num,
+            .wqe_index = qp->rq.taken,
+            .status = IBV_WC_WR_FLUSH_ERR,
+            .opcode = IBV_WC_RECV,
+        };
+
+        qp->rq.taken++;
+        soft_complete(qp->context, qp->recv_cq,
+                      &cqe); /* where it finds no room the queue is lost as a whole, and says so */
+    }
+}
+
+/* A shared receive queue has nothing to flush: its user is told that this queue pair takes nothing from it any more.
+ * Under rq_lock, in ERR. */
+static void last_wqe_reached(struct soft_qp *qp)
+{
+    assert_held(&qp->rq_lock);
+    if (qp->srq && !qp->last_wqe)
+        soft_raise(qp->context, &qp->events, IBV_EVENT_QP_LAST_WQE_REACHED);
+    qp->last_wqe = true;
+}
+
+uint64_t soft_execute(struct soft_qp *qp)
+{
+    struct soft_qp *broken = NULL;
+    uint64_t again;
+
+    if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
+        return UINT64_MAX;
+    soft_lock_take(&qp->sq_lock);
+    again = requester_run(qp, &broken);
+    soft_lock_give(&qp->sq_lock);
+    if (atomic_load(&qp->state) == IBV_QPS_ERR) {
+        soft_lock_take(&qp->rq_lock);
+        /* Once more, now that it cannot change: a queue pair that was reset has new receives. */
+        if (atomic_load(&qp->state) == IBV_QPS_ERR) {
+            flush_receives(qp);
+            last_wqe_reached(qp);
+        }
+        soft_lock_give(&qp->rq_lock);
+    }
+    /* Only now, with no lock held: the peer's turn may need its own send queue. Flushing breaks nobody else, so
+	 * this goes one level deep. */
+    if (broken && broken != qp)
+        soft_kick(broken);
+    return again;
+}
+
+void soft_kick(struct soft_qp *qp)
+{
+    uint64_t again;
+
+    if (qp->context->mode == SOFT_ENGINE) {
+        soft_engine_ring(qp);
+        return;
+    }
+    do
+        again = soft_execute(qp);
+    while (!again); /* nobody else goes on with it; what was posted is no more than the queue holds */
+    if (again != UINT64_MAX)
+        soft_engine_timer(qp->context, &qp->timer, again);
+}
+
+void soft_kick_from_driver(struct soft_qp *qp)
+{
+    struct grace_reader *grace = grace_enter();
+
+    soft_kick(qp);
+    grace_leave(grace);
 }
 
 /* ---- Answers ----------------------------------------------------------------------------------------------- */
@@ -683,24 +1126,6 @@ static void put_off(struct soft_qp *qp)
 {
     qp->out.deadline = UINT64_MAX;
     expect_answer(qp);
-}
-
-/* The peer made progress that it never made before: what is left has all its time and all its repetitions again. */
-static void progressed(struct soft_qp *qp)
-{
-    qp->retries_left = qp->attr.retry_cnt;
-    qp->rnr_left = qp->attr.rnr_retry;
-    qp->out.deadline = UINT64_MAX;
-    qp->waiting = false;
-    if (under_way(qp))
-        expect_answer(qp);
-}
-
-/* Complete the request at window.taken, which left whole, and was done. */
-static void requester_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
-{
-    soft_window_acknowledge(&qp->window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
-    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
 }
 
 /* Bytes of an answer go to the memory of the request, from `offset` on. It may have gone meanwhile. */
@@ -782,21 +1207,6 @@ static bool requester_response(struct soft_qp *qp, const struct soft_frame *fram
     return true;
 }
 
-/* The peer has no receive: that request, and what came after it, is to be sent again. It did nothing of all that. */
-static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
-{
-    if (qp->attr.rnr_retry != 7) { /* 7: without end */
-        if (!qp->rnr_left) {
-            requester_fail(qp, IBV_WC_RNR_RETRY_EXC_ERR);
-            return;
-        }
-        qp->rnr_left--;
-    }
-    go_back(qp);
-    soft_window_undo(&qp->window);
-    qp->out.pause = soft_now_ns() + delay_ns;
-}
-
 /* Do what an answer tells, under sq_lock. One to a packet that is not in flight is about what is over, or about
  * nothing, and is dropped; so is one with data for more packets than are in flight. So is one that comes while the peer
  * is at memory that it would set free: then all is asked again, when the peer has left it. */
@@ -821,10 +1231,9 @@ static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, cons
     requester_acknowledge(qp, done ? packets : packets - 1);
     if (done || !under_way(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
         return true;
-    if (frame->opcode == SOFT_FRAME_RNR)
-        requester_rnr(qp, frame->address);
-    else
-        requester_fail(qp, frame->status);
+    requester_refused(qp, &(struct soft_reply){.kind = frame->opcode == SOFT_FRAME_RNR ? SOFT_RNR : SOFT_NAK,
+                                               .status = frame->status,
+                                               .rnr_ns = frame->address});
     return true;
 }
 
@@ -932,53 +1341,4 @@ void soft_ask_without(struct soft_device *device, const struct soft_mr *mr)
 void soft_ask_end(const struct soft_context *context)
 {
     wait_left(context->device, context, NULL);
-}
-
-/* ---- Datagrams --------------------------------------------------------------------------------------------- */
-
-/* The last way is kept: most queues send to one place for a while. */
-static struct soft_link *way(struct soft_qp *qp, const union ibv_gid *gid)
-{
-    if (qp->link && !soft_link_is_to(qp->link, gid)) {
-        soft_link_forget(qp->link, qp);
-        soft_link_put(qp->link);
-        qp->link = NULL;
-    }
-    if (!qp->link)
-        qp->link = soft_link_get(qp->context->device, gid);
-    return qp->link;
-}
-
-uint64_t soft_ask_datagram(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request)
-{
-    struct soft_outbound *out = &qp->out;
-    struct part part;
-    int error;
-
-    assert_held(&qp->sq_lock);
-    if (!way(qp, &wqe->dgid))
-        return 0;
-    part_fill(&part, qp, wqe, request, 0);
-    part.frame.to = (uint32_t)wqe->remote_addr;
-    part.frame.key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
-    part.frame.sgid_index = wqe->path.sgid_index;
-    part.frame.flow_label = wqe->path.flow_label;
-    part.frame.hop_limit = wqe->path.hop_limit;
-    part.frame.traffic_class = wqe->path.traffic_class;
-    memcpy(part.frame.dgid, wqe->dgid.raw, sizeof(part.frame.dgid));
-    carry(&part, wqe, request);
-    mark_ends(&part.frame);
-    part.frame.packets = 1;
-    error = requester_post_part(qp, &part);
-    if (error == EAGAIN || error == ENOTCONN) {
-        uint64_t now = soft_now_ns();
-
-        if (!out->give_up)
-            out->give_up = now + UNRELIABLE_NS;
-        if (now < out->give_up)
-            return out->give_up;
-        soft_link_forget(qp->link, qp);
-    }
-    out->give_up = 0;
-    return 0;
 }

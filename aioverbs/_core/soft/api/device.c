@@ -29,6 +29,7 @@
 #include "soft/objects/srq.h"
 #include "soft/objects/worker_thread.h"
 #include "soft/transport/inbound.h"
+#include "soft/transport/direct_requests.h"
 #include "soft/transport/requester.h"
 #include "soft/transport/responder.h"
 
@@ -75,7 +76,7 @@ static const struct soft_hooks device_hooks = {
     .purge_held = soft_fault_purge,
     .frame_fault = soft_fault_frame,
     .execute = soft_execute,
-    .release_mr = soft_ask_without,
+    .release_mr = soft_moving_release_mr,
     .release_srq = soft_inbound_without,
 };
 
@@ -336,7 +337,7 @@ int soft_lose(struct ibv_context *ibv_context)
     is_first = !(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST);
     grace_wait(); /* what was being executed is */
     soft_licence_recall_all(context->device);
-    soft_ask_end(context);
+    soft_moving_end(context);
     if (is_first) /* whoever hears of it uses the memory for other things */
         soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
     return 0;

@@ -28,6 +28,7 @@
 #include "soft/objects/work_queue.h"
 #include "soft/objects/worker_thread.h"
 #include "soft/objects/xrcd.h"
+#include "soft/transport/direct_requests.h"
 #include "soft/transport/requester.h"
 #include "soft/transport/responder.h"
 
@@ -354,10 +355,10 @@ static void retire(struct soft_qp *qp)
     soft_licence_recall_qp(qp);
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
-    soft_ask_settle(qp);
+    soft_moving_settle(qp);
     soft_lock_take(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
-    soft_ask_no_more(qp);
+    soft_requester_stop(qp);
     soft_inbound_end(qp, false);
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
@@ -520,7 +521,7 @@ static void reset(struct soft_qp *qp)
     memset(&qp->attr, 0, sizeof(qp->attr));
     qp->attr.cap = cap;
     qp->leads_here = false;
-    soft_ask_no_more(qp);
+    soft_requester_stop(qp);
     if (qp->link)
         soft_link_put(qp->link);
     qp->link = NULL;
@@ -559,7 +560,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         atomic_store(&qp->state, IBV_QPS_RESET);
         soft_lock_give(&qp->rq_lock);
         soft_lock_give(&qp->sq_lock);
-        soft_ask_settle(qp);
+        soft_moving_settle(qp);
         soft_lock_take(&qp->sq_lock);
         soft_lock_take(&qp->rq_lock);
         reset(qp);
@@ -578,7 +579,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         }
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
             if (to != IBV_QPS_ERR) /* else whoever flushes it sees to it */
-                soft_ask_no_more(qp);
+                soft_requester_stop(qp);
             qp->waiting = false;
         }
         if (to != IBV_QPS_SQD)

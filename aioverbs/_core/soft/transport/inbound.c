@@ -20,6 +20,7 @@
 #include "soft/objects/psn_window.h"
 #include "soft/objects/qp.h"
 #include "soft/objects/work_queue.h"
+#include "soft/transport/completer.h"
 #include "soft/transport/loopback.h"
 #include "soft/transport/request.h"
 #include "soft/transport/requester.h"

@@ -9,9 +9,7 @@
 #include "abi/libibverbs.h"
 #include "soft/objects/qp.h"
 
-struct soft_device;
-struct soft_frame;
-struct soft_mr;
+struct soft_reply;
 struct soft_request;
 struct soft_segment;
 
@@ -64,6 +62,37 @@ enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, 
 /* How many packets a message, or a read's answer, takes: sequence numbers count them. */
 uint32_t soft_packets(const struct soft_qp *qp, uint32_t length);
 
+static inline const struct soft_wqe *soft_request_at(const struct soft_qp *qp, uint32_t counter)
+{
+    return soft_ring_entry(&qp->sq, counter);
+}
+
+uint32_t soft_request_length(const struct soft_wqe *wqe);
+
+/* ---- Retries --------------------------------------------------------------------------------------------- */
+
+static inline bool soft_is_under_way(const struct soft_qp *qp)
+{
+    return !soft_window_is_idle(&qp->window);
+}
+
+/* The request at window.taken is tried now, if not well. The first attempt and each repetition have the whole timeout,
+ * 4.096 us * 2^timeout; with timeout 0 nothing is ever sent again, and only a change of state ends the wait. */
+void soft_expect_answer(struct soft_qp *qp);
+
+/* All is to be sent again, or nothing. The peer has left all memory. */
+void soft_requester_go_back(struct soft_qp *qp);
+
+/* Fail the request at window.taken, and the queue with it. The user is told of this request now, and may use its memory
+ * again; and that of those behind it soon, which are flushed. The peer has left all of it. */
+void soft_requester_fail(struct soft_qp *qp, enum ibv_wc_status status);
+
+/* The peer refused the request at window.taken, and did not do what came after it. */
+void soft_requester_refused(struct soft_qp *qp, const struct soft_reply *reply);
+
+/* The peer made progress that it never made before: what is left has all its time and all its repetitions again. */
+void soft_progressed(struct soft_qp *qp);
+
 /* ---- Execution ------------------------------------------------------------------------------------------- */
 
 /* Does what there is to do for a queue pair now: executes, retries or flushes. In a grace section, no device
@@ -76,21 +105,7 @@ void soft_kick(struct soft_qp *qp);
 /* The same from a driver half, outside of any section; grace_ready() was true. */
 void soft_kick_from_driver(struct soft_qp *qp);
 
-/* In a state in which nothing is sent, outside of grace sections, no lock held but driver halves: waits until the peer
- * moves no byte of it any more, which takes SOFT_LEASE_NS at most. Whoever comes to these halves waits as long. */
-void soft_ask_settle(struct soft_qp *qp);
-
 /* Nothing is under way any more, and the peer has left all memory. Its answers find nothing. */
-void soft_ask_no_more(struct soft_qp *qp);
-
-/* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
- * it fails when it is repeated. Waits as soft_ask_settle does, in the same place: once for all queue pairs. */
-void soft_ask_without(struct soft_device *device, const struct soft_mr *mr);
-
-/* The context is lost, so its queue pairs send nothing: no peer moves bytes for them from here on. Waits likewise. */
-void soft_ask_end(const struct soft_context *context);
-
-/* An answer came by a link. False: no honest peer gives it. */
-bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
+void soft_requester_stop(struct soft_qp *qp);
 
 #endif

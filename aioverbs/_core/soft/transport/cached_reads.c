@@ -1,0 +1,113 @@
+/* Reads that the requester makes by itself: see soft/fabric/read_cache.h. */
+#include "soft/transport/cached_reads.h"
+
+#include "soft/base/epoch.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/fabric/read_cache.h"
+#include "soft/objects/context.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/read_cache_entry.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/loopback.h"
+#include "soft/transport/request.h"
+#include "soft/transport/requester.h"
+
+static struct soft_licence *licence_of(struct soft_qp *qp, uint32_t key)
+{
+    return &qp->out.licences[(key >> 8) % SOFT_LICENCES];
+}
+
+void soft_cached_read_ask(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t psn)
+{
+    struct soft_licence *asked = &qp->out.asked;
+
+    if (wqe->opcode == IBV_WR_RDMA_READ && qp->qp.qp_type == IBV_QPT_RC && !asked->page &&
+        soft_licence_note(qp->link, wqe->rkey, qp->attr.dest_qp_num, asked))
+        asked->psn = psn;
+}
+
+void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *frame)
+{
+    struct soft_licence *asked = &qp->out.asked;
+
+    if (!asked->page || asked->psn != frame->psn)
+        return;
+    if (frame->flags & SOFT_FRAME_LICENCE) {
+        asked->address = frame->address;
+        asked->length = frame->compare_add;
+        *licence_of(qp, asked->key) = *asked;
+    }
+    asked->page = 0;
+}
+
+bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+{
+    const struct soft_licence *licence = licence_of(qp, wqe->rkey);
+    uint64_t offset = wqe->remote_addr - licence->address;
+
+    return wqe->opcode == IBV_WR_RDMA_READ && licence->page && licence->key == wqe->rkey &&
+           length - 1 < SOFT_LICENSED_BYTES && offset <= licence->length && length <= licence->length - offset &&
+           soft_is_up(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
+           !soft_link_is_disturbed(qp->link);
+}
+
+/* Reads that are done together. */
+struct read_run {
+    struct soft_licensed_read reads[SOFT_LICENSED_READS];
+    struct iovec pieces[SOFT_LICENSED_PIECES];
+    unsigned int count, piece_count;
+    uint32_t bytes;
+};
+
+static void read_run_add(struct soft_qp *qp, struct read_run *run, const struct soft_wqe *wqe,
+                         const struct soft_request *request)
+{
+    unsigned int i;
+
+    for (i = 0; i < request->local_count; i++)
+        run->pieces[run->piece_count++] = (struct iovec){request->local[i].address, request->local[i].length};
+    run->reads[run->count++] =
+        (struct soft_licensed_read){licence_of(qp, wqe->rkey), wqe->remote_addr, request->length};
+    run->bytes += request->length;
+}
+
+/* Those that are posted behind the first one, as far as they are of its kind. */
+static void read_run_add_others(struct soft_qp *qp, struct read_run *run)
+{
+    uint32_t at;
+
+    for (at = qp->window.sent + 1; at != qp->window.posted && run->count < SOFT_LICENSED_READS; at++) {
+        const struct soft_wqe *wqe = soft_request_at(qp, at);
+        struct soft_segment segments[SOFT_MAX_SGE];
+        struct soft_request request = {.from = qp, .wqe = wqe};
+
+        if (!soft_cached_read_may(qp, wqe, soft_request_length(wqe)) || (wqe->due_ns && wqe->due_ns > soft_now_ns()) ||
+            run->piece_count + wqe->num_sge > SOFT_LICENSED_PIECES ||
+            soft_resolve(qp, wqe, segments, &request) != IBV_WC_SUCCESS ||
+            run->bytes + request.length > SOFT_LICENSED_RUN)
+            return;
+        read_run_add(qp, run, wqe, &request);
+    }
+}
+
+bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request, int64_t *left)
+{
+    struct read_run run;
+    unsigned int i;
+
+    run.count = run.piece_count = run.bytes = 0;
+    read_run_add(qp, &run, wqe, request);
+    read_run_add_others(qp, &run);
+    if (!soft_licence_read(qp->link, qp->attr.dest_qp_num, run.reads, run.count, run.pieces, run.piece_count)) {
+        licence_of(qp, wqe->rkey)->page = 0;
+        return false;
+    }
+    for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
+        soft_end_request(qp, soft_request_at(qp, qp->window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
+        *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;
+    }
+    return true;
+}

@@ -1,0 +1,176 @@
+/* The completer: what the answers of remote peers do to the requests that are in flight. All under sq_lock and in a
+ * grace section. */
+#include "soft/transport/completer.h"
+
+#include <string.h>
+
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/fabric/frame.h"
+#include "soft/objects/device.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/cached_reads.h"
+#include "soft/transport/direct_requests.h"
+#include "soft/transport/loopback.h"
+#include "soft/transport/request.h"
+#include "soft/transport/request_frames.h"
+#include "soft/transport/requester.h"
+
+/* What is left has all its time again. An answer gives it only where it tells of more than any one since what is in
+ * flight left: else a peer that repeats itself would keep a request from ending for as long as it likes. */
+static void put_off(struct soft_qp *qp)
+{
+    qp->out.deadline = UINT64_MAX;
+    soft_expect_answer(qp);
+}
+
+/* Complete the request at window.taken, which left whole, and was done. */
+static void completer_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
+{
+    soft_window_acknowledge(&qp->window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
+    soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
+}
+
+/* Bytes of an answer go to the memory of the request, from `offset` on. It may have gone meanwhile. */
+static enum ibv_wc_status completer_copy_response(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t offset,
+                                                  const uint8_t *data, uint32_t length)
+{
+    struct soft_segment segments[SOFT_MAX_SGE];
+    struct soft_request request = {.from = qp, .wqe = wqe};
+    enum ibv_wc_status status = soft_resolve(qp, wqe, segments, &request);
+    struct soft_outgoing part = {.frame = {.part = length}};
+    unsigned int i;
+
+    if (status != IBV_WC_SUCCESS)
+        return status;
+    soft_cut(&part, &request, offset);
+    for (i = 0; i < part.count; data += part.data[i++].iov_len)
+        memcpy(part.data[i].iov_base, data, part.data[i].iov_len);
+    return IBV_WC_SUCCESS;
+}
+
+/* Complete the requests whose packets are all among the oldest in flight, so many, up to the first that needs data.
+ * What is left is at window.taken. */
+static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
+{
+    bool some = false;
+
+    while (qp->window.sent != qp->window.taken) {
+        const struct soft_wqe *wqe = soft_request_at(qp, qp->window.taken);
+        uint32_t length = soft_request_length(wqe), count = soft_packets(qp, length);
+
+        /* A read of no bytes is acknowledged as all others are. */
+        if ((soft_is_answered(wqe->opcode) && length) || count > packets)
+            break;
+        packets -= count;
+        completer_complete(qp, wqe, length);
+        some = true;
+        if (atomic_load(&qp->state) == IBV_QPS_ERR)
+            return; /* its completion found no room */
+    }
+    if (some)
+        soft_progressed(qp);
+}
+
+/* Take an answer with data: it is that of the next part of the read or atomic at window.taken, or none at all. The
+ * packet that it ends with is in flight, so the whole answer can only come for a request that left whole. */
+static bool completer_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
+{
+    uint32_t packets = soft_window_locate(&qp->window, frame->psn), length;
+    enum ibv_wc_status status = IBV_WC_SUCCESS;
+    const struct soft_wqe *wqe;
+    bool more;
+
+    if (!packets)
+        return true;
+    wqe = soft_request_at(qp, qp->window.taken);
+    if (!soft_is_answered(wqe->opcode))
+        return true;
+    length = soft_request_length(wqe);
+    if (soft_packets(qp, qp->window.received + frame->part) != packets) /* one before it was lost, or it is repeated */
+        return true;
+    if (frame->part > length - qp->window.received)
+        return false;
+    soft_cached_read_answered(qp, frame);
+    if (!(frame->flags & SOFT_FRAME_DIRECT))
+        status = completer_copy_response(qp, wqe, qp->window.received, payload, frame->part);
+    if (status != IBV_WC_SUCCESS) {
+        if (soft_moving_stop(qp))
+            soft_requester_fail(qp, status);
+        else
+            qp->out.rewind = true; /* it fails when it is to be sent again */
+        return true;
+    }
+    more = soft_window_receive(&qp->window, frame->part);
+    put_off(qp);
+    if (qp->window.received == length)
+        completer_complete(qp, wqe, length);
+    if (more && atomic_load(&qp->state) != IBV_QPS_ERR)
+        soft_progressed(qp);
+    return true;
+}
+
+/* Do what an answer tells, under sq_lock. One to a packet that is not in flight is about what is over, or about
+ * nothing, and is dropped; so is one with data for more packets than are in flight. So is one that comes while the peer
+ * is at memory that it would set free: then all is asked again, when the peer has left it. */
+static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
+{
+    uint32_t packets = soft_window_locate(&qp->window, frame->psn);
+    uint32_t data = frame->part ? soft_packets(qp, frame->part) : 0;
+    bool done = frame->opcode == SOFT_FRAME_ACK;
+
+    if (!packets || data > packets)
+        return true;
+    if (!(done ? soft_moving_stop_before(qp, frame->psn) : soft_moving_stop(qp))) {
+        qp->out.rewind = true;
+        return true;
+    }
+    if (soft_window_hear(&qp->window, packets))
+        put_off(qp); /* of a long message, each part has all the time */
+    if (data) {
+        completer_acknowledge(qp, packets - data);
+        return atomic_load(&qp->state) == IBV_QPS_ERR || completer_response(qp, frame, payload);
+    }
+    completer_acknowledge(qp, done ? packets : packets - 1);
+    if (done || !soft_is_under_way(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
+        return true;
+    soft_requester_refused(qp, &(struct soft_reply){.kind = frame->opcode == SOFT_FRAME_RNR ? SOFT_RNR : SOFT_NAK,
+                                                    .status = frame->status,
+                                                    .rnr_ns = frame->address});
+    return true;
+}
+
+/* Return whether the queue pair awaits answers. One that broke does not, even before its requests are flushed: they are
+ * neither done nor refused any more. Whoever broke it has it flushed. */
+static bool awaits_answers(const struct soft_qp *qp)
+{
+    unsigned int state = atomic_load(&qp->state);
+
+    return soft_is_reliable(qp) && soft_is_up(qp) && (state == IBV_QPS_RTS || state == IBV_QPS_SQD);
+}
+
+bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
+{
+    struct soft_device *device = soft_stream_device(soft_link_stream(by));
+    struct soft_qp *qp = soft_table_find(&device->qps, frame->to);
+    bool honest = true, more = false;
+
+    if (!qp)
+        return true; /* it was destroyed */
+    soft_lock_take(&qp->sq_lock);
+    if (qp->link == by && qp->out.token == frame->token && awaits_answers(qp)) {
+        honest = read_answer(qp, frame, payload);
+        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause || qp->out.rewind || soft_has_posted(qp) ||
+               qp->drain_notify;
+    }
+    soft_lock_give(&qp->sq_lock);
+    if (more)
+        soft_kick(qp);
+    if (!honest)
+        soft_stream_refuse(soft_link_stream(by), "an answer has more data than was asked for");
+    return honest;
+}

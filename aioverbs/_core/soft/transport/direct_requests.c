@@ -1,0 +1,190 @@
+/* Direct requests: the memory that a remote peer moves bytes of by itself, and how it is taken back.
+ *
+ * The user may use memory of a request again when it completes, and memory of a region when that was given back. So
+ * the lease of each part is taken back before: that of an acknowledged request before it completes, and all of them
+ * before anything is refused, flushed, repeated (which may move the same memory), reset or destroyed. Where the peer
+ * has not left the memory, none of that happens yet, and nothing has changed but leases that were taken back: the
+ * requester looks again later. An honest peer never makes it wait for an answer, since it leaves before it answers. */
+#include "soft/transport/direct_requests.h"
+
+#include <time.h>
+
+#include "soft/base/epoch.h"
+#include "soft/base/id_table.h"
+#include "soft/base/lock_order.h"
+#include "soft/fabric/fabric.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/limits.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/requester.h"
+
+/* How often it is looked at most seldom whether a peer has left memory. */
+#define LOOK_AGAIN_NS 10000000u
+
+static struct soft_moving *moving_at(struct soft_outbound *out, uint32_t at)
+{
+    return &out->moving[at % SOFT_MOVING];
+}
+
+/* Take back the leases of so many parts, from the oldest one on; those stay that the peer is just at. */
+static bool take_back(struct soft_qp *qp, uint32_t count)
+{
+    struct soft_outbound *out = &qp->out;
+    uint32_t end = out->moving_first + count, at = end, left = end;
+
+    while (at-- != out->moving_first) {
+        struct soft_moving *moving = moving_at(out, at);
+
+        if (soft_lease_close(qp->link, moving->lease, moving->serial))
+            continue;
+        if (!moving->asked_back)
+            moving->asked_back = soft_now_ns();
+        *moving_at(out, --left) = *moving;
+    }
+    count = left - out->moving_first;
+    out->moving_first = left;
+    out->moving_count -= count;
+    atomic_fetch_sub(&qp->context->device->moving, count);
+    return left == end;
+}
+
+/* Since when the peer has been waited for, of which at least one lease was asked back. */
+static uint64_t waiting_since(struct soft_qp *qp)
+{
+    struct soft_outbound *out = &qp->out;
+    uint64_t first = soft_now_ns();
+    uint32_t i;
+
+    for (i = 0; i < out->moving_count; i++) {
+        uint64_t asked_back = moving_at(out, out->moving_first + i)->asked_back;
+
+        if (asked_back && asked_back < first)
+            first = asked_back;
+    }
+    return first;
+}
+
+/* The same. True: the peer has left the memory of all these parts, or had the time that it may take. */
+static bool stop_moving(struct soft_qp *qp, uint32_t count)
+{
+    uint32_t others = qp->out.moving_count - count;
+
+    if (take_back(qp, count))
+        return true;
+    if (soft_lease_may_stay(qp->link, waiting_since(qp)))
+        return false;
+    soft_lease_give_up(qp->link);
+    return take_back(qp, qp->out.moving_count - others);
+}
+
+bool soft_moving_stop(struct soft_qp *qp)
+{
+    return stop_moving(qp, qp->out.moving_count);
+}
+
+uint64_t soft_moving_look_again(struct soft_qp *qp)
+{
+    uint64_t since = waiting_since(qp), now = soft_now_ns(), delay = SOFT_YIELD_NS / 2 + (now - since) / 4;
+
+    return now + (delay < LOOK_AGAIN_NS ? delay : LOOK_AGAIN_NS);
+}
+
+bool soft_moving_stop_before(struct soft_qp *qp, uint32_t psn)
+{
+    struct soft_outbound *out = &qp->out;
+    uint32_t count = 0;
+
+    while (count < out->moving_count &&
+           ((psn - moving_at(out, out->moving_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
+        count++;
+    return stop_moving(qp, count);
+}
+
+void soft_moving_settle(struct soft_qp *qp)
+{
+    bool settled = false;
+
+    while (!settled) {
+        soft_lock_take(&qp->sq_lock);
+        settled = soft_moving_stop(qp);
+        soft_lock_give(&qp->sq_lock);
+        if (!settled)
+            nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+    }
+}
+
+static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
+{
+    uint32_t at, end = qp->window.sent + (qp->window.offset != 0);
+    unsigned int i;
+
+    for (at = qp->window.taken; at != end; at++) {
+        const struct soft_wqe *wqe = soft_request_at(qp, at);
+        const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+
+        for (i = 0; i < wqe->num_sge && !(wqe->flags & IBV_SEND_INLINE); i++)
+            if (sge[i].lkey == mr->mr.lkey)
+                return qp->pd->domain == mr->pd->domain;
+    }
+    return false;
+}
+
+/* Take back the leases of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
+ * section. False: its peer is just at some of that memory; `last`: it is waited for no longer. It sends nothing more
+ * before the peer has left, so who asks again and again has nothing new to wait for. */
+static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
+{
+    bool left = true, kick = false;
+
+    soft_lock_take(&qp->sq_lock);
+    if (qp->out.moving_count && (context ? qp->context == context : uses(qp, mr))) {
+        left = soft_moving_stop(qp);
+        if (!left && last) {
+            soft_lease_give_up(qp->link);
+            left = soft_moving_stop(qp);
+        }
+        kick = !left && !qp->out.rewind;
+        qp->out.rewind |= kick;
+    }
+    soft_lock_give(&qp->sq_lock);
+    if (kick) /* from here on its own timer looks for when it may go on */
+        soft_kick(qp);
+    return left;
+}
+
+static void wait_left(struct soft_device *device, const struct soft_context *context, const struct soft_mr *mr)
+{
+    uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
+    bool left = !atomic_load(&device->moving), last = false;
+
+    while (!left) {
+        uint32_t number;
+
+        left = true;
+        for (number = SOFT_FIRST_QPN; number < soft_table_end(&device->qps); number++) {
+            struct grace_reader *grace = grace_enter(); /* one at a time: others wait for grace periods */
+            struct soft_qp *qp = soft_table_find(&device->qps, number);
+
+            if (qp && !qp_release_mr(qp, context, mr, last))
+                left = false;
+            grace_leave(grace);
+        }
+        if (!left)
+            nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
+        last = soft_now_ns() >= end;
+    }
+}
+
+void soft_moving_release_mr(struct soft_device *device, const struct soft_mr *mr)
+{
+    wait_left(device, NULL, mr);
+}
+
+void soft_moving_end(const struct soft_context *context)
+{
+    wait_left(context->device, context, NULL);
+}

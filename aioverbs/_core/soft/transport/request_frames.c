@@ -1,0 +1,184 @@
+/* Requests to remote peers, as frames. */
+#include "soft/transport/request_frames.h"
+
+#include <string.h>
+
+#include "soft/fabric/fabric.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/mr.h"
+#include "soft/objects/psn_window.h"
+#include "soft/objects/qp.h"
+#include "soft/objects/shared_keys.h"
+#include "soft/objects/work_queue.h"
+#include "soft/transport/cached_reads.h"
+#include "soft/transport/request.h"
+#include "soft/transport/requester.h"
+
+/* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
+#define DIRECT_BYTES 8192u
+
+void soft_cut(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset)
+{
+    uint32_t left = part->frame.part, i;
+
+    for (i = 0; i < request->local_count && left; i++) {
+        const struct soft_segment *segment = &request->local[i];
+        uint32_t length = segment->length;
+
+        if (offset >= length) {
+            offset -= length;
+            continue;
+        }
+        length -= offset;
+        if (length > left)
+            length = left;
+        part->data[part->count++] = (struct iovec){segment->address + offset, length};
+        left -= length;
+        offset = 0;
+    }
+}
+
+/* What stands in every part of a request. */
+static void part_fill(struct soft_outgoing *part, const struct soft_qp *qp, const struct soft_request *request)
+{
+    const struct soft_wqe *wqe = request->wqe;
+    struct soft_frame *frame = &part->frame;
+
+    *frame = (struct soft_frame){
+        .kind = SOFT_FRAME_REQUEST,
+        .opcode = wqe->opcode,
+        .flags = wqe->flags & IBV_SEND_SOLICITED ? SOFT_FRAME_SOLICITED : 0,
+        .transport = (uint8_t)qp->qp.qp_type,
+        .from = qp->qp.qp_num,
+        .token = qp->out.token,
+        .psn = request->psn,
+        .total = request->length,
+        .offset = request->offset,
+    };
+    if (wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM || wqe->opcode == IBV_WR_SEND_WITH_IMM ||
+        wqe->opcode == IBV_WR_SEND_WITH_INV)
+        frame->imm = wqe->imm_data;
+    part->count = 0;
+}
+
+static void aim_datagram(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    frame->to = (uint32_t)wqe->remote_addr;
+    frame->key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
+    frame->sgid_index = wqe->path.sgid_index;
+    frame->flow_label = wqe->path.flow_label;
+    frame->hop_limit = wqe->path.hop_limit;
+    frame->traffic_class = wqe->path.traffic_class;
+    memcpy(frame->dgid, wqe->dgid.raw, sizeof(frame->dgid));
+}
+
+/* Where to. */
+static void aim(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    if (qp->qp.qp_type == IBV_QPT_UD) {
+        aim_datagram(frame, qp, wqe);
+        return;
+    }
+    frame->to = qp->attr.dest_qp_num;
+    frame->sgid_index = qp->attr.ah_attr.grh.sgid_index;
+    if (wqe->opcode == IBV_WR_RDMA_WRITE || wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ||
+        soft_is_answered(wqe->opcode)) {
+        frame->address = wqe->remote_addr + frame->offset;
+        frame->key = wqe->rkey;
+    }
+    if (soft_is_atomic(wqe->opcode)) {
+        frame->compare_add = wqe->compare_add;
+        frame->swap = wqe->opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? wqe->swap : 0;
+    }
+    if (soft_is_answered(wqe->opcode))
+        frame->reads = qp->window.reads + !frame->offset;
+    if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
+        frame->srqn = wqe->remote_srqn;
+}
+
+/* Whether some of its memory is another process's, which takes back what its threads are at, but no leases. */
+static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_wqe *wqe)
+{
+    const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
+    unsigned int i;
+
+    for (i = 0; i < wqe->num_sge; i++)
+        if (soft_shared_is_others(qp->pd, sge[i].lkey))
+            return true;
+    return false;
+}
+
+/* Has the peer move it: false where all leases are in use, or it cannot; or where it was sent before: its parts are to
+ * be no larger than they were, for the peer may have done some of them. */
+static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
+{
+    struct soft_frame_segment segments[SOFT_MAX_SGE];
+    struct soft_outbound *out = &qp->out;
+    struct soft_frame *frame = &part->frame;
+    uint32_t left = request->length - frame->offset;
+    unsigned int i;
+
+    if (left < DIRECT_BYTES || soft_window_repeats(&qp->window) || out->moving_count == SOFT_MOVING ||
+        !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
+        wqe_uses_shared_memory(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
+        return false;
+    frame->flags |= SOFT_FRAME_DIRECT;
+    frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
+    soft_cut(part, request, frame->offset);
+    for (i = 0; i < part->count; i++)
+        segments[i] = (struct soft_frame_segment){(uintptr_t)part->data[i].iov_base, (uint32_t)part->data[i].iov_len};
+    soft_segments_pack(segments, part->count, part->list);
+    frame->segments = (uint16_t)part->count;
+    frame->size = part->count * SOFT_SEGMENT_SIZE;
+    part->data[0] = (struct iovec){part->list, frame->size};
+    part->count = 1;
+    return true;
+}
+
+/* Its bytes go over the stream; a read's come back there. */
+static void carry(struct soft_outgoing *part, const struct soft_wqe *wqe, const struct soft_request *request)
+{
+    struct soft_frame *frame = &part->frame;
+    uint32_t left = request->length - frame->offset;
+
+    frame->part = left < SOFT_FRAGMENT ? left : SOFT_FRAGMENT;
+    if (soft_is_answered(wqe->opcode))
+        return;
+    frame->size = frame->part;
+    soft_cut(part, request, frame->offset);
+}
+
+static void mark_ends(struct soft_frame *frame)
+{
+    if (!frame->offset)
+        frame->flags |= SOFT_FRAME_FIRST;
+    if (frame->offset + frame->part == frame->total)
+        frame->flags |= SOFT_FRAME_LAST;
+}
+
+void soft_outgoing_make(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
+{
+    part_fill(part, qp, request);
+    aim(&part->frame, qp, request->wqe);
+    if (!offer(qp, part, request))
+        carry(part, request->wqe, request);
+    mark_ends(&part->frame);
+    part->frame.packets = soft_packets(qp, part->frame.part);
+    soft_cached_read_ask(qp, request->wqe, soft_frame_last_psn(&part->frame));
+}
+
+void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, int error)
+{
+    struct soft_outbound *out = &qp->out;
+
+    if (!(part->frame.flags & SOFT_FRAME_DIRECT))
+        return;
+    if (error) {
+        soft_lease_cancel(qp->link, part->frame.lease, part->frame.serial);
+        return;
+    }
+    out->moving[(out->moving_first + out->moving_count++) % SOFT_MOVING] = (struct soft_moving){
+        .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .lease = part->frame.lease};
+    atomic_fetch_add(&qp->context->device->moving, 1);
+}

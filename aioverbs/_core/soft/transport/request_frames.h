@@ -1,0 +1,31 @@
+/* Requests to remote peers, as frames. All under sq_lock. */
+#ifndef AIOVERBS_SOFT_TRANSPORT_REQUEST_FRAMES_H
+#define AIOVERBS_SOFT_TRANSPORT_REQUEST_FRAMES_H
+
+#include <stdint.h>
+#include <sys/uio.h>
+
+#include "soft/fabric/frame.h"
+#include "soft/objects/limits.h"
+
+struct soft_qp;
+struct soft_request;
+
+/* A part of a request, as it is to be sent. */
+struct soft_outgoing {
+    struct soft_frame frame;
+    struct iovec data[SOFT_MAX_SGE];
+    unsigned int count;
+    uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE]; /* a direct one has `data` in there */
+};
+
+/* The part of the request that begins at `request->offset`. */
+void soft_outgoing_make(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request);
+
+/* It left, or, with an error, could not. */
+void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, int error);
+
+/* `frame.part` bytes of the request's memory, from `offset` on, become `data`. */
+void soft_cut(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset);
+
+#endif

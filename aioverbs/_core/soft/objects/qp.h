@@ -101,9 +101,9 @@ struct soft_qp {
     struct soft_window window;       /* sq: which requests are over, which are in flight */
     uint32_t retries_left, rnr_left; /* sq */
     bool begun;                      /* sq: the request at window.taken was tried before */
-    bool waiting;                    /* sq: a request is to be tried again, or never (timeout 0) */
-    bool drain_notify;               /* sq: SQ_DRAINED is to be raised */
-    struct soft_outbound out;        /* sq: towards a remote peer */
+    bool waiting;             /* sq: a request was tried and is not over; else no part of `out` waits for anything */
+    bool drain_notify;        /* sq: SQ_DRAINED is to be raised */
+    struct soft_outbound out; /* sq: towards a remote peer */
 
     struct soft_lock rq_lock;                  /* the receiving device half */
     uint32_t expected_psn;                     /* rq */

@@ -319,9 +319,11 @@ void soft_progressed(struct soft_qp *qp)
     qp->retries_left = qp->attr.retry_cnt;
     qp->rnr_left = qp->attr.rnr_retry;
     qp->out.deadline = UINT64_MAX;
-    qp->waiting = false;
+    qp->waiting = qp->out.refused = false;
     if (soft_is_under_way(qp))
         soft_expect_answer(qp);
+    else
+        qp->out.rewind = false; /* nothing is left to send again */
 }
 
 /* ---- Sending --------------------------------------------------------------------------------------------- */
@@ -444,7 +446,6 @@ static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *reque
     if (soft_is_answered(wqe->opcode))
         request->reads = reads_in_flight(qp);
     requester_transmit(qp, request, NULL, &reply);
-    qp->out.refused = false;
     if (!soft_is_reliable(qp)) {
         requester_drop(qp, wqe, request->length); /* or it arrived */
     } else if (reply.kind == SOFT_ACK) {
@@ -535,11 +536,14 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
         } else if (qp->qp.qp_type == IBV_QPT_UD && request.length > SOFT_MTU) {
             requester_drop(qp, wqe, request.length); /* it goes nowhere, which is no error (C10-93.1.1) */
         } else if (!has_remote_peer(qp, wqe)) {
+            struct soft_qp *peer = send_local(qp, &request);
+
             left -= request.length;
-            *broken = send_local(qp, &request);
-            if (*broken)
+            if (peer) {
+                *broken = peer;
                 return false;
-            if (qp->out.pause)
+            }
+            if (qp->waiting)
                 return true;
         } else if (!send_remote(qp, &request, &left)) {
             return true;
@@ -574,10 +578,28 @@ static void sq_drained(struct soft_qp *qp)
     qp->drain_notify = false;
 }
 
+/* What was waited for may be over. Return 0: go on; else when to come again. */
+static uint64_t requester_resume(struct soft_qp *qp)
+{
+    struct soft_outbound *out = &qp->out;
+    bool late = out->deadline != UINT64_MAX && out->deadline <= soft_now_ns();
+
+    if ((out->rewind || late) && !soft_moving_stop(qp))
+        return soft_moving_look_again(qp);
+    if (out->rewind)
+        soft_requester_go_back(qp);
+    else if (late)
+        requester_timeout(qp);
+    if (out->pause > soft_now_ns())
+        return out->pause;
+    out->pause = 0;
+    return 0;
+}
+
 static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
 {
     struct soft_outbound *out = &qp->out;
-    uint64_t again = UINT64_MAX;
+    uint64_t again = UINT64_MAX, until;
     unsigned int state;
 
     assert_held(&qp->sq_lock);
@@ -587,26 +609,16 @@ static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
             return flush_sends(qp);
         if (state != IBV_QPS_RTS && state != IBV_QPS_SQD)
             return UINT64_MAX;
-        if (out->rewind) {
-            if (!soft_moving_stop(qp))
-                return soft_moving_look_again(qp);
-            soft_requester_go_back(qp);
-        }
-        if (out->pause) {
-            if (out->pause > soft_now_ns())
-                return out->pause;
-            out->pause = 0;
-        }
-        if (out->deadline != UINT64_MAX && out->deadline <= soft_now_ns()) {
-            if (!soft_moving_stop(qp))
-                return soft_moving_look_again(qp);
-            requester_timeout(qp);
-            continue;
-        }
+        if (qp->waiting && (until = requester_resume(qp)))
+            return until;
         if (!requester_send(qp, &again, broken))
             return 0;
-        if (atomic_load(&qp->state) != state || out->rewind)
-            continue; /* it failed, or is to begin again */
+        if (atomic_load(&qp->state) != state)
+            continue; /* it failed */
+        if (!qp->waiting && state == IBV_QPS_RTS)
+            return again;
+        if (out->rewind)
+            continue;
         if (out->pause)
             return out->pause;
         if (state == IBV_QPS_SQD && !soft_is_under_way(qp) && !has_begun(qp)) {

@@ -113,11 +113,11 @@ void end_wait(struct ibv_qp *ibv_qp)
     struct soft_qp *qp = to_soft_qp(ibv_qp);
 
     soft_lock_take(&qp->sq_lock);
-    CHECK(qp->waiting);
-    if (qp->out.pause)
-        qp->out.pause = 1;
+    CHECK(qp->req.waiting);
+    if (qp->req.pause)
+        qp->req.pause = 1;
     else
-        qp->out.deadline = 0;
+        qp->req.deadline = 0;
     soft_lock_give(&qp->sq_lock);
     soft_engine_timer(qp->context, &qp->timer, 0);
 }

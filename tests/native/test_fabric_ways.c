@@ -75,7 +75,7 @@ static bool is_drained(struct scene *scene)
     bool drained;
 
     soft_lock_take(&qp->sq_lock);
-    drained = !qp->waiting && qp->out.deadline == UINT64_MAX;
+    drained = !qp->req.waiting && qp->req.deadline == UINT64_MAX;
     soft_lock_give(&qp->sq_lock);
     return drained;
 }

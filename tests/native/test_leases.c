@@ -141,7 +141,7 @@ static void reset(struct scene *scene)
 
     for (i = 0; i < ENDS; i++) {
         CHECK_EQ(qp_to(scene->ends[i].qp, IBV_QPS_RESET), 0);
-        CHECK_EQ(qp_of(scene, i)->out.moving_count, 0);
+        CHECK_EQ(qp_of(scene, i)->req.moving_count, 0);
     }
     CHECK_EQ(moving(scene), 0);
 }
@@ -179,8 +179,8 @@ static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *lea
     bool waited_for;
 
     soft_lock_take(&qp->sq_lock);
-    first = &qp->out.moving[qp->out.moving_first % SOFT_MOVING];
-    waited_for = qp->out.moving_count && first->asked_back;
+    first = &qp->req.moving[qp->req.moving_first % SOFT_MOVING];
+    waited_for = qp->req.moving_count && first->asked_back;
     *lease = first->lease;
     soft_lock_give(&qp->sq_lock);
     return waited_for;

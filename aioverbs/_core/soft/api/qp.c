@@ -207,7 +207,7 @@ static void begin_life(struct soft_qp *qp)
     do
         filled = getrandom(&token, sizeof(token), 0);
     while (filled != (ssize_t)sizeof(token));
-    qp->out = (struct soft_outbound){.token = token, .deadline = UINT64_MAX};
+    qp->req = (struct soft_requester){.token = token, .deadline = UINT64_MAX};
 }
 
 static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
@@ -422,8 +422,8 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
     soft_lock_take(&qp->sq_lock);
     *attr = qp->attr;
     attr->qp_state = attr->cur_qp_state = (enum ibv_qp_state)atomic_load(&qp->state);
-    attr->sq_psn = qp->window.first_psn;
-    attr->sq_draining = attr->qp_state == IBV_QPS_SQD && qp->waiting;
+    attr->sq_psn = qp->req.window.first_psn;
+    attr->sq_draining = attr->qp_state == IBV_QPS_SQD && qp->req.waiting;
     soft_lock_give(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
     attr->rq_psn = qp->expected_psn;
@@ -503,12 +503,12 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     if (mask & IBV_QP_RQ_PSN)
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
-        soft_window_begin(&qp->window, attr->sq_psn);
+        soft_window_begin(&qp->req.window, attr->sq_psn);
     /* A change of something else leaves a request that is tried again the attempts that it has. */
     if (mask & IBV_QP_RETRY_CNT)
-        qp->retries_left = own->retry_cnt;
+        qp->req.retries_left = own->retry_cnt;
     if (mask & IBV_QP_RNR_RETRY)
-        qp->rnr_left = own->rnr_retry;
+        qp->req.rnr_left = own->rnr_retry;
 }
 
 /* Under both locks and inside of the driver halves of the queue pair and of its completion queues. */
@@ -528,9 +528,7 @@ static void reset(struct soft_qp *qp)
     begin_life(qp);
     soft_inbound_end(qp, false);
     memset(qp->kept, 0, sizeof(qp->kept));
-    qp->begun = qp->waiting = qp->drain_notify = false;
     qp->established = qp->last_wqe = false;
-    qp->window = (struct soft_window){0};
     qp->expected_psn = 0;
     qp->rq.taken = 0;
     atomic_store(qp->sq.posted, 0);
@@ -553,7 +551,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
     error = qp->leaving ? EINVAL : soft_state_check(qp->qp.qp_type, from, to, mask);
     if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
         error = EINVAL;
-    if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->waiting)
+    if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->req.waiting)
         error = EINVAL; /* what is under way goes by the attributes that it began with */
     if (!error && to == IBV_QPS_RESET) {
         /* Nothing is sent nor answered from here on. Nobody else changes it to what is not ERR, by the driver half. */
@@ -580,12 +578,12 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
             if (to != IBV_QPS_ERR) /* else whoever flushes it sees to it */
                 soft_requester_stop(qp);
-            qp->waiting = false;
+            qp->req.waiting = false;
         }
         if (to != IBV_QPS_SQD)
-            qp->drain_notify = false;
+            qp->req.drain_notify = false;
         else if (from != IBV_QPS_SQD)
-            qp->drain_notify = (mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) && attr->en_sqd_async_notify;
+            qp->req.drain_notify = (mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) && attr->en_sqd_async_notify;
         atomic_store(&qp->state, to);
         qp->qp.state = to;
         soft_licence_recall_qp(qp);

@@ -59,14 +59,21 @@ struct soft_moving {
 };
 enum { SOFT_MOVING = 16 };
 
-/* What a queue pair with a remote peer has beside its window, which says what is in flight. */
-struct soft_outbound {
-    uint32_t token; /* of this life of the queue pair: an answer to an earlier one is none */
-    uint64_t
-        deadline;   /* when the oldest one counts as lost; UINT64_MAX: nothing is under way, or it is waited for ever */
-    uint64_t pause; /* the peer had no receive: nothing is sent before; 0: it had */
-    bool refused;   /* ... and the request at `taken` was not sent again since */
-    bool rewind;    /* all is to be sent again as soon as the peer has left all memory; nothing is sent before */
+/* The requester's state, under sq_lock. `waiting`: a request was tried and is not over; else nothing is left of `refused`,
+ * `rewind`, `deadline` and `pause`. */
+struct soft_requester {
+    struct soft_window window;       /* which requests are over, which are in flight */
+    uint32_t retries_left, rnr_left; /* for the request at window.taken, since the peer made progress last */
+    bool begun;                      /* the request at window.taken was tried before */
+    bool drain_notify;               /* SQ_DRAINED is to be raised */
+    bool waiting;
+    bool refused;      /* the peer had no receive, and the request at window.taken was not sent again since */
+    bool rewind;       /* all is to be sent again as soon as the peer has left all memory; nothing is sent before */
+    uint64_t deadline; /* when the oldest one counts as lost; UINT64_MAX: it is waited for ever */
+    uint64_t pause;    /* the peer had no receive: nothing is sent before; 0: it had */
+
+    /* Towards a remote peer. */
+    uint32_t token;                      /* of this life of the queue pair: an answer to an earlier one is none */
     uint32_t moving_first, moving_count; /* free-running. None is left when the window goes back */
     struct soft_moving moving[SOFT_MOVING];
     struct soft_licence asked;                   /* of a read that is under way; `page` is 0: of none */
@@ -97,13 +104,8 @@ struct soft_qp {
     struct soft_link *link;  /* as attr: the way to a remote peer; of a datagram's queue, to the last one. Or NULL */
     bool leaving;            /* as attr: it is being destroyed, and stays in RESET */
 
-    struct soft_lock sq_lock;        /* the sending device half */
-    struct soft_window window;       /* sq: which requests are over, which are in flight */
-    uint32_t retries_left, rnr_left; /* sq */
-    bool begun;                      /* sq: the request at window.taken was tried before */
-    bool waiting;             /* sq: a request was tried and is not over; else no part of `out` waits for anything */
-    bool drain_notify;        /* sq: SQ_DRAINED is to be raised */
-    struct soft_outbound out; /* sq: towards a remote peer */
+    struct soft_lock sq_lock;  /* the sending device half */
+    struct soft_requester req; /* sq */
 
     struct soft_lock rq_lock;                  /* the receiving device half */
     uint32_t expected_psn;                     /* rq */

@@ -17,12 +17,12 @@
 
 static struct soft_licence *licence_of(struct soft_qp *qp, uint32_t key)
 {
-    return &qp->out.licences[(key >> 8) % SOFT_LICENCES];
+    return &qp->req.licences[(key >> 8) % SOFT_LICENCES];
 }
 
 void soft_cached_read_ask(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t psn)
 {
-    struct soft_licence *asked = &qp->out.asked;
+    struct soft_licence *asked = &qp->req.asked;
 
     if (wqe->opcode == IBV_WR_RDMA_READ && qp->qp.qp_type == IBV_QPT_RC && !asked->page &&
         soft_licence_note(qp->link, wqe->rkey, qp->attr.dest_qp_num, asked))
@@ -31,7 +31,7 @@ void soft_cached_read_ask(struct soft_qp *qp, const struct soft_wqe *wqe, uint32
 
 void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *frame)
 {
-    struct soft_licence *asked = &qp->out.asked;
+    struct soft_licence *asked = &qp->req.asked;
 
     if (!asked->page || asked->psn != frame->psn)
         return;
@@ -79,7 +79,7 @@ static void read_run_add_others(struct soft_qp *qp, struct read_run *run)
 {
     uint32_t at;
 
-    for (at = qp->window.sent + 1; at != qp->window.posted && run->count < SOFT_LICENSED_READS; at++) {
+    for (at = qp->req.window.sent + 1; at != qp->req.window.posted && run->count < SOFT_LICENSED_READS; at++) {
         const struct soft_wqe *wqe = soft_request_at(qp, at);
         struct soft_segment segments[SOFT_MAX_SGE];
         struct soft_request request = {.from = qp, .wqe = wqe};
@@ -106,7 +106,7 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
         return false;
     }
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
-        soft_end_request(qp, soft_request_at(qp, qp->window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
+        soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
         *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;
     }
     return true;

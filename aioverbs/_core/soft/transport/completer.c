@@ -24,14 +24,14 @@
  * flight left: else a peer that repeats itself would keep a request from ending for as long as it likes. */
 static void put_off(struct soft_qp *qp)
 {
-    qp->out.deadline = UINT64_MAX;
+    qp->req.deadline = UINT64_MAX;
     soft_expect_answer(qp);
 }
 
 /* Complete the request at window.taken, which left whole, and was done. */
 static void completer_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
-    soft_window_acknowledge(&qp->window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
+    soft_window_acknowledge(&qp->req.window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
     soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
 }
 
@@ -59,8 +59,8 @@ static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
 {
     bool some = false;
 
-    while (qp->window.sent != qp->window.taken) {
-        const struct soft_wqe *wqe = soft_request_at(qp, qp->window.taken);
+    while (qp->req.window.sent != qp->req.window.taken) {
+        const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
         uint32_t length = soft_request_length(wqe), count = soft_packets(qp, length);
 
         /* A read of no bytes is acknowledged as all others are. */
@@ -80,34 +80,35 @@ static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
  * packet that it ends with is in flight, so the whole answer can only come for a request that left whole. */
 static bool completer_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
-    uint32_t packets = soft_window_locate(&qp->window, frame->psn), length;
+    uint32_t packets = soft_window_locate(&qp->req.window, frame->psn), length;
     enum ibv_wc_status status = IBV_WC_SUCCESS;
     const struct soft_wqe *wqe;
     bool more;
 
     if (!packets)
         return true;
-    wqe = soft_request_at(qp, qp->window.taken);
+    wqe = soft_request_at(qp, qp->req.window.taken);
     if (!soft_is_answered(wqe->opcode))
         return true;
     length = soft_request_length(wqe);
-    if (soft_packets(qp, qp->window.received + frame->part) != packets) /* one before it was lost, or it is repeated */
+    if (soft_packets(qp, qp->req.window.received + frame->part) !=
+        packets) /* one before it was lost, or it is repeated */
         return true;
-    if (frame->part > length - qp->window.received)
+    if (frame->part > length - qp->req.window.received)
         return false;
     soft_cached_read_answered(qp, frame);
     if (!(frame->flags & SOFT_FRAME_DIRECT))
-        status = completer_copy_response(qp, wqe, qp->window.received, payload, frame->part);
+        status = completer_copy_response(qp, wqe, qp->req.window.received, payload, frame->part);
     if (status != IBV_WC_SUCCESS) {
         if (soft_moving_stop(qp))
             soft_requester_fail(qp, status);
         else
-            qp->out.rewind = true; /* it fails when it is to be sent again */
+            qp->req.rewind = true; /* it fails when it is to be sent again */
         return true;
     }
-    more = soft_window_receive(&qp->window, frame->part);
+    more = soft_window_receive(&qp->req.window, frame->part);
     put_off(qp);
-    if (qp->window.received == length)
+    if (qp->req.window.received == length)
         completer_complete(qp, wqe, length);
     if (more && atomic_load(&qp->state) != IBV_QPS_ERR)
         soft_progressed(qp);
@@ -119,17 +120,17 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
  * is at memory that it would set free: then all is asked again, when the peer has left it. */
 static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
-    uint32_t packets = soft_window_locate(&qp->window, frame->psn);
+    uint32_t packets = soft_window_locate(&qp->req.window, frame->psn);
     uint32_t data = frame->part ? soft_packets(qp, frame->part) : 0;
     bool done = frame->opcode == SOFT_FRAME_ACK;
 
     if (!packets || data > packets)
         return true;
     if (!(done ? soft_moving_stop_before(qp, frame->psn) : soft_moving_stop(qp))) {
-        qp->out.rewind = true;
+        qp->req.rewind = true;
         return true;
     }
-    if (soft_window_hear(&qp->window, packets))
+    if (soft_window_hear(&qp->req.window, packets))
         put_off(qp); /* of a long message, each part has all the time */
     if (data) {
         completer_acknowledge(qp, packets - data);
@@ -162,10 +163,10 @@ bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const u
     if (!qp)
         return true; /* it was destroyed */
     soft_lock_take(&qp->sq_lock);
-    if (qp->link == by && qp->out.token == frame->token && awaits_answers(qp)) {
+    if (qp->link == by && qp->req.token == frame->token && awaits_answers(qp)) {
         honest = read_answer(qp, frame, payload);
-        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->out.pause || qp->out.rewind || soft_has_posted(qp) ||
-               qp->drain_notify;
+        more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->req.pause || qp->req.rewind || soft_has_posted(qp) ||
+               qp->req.drain_notify;
     }
     soft_lock_give(&qp->sq_lock);
     if (more)

@@ -25,29 +25,29 @@
 /* How often it is looked at most seldom whether a peer has left memory. */
 #define LOOK_AGAIN_NS 10000000u
 
-static struct soft_moving *moving_at(struct soft_outbound *out, uint32_t at)
+static struct soft_moving *moving_at(struct soft_requester *req, uint32_t at)
 {
-    return &out->moving[at % SOFT_MOVING];
+    return &req->moving[at % SOFT_MOVING];
 }
 
 /* Take back the leases of so many parts, from the oldest one on; those stay that the peer is just at. */
 static bool take_back(struct soft_qp *qp, uint32_t count)
 {
-    struct soft_outbound *out = &qp->out;
-    uint32_t end = out->moving_first + count, at = end, left = end;
+    struct soft_requester *req = &qp->req;
+    uint32_t end = req->moving_first + count, at = end, left = end;
 
-    while (at-- != out->moving_first) {
-        struct soft_moving *moving = moving_at(out, at);
+    while (at-- != req->moving_first) {
+        struct soft_moving *moving = moving_at(req, at);
 
         if (soft_lease_close(qp->link, moving->lease, moving->serial))
             continue;
         if (!moving->asked_back)
             moving->asked_back = soft_now_ns();
-        *moving_at(out, --left) = *moving;
+        *moving_at(req, --left) = *moving;
     }
-    count = left - out->moving_first;
-    out->moving_first = left;
-    out->moving_count -= count;
+    count = left - req->moving_first;
+    req->moving_first = left;
+    req->moving_count -= count;
     atomic_fetch_sub(&qp->context->device->moving, count);
     return left == end;
 }
@@ -55,12 +55,12 @@ static bool take_back(struct soft_qp *qp, uint32_t count)
 /* Since when the peer has been waited for, of which at least one lease was asked back. */
 static uint64_t waiting_since(struct soft_qp *qp)
 {
-    struct soft_outbound *out = &qp->out;
+    struct soft_requester *req = &qp->req;
     uint64_t first = soft_now_ns();
     uint32_t i;
 
-    for (i = 0; i < out->moving_count; i++) {
-        uint64_t asked_back = moving_at(out, out->moving_first + i)->asked_back;
+    for (i = 0; i < req->moving_count; i++) {
+        uint64_t asked_back = moving_at(req, req->moving_first + i)->asked_back;
 
         if (asked_back && asked_back < first)
             first = asked_back;
@@ -71,19 +71,19 @@ static uint64_t waiting_since(struct soft_qp *qp)
 /* The same. True: the peer has left the memory of all these parts, or had the time that it may take. */
 static bool stop_moving(struct soft_qp *qp, uint32_t count)
 {
-    uint32_t others = qp->out.moving_count - count;
+    uint32_t others = qp->req.moving_count - count;
 
     if (take_back(qp, count))
         return true;
     if (soft_lease_may_stay(qp->link, waiting_since(qp)))
         return false;
     soft_lease_give_up(qp->link);
-    return take_back(qp, qp->out.moving_count - others);
+    return take_back(qp, qp->req.moving_count - others);
 }
 
 bool soft_moving_stop(struct soft_qp *qp)
 {
-    return stop_moving(qp, qp->out.moving_count);
+    return stop_moving(qp, qp->req.moving_count);
 }
 
 uint64_t soft_moving_look_again(struct soft_qp *qp)
@@ -95,11 +95,11 @@ uint64_t soft_moving_look_again(struct soft_qp *qp)
 
 bool soft_moving_stop_before(struct soft_qp *qp, uint32_t psn)
 {
-    struct soft_outbound *out = &qp->out;
+    struct soft_requester *req = &qp->req;
     uint32_t count = 0;
 
-    while (count < out->moving_count &&
-           ((psn - moving_at(out, out->moving_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
+    while (count < req->moving_count &&
+           ((psn - moving_at(req, req->moving_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
         count++;
     return stop_moving(qp, count);
 }
@@ -119,10 +119,10 @@ void soft_moving_settle(struct soft_qp *qp)
 
 static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
 {
-    uint32_t at, end = qp->window.sent + (qp->window.offset != 0);
+    uint32_t at, end = qp->req.window.sent + (qp->req.window.offset != 0);
     unsigned int i;
 
-    for (at = qp->window.taken; at != end; at++) {
+    for (at = qp->req.window.taken; at != end; at++) {
         const struct soft_wqe *wqe = soft_request_at(qp, at);
         const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
 
@@ -141,14 +141,14 @@ static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context
     bool left = true, kick = false;
 
     soft_lock_take(&qp->sq_lock);
-    if (qp->out.moving_count && (context ? qp->context == context : uses(qp, mr))) {
+    if (qp->req.moving_count && (context ? qp->context == context : uses(qp, mr))) {
         left = soft_moving_stop(qp);
         if (!left && last) {
             soft_lease_give_up(qp->link);
             left = soft_moving_stop(qp);
         }
-        kick = !left && !qp->out.rewind;
-        qp->out.rewind |= kick;
+        kick = !left && !qp->req.rewind;
+        qp->req.rewind |= kick;
     }
     soft_lock_give(&qp->sq_lock);
     if (kick) /* from here on its own timer looks for when it may go on */

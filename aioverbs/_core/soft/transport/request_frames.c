@@ -51,7 +51,7 @@ static void part_fill(struct soft_outgoing *part, const struct soft_qp *qp, cons
         .flags = wqe->flags & IBV_SEND_SOLICITED ? SOFT_FRAME_SOLICITED : 0,
         .transport = (uint8_t)qp->qp.qp_type,
         .from = qp->qp.qp_num,
-        .token = qp->out.token,
+        .token = qp->req.token,
         .psn = request->psn,
         .total = request->length,
         .offset = request->offset,
@@ -92,7 +92,7 @@ static void aim(struct soft_frame *frame, const struct soft_qp *qp, const struct
         frame->swap = wqe->opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? wqe->swap : 0;
     }
     if (soft_is_answered(wqe->opcode))
-        frame->reads = qp->window.reads + !frame->offset;
+        frame->reads = qp->req.window.reads + !frame->offset;
     if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
         frame->srqn = wqe->remote_srqn;
 }
@@ -114,12 +114,12 @@ static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_w
 static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
 {
     struct soft_frame_segment segments[SOFT_MAX_SGE];
-    struct soft_outbound *out = &qp->out;
+    struct soft_requester *req = &qp->req;
     struct soft_frame *frame = &part->frame;
     uint32_t left = request->length - frame->offset;
     unsigned int i;
 
-    if (left < DIRECT_BYTES || soft_window_repeats(&qp->window) || out->moving_count == SOFT_MOVING ||
+    if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || req->moving_count == SOFT_MOVING ||
         !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
         wqe_uses_shared_memory(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
         return false;
@@ -170,7 +170,7 @@ void soft_outgoing_make(struct soft_qp *qp, struct soft_outgoing *part, const st
 
 void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, int error)
 {
-    struct soft_outbound *out = &qp->out;
+    struct soft_requester *req = &qp->req;
 
     if (!(part->frame.flags & SOFT_FRAME_DIRECT))
         return;
@@ -178,7 +178,7 @@ void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, in
         soft_lease_cancel(qp->link, part->frame.lease, part->frame.serial);
         return;
     }
-    out->moving[(out->moving_first + out->moving_count++) % SOFT_MOVING] = (struct soft_moving){
+    req->moving[(req->moving_first + req->moving_count++) % SOFT_MOVING] = (struct soft_moving){
         .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .lease = part->frame.lease};
     atomic_fetch_add(&qp->context->device->moving, 1);
 }

@@ -85,7 +85,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
     struct soft_cqe cqe;
 
     assert_held(&qp->sq_lock);
-    qp->begun = false;
+    qp->req.begun = false;
     if (status != IBV_WC_SUCCESS)
         fail_sender(qp);
     else if (!qp->sq_sig_all && !(wqe->flags & IBV_SEND_SIGNALED))
@@ -95,7 +95,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
         .qp = qp,
         .byte_len = byte_len,
         .qp_num = qp->qp.qp_num,
-        .wqe_index = qp->window.taken - 1,
+        .wqe_index = qp->req.window.taken - 1,
         .vendor_err = vendor_err,
         .status = (uint8_t)status,
         .opcode = completion_opcode(wqe->opcode),
@@ -112,7 +112,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
 void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
                       uint32_t byte_len, uint32_t packets)
 {
-    soft_window_pass(&qp->window, packets);
+    soft_window_pass(&qp->req.window, packets);
     soft_complete_request(qp, wqe, status, vendor_err, byte_len);
 }
 
@@ -189,9 +189,9 @@ static enum ibv_wc_status begin_request(struct soft_qp *qp, const struct soft_wq
 {
     enum ibv_wc_status status = IBV_WC_SUCCESS;
 
-    if (!qp->begun && (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
+    if (!qp->req.begun && (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
         status = soft_fault_status(qp, false, vendor_err);
-    qp->begun = true;
+    qp->req.begun = true;
     if (status == IBV_WC_SUCCESS)
         status = soft_is_local(wqe->opcode) ? execute_locally(qp, wqe) : soft_resolve(qp, wqe, segments, request);
     return status;
@@ -208,9 +208,9 @@ static uint64_t timeout_from_now(const struct soft_qp *qp)
 
 void soft_expect_answer(struct soft_qp *qp)
 {
-    qp->waiting = true;
-    if (qp->out.deadline == UINT64_MAX)
-        qp->out.deadline = timeout_from_now(qp);
+    qp->req.waiting = true;
+    if (qp->req.deadline == UINT64_MAX)
+        qp->req.deadline = timeout_from_now(qp);
 }
 
 /* Return whether the worker thread comes back for the queue pair. With a remote peer it runs since the path was set. */
@@ -221,22 +221,22 @@ static bool has_clock(struct soft_qp *qp)
 
 void soft_requester_go_back(struct soft_qp *qp)
 {
-    struct soft_outbound *out = &qp->out;
+    struct soft_requester *req = &qp->req;
 
-    assert(!out->moving_count);
-    soft_window_rewind(&qp->window);
-    out->asked.page = 0;
-    out->deadline = UINT64_MAX;
-    out->rewind = false;
+    assert(!req->moving_count);
+    soft_window_rewind(&qp->req.window);
+    req->asked.page = 0;
+    req->deadline = UINT64_MAX;
+    req->rewind = false;
 }
 
 void soft_requester_fail(struct soft_qp *qp, enum ibv_wc_status status)
 {
-    const struct soft_wqe *wqe = soft_request_at(qp, qp->window.taken);
+    const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
 
     soft_requester_go_back(qp);
-    qp->waiting = false;
-    soft_window_refuse(&qp->window);
+    qp->req.waiting = false;
+    soft_window_refuse(&qp->req.window);
     soft_complete_request(qp, wqe, status, 0, 0);
 }
 
@@ -244,10 +244,11 @@ void soft_requester_stop(struct soft_qp *qp)
 {
     assert_held(&qp->sq_lock);
     soft_requester_go_back(qp);
-    soft_window_undo(&qp->window); /* what is posted from here on is new, also where the peer saw a part of a message */
-    qp->out.refused = false;
-    qp->out.pause = 0;
-    qp->waiting = false;
+    soft_window_undo(
+        &qp->req.window); /* what is posted from here on is new, also where the peer saw a part of a message */
+    qp->req.refused = false;
+    qp->req.pause = 0;
+    qp->req.waiting = false;
     if (qp->link)
         soft_link_forget(qp->link, qp);
 }
@@ -256,14 +257,14 @@ void soft_requester_stop(struct soft_qp *qp)
 static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     soft_requester_go_back(qp);
-    qp->waiting = false;
+    qp->req.waiting = false;
     soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, length, soft_packets(qp, length));
 }
 
 /* The request at window.taken is tried no more. The peer has left all memory. */
 static void requester_give_up(struct soft_qp *qp, enum ibv_wc_status status)
 {
-    const struct soft_wqe *wqe = soft_request_at(qp, qp->window.taken);
+    const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
 
     if (soft_is_reliable(qp)) {
         soft_requester_fail(qp, status);
@@ -277,8 +278,8 @@ static void requester_give_up(struct soft_qp *qp, enum ibv_wc_status status)
 /* Nobody answered in time, and the peer has left all memory. */
 static void requester_timeout(struct soft_qp *qp)
 {
-    if (soft_is_reliable(qp) && qp->retries_left) {
-        qp->retries_left--;
+    if (soft_is_reliable(qp) && qp->req.retries_left) {
+        qp->req.retries_left--;
         soft_requester_go_back(qp);
     } else {
         requester_give_up(qp, IBV_WC_RETRY_EXC_ERR);
@@ -290,20 +291,20 @@ static void requester_timeout(struct soft_qp *qp)
 static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
 {
     if (qp->attr.rnr_retry != 7) { /* 7: without end */
-        if (!qp->rnr_left) {
+        if (!qp->req.rnr_left) {
             soft_requester_fail(qp, IBV_WC_RNR_RETRY_EXC_ERR);
             return;
         }
-        qp->rnr_left--;
+        qp->req.rnr_left--;
     }
     if (!has_clock(qp)) {
         soft_requester_fail(qp, IBV_WC_GENERAL_ERR);
         return;
     }
     soft_requester_go_back(qp);
-    soft_window_undo(&qp->window);
-    qp->waiting = qp->out.refused = true;
-    qp->out.pause = soft_now_ns() + delay_ns;
+    soft_window_undo(&qp->req.window);
+    qp->req.waiting = qp->req.refused = true;
+    qp->req.pause = soft_now_ns() + delay_ns;
 }
 
 void soft_requester_refused(struct soft_qp *qp, const struct soft_reply *reply)
@@ -316,14 +317,14 @@ void soft_requester_refused(struct soft_qp *qp, const struct soft_reply *reply)
 
 void soft_progressed(struct soft_qp *qp)
 {
-    qp->retries_left = qp->attr.retry_cnt;
-    qp->rnr_left = qp->attr.rnr_retry;
-    qp->out.deadline = UINT64_MAX;
-    qp->waiting = qp->out.refused = false;
+    qp->req.retries_left = qp->attr.retry_cnt;
+    qp->req.rnr_left = qp->attr.rnr_retry;
+    qp->req.deadline = UINT64_MAX;
+    qp->req.waiting = qp->req.refused = false;
     if (soft_is_under_way(qp))
         soft_expect_answer(qp);
     else
-        qp->out.rewind = false; /* nothing is left to send again */
+        qp->req.rewind = false; /* nothing is left to send again */
 }
 
 /* ---- Sending --------------------------------------------------------------------------------------------- */
@@ -332,7 +333,7 @@ void soft_progressed(struct soft_qp *qp)
  * its end. */
 static bool has_begun(const struct soft_qp *qp)
 {
-    return qp->window.offset || soft_window_repeats(&qp->window) || qp->out.refused;
+    return qp->req.window.offset || soft_window_repeats(&qp->req.window) || qp->req.refused;
 }
 
 /* Return whether the request at `sent` may leave before all before it are answered. A peer of this device answers at
@@ -343,25 +344,25 @@ static bool may_leave(const struct soft_qp *qp, const struct soft_wqe *wqe)
 
     if (state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && has_begun(qp)))
         return false;
-    if (qp->window.offset || !soft_is_under_way(qp))
+    if (qp->req.window.offset || !soft_is_under_way(qp))
         return true;
     if (!soft_is_remote(qp) || soft_is_local(wqe->opcode) ||
         (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
         return false;
-    if (qp->window.reads && (wqe->flags & IBV_SEND_FENCE))
+    if (qp->req.window.reads && (wqe->flags & IBV_SEND_FENCE))
         return false;
-    return !soft_is_answered(wqe->opcode) || qp->window.reads < qp->attr.max_rd_atomic;
+    return !soft_is_answered(wqe->opcode) || qp->req.window.reads < qp->attr.max_rd_atomic;
 }
 
 /* Return whether the window has room for the next part of the request at `sent`, however large that part becomes. Else
  * the answers to what is in flight make room. */
 static bool fits_window(const struct soft_qp *qp, uint32_t length)
 {
-    uint32_t part = length - qp->window.offset;
+    uint32_t part = length - qp->req.window.offset;
 
     if (part > SOFT_DIRECT_FRAGMENT)
         part = SOFT_DIRECT_FRAGMENT;
-    return soft_window_has_room(&qp->window, soft_packets(qp, part));
+    return soft_window_has_room(&qp->req.window, soft_packets(qp, part));
 }
 
 /* The last way of a datagram is kept: most queues send to one place for a while. That of a connection is its path. */
@@ -408,7 +409,7 @@ static inline int requester_transmit(struct soft_qp *qp, const struct soft_reque
 static void requester_wait(struct soft_qp *qp)
 {
     soft_expect_answer(qp);
-    if (qp->out.deadline != UINT64_MAX && !has_clock(qp))
+    if (qp->req.deadline != UINT64_MAX && !has_clock(qp))
         requester_give_up(qp, IBV_WC_GENERAL_ERR);
 }
 
@@ -418,7 +419,7 @@ static uint32_t reads_in_flight(const struct soft_qp *qp)
 {
     uint32_t next, count = 1;
 
-    for (next = qp->window.sent + 1; next != qp->window.posted && count < qp->attr.max_rd_atomic; next++) {
+    for (next = qp->req.window.sent + 1; next != qp->req.window.posted && count < qp->attr.max_rd_atomic; next++) {
         const struct soft_wqe *wqe = soft_request_at(qp, next);
 
         if (wqe->flags & IBV_SEND_FENCE)
@@ -449,11 +450,11 @@ static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *reque
     if (!soft_is_reliable(qp)) {
         requester_drop(qp, wqe, request->length); /* or it arrived */
     } else if (reply.kind == SOFT_ACK) {
-        if (qp->waiting) /* else no attempt was in vain */
+        if (qp->req.waiting) /* else no attempt was in vain */
             soft_progressed(qp);
         soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length, request->packets);
     } else if (reply.kind == SOFT_SILENT) {
-        soft_window_send(&qp->window, request->length, request->packets, true, soft_is_answered(wqe->opcode));
+        soft_window_send(&qp->req.window, request->length, request->packets, true, soft_is_answered(wqe->opcode));
         requester_wait(qp);
     } else {
         soft_requester_refused(qp, &reply);
@@ -470,8 +471,8 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     int error = EHOSTUNREACH;
 
     /* Not where it was sent before: the peer counts it as one of the sequence. */
-    if (!request->offset && !soft_window_repeats(&qp->window) && soft_cached_read_may(qp, wqe, request->length)) {
-        if (qp->window.reads && qp->window.sent - qp->window.taken == qp->window.reads)
+    if (!request->offset && !soft_window_repeats(&qp->req.window) && soft_cached_read_may(qp, wqe, request->length)) {
+        if (qp->req.window.reads && qp->req.window.sent - qp->req.window.taken == qp->req.window.reads)
             return false; /* it comes sooner when those before it, which are like it, are answered */
         if (!soft_is_under_way(qp) && soft_cached_read(qp, wqe, request, left))
             return true;
@@ -485,13 +486,13 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     }
     if (!error) {
         *left -= part.frame.part;
-        qp->out.refused = false;
-        soft_window_send(&qp->window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
+        qp->req.refused = false;
+        soft_window_send(&qp->req.window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
                          soft_is_answered(wqe->opcode));
     }
-    if (soft_is_reliable(qp) || (error ? error != EHOSTUNREACH : qp->window.offset)) {
+    if (soft_is_reliable(qp) || (error ? error != EHOSTUNREACH : qp->req.window.offset)) {
         requester_wait(qp);
-        return !error || !qp->waiting; /* else it is kicked, or repeats in its time */
+        return !error || !qp->req.waiting; /* else it is kicked, or repeats in its time */
     }
     requester_drop(qp, wqe, request->length); /* or it arrives */
     return true;
@@ -501,7 +502,7 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
  * where a peer of this device broke, which is to be kicked first: the next datagram may break another one. */
 static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp **broken)
 {
-    struct soft_window *window = &qp->window;
+    struct soft_window *window = &qp->req.window;
     int64_t left = SOFT_QUEUE_TURN;
 
     while (left > 0 && soft_has_posted(qp)) {
@@ -527,7 +528,7 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
                                 : begin_request(qp, wqe, segments, &request, &vendor_err);
         if (status != IBV_WC_SUCCESS && soft_is_under_way(qp)) {
             if (request.offset)
-                qp->out.rewind = true; /* its memory went in the middle; else those before are answered first */
+                qp->req.rewind = true; /* its memory went in the middle; else those before are answered first */
             return true;
         }
         left -= SOFT_REQUEST_COST;
@@ -543,7 +544,7 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
                 *broken = peer;
                 return false;
             }
-            if (qp->waiting)
+            if (qp->req.waiting)
                 return true;
         } else if (!send_remote(qp, &request, &left)) {
             return true;
@@ -563,7 +564,7 @@ static uint64_t flush_sends(struct soft_qp *qp)
     while (soft_has_posted(qp)) {
         if (left <= 0)
             return 0;
-        soft_end_request(qp, soft_request_at(qp, qp->window.taken), IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
+        soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
         left -= SOFT_REQUEST_COST;
     }
     return UINT64_MAX;
@@ -573,32 +574,32 @@ static uint64_t flush_sends(struct soft_qp *qp)
 static void sq_drained(struct soft_qp *qp)
 {
     assert_held(&qp->sq_lock);
-    if (qp->drain_notify)
+    if (qp->req.drain_notify)
         soft_raise(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
-    qp->drain_notify = false;
+    qp->req.drain_notify = false;
 }
 
 /* What was waited for may be over. Return 0: go on; else when to come again. */
 static uint64_t requester_resume(struct soft_qp *qp)
 {
-    struct soft_outbound *out = &qp->out;
-    bool late = out->deadline != UINT64_MAX && out->deadline <= soft_now_ns();
+    struct soft_requester *req = &qp->req;
+    bool late = req->deadline != UINT64_MAX && req->deadline <= soft_now_ns();
 
-    if ((out->rewind || late) && !soft_moving_stop(qp))
+    if ((req->rewind || late) && !soft_moving_stop(qp))
         return soft_moving_look_again(qp);
-    if (out->rewind)
+    if (req->rewind)
         soft_requester_go_back(qp);
     else if (late)
         requester_timeout(qp);
-    if (out->pause > soft_now_ns())
-        return out->pause;
-    out->pause = 0;
+    if (req->pause > soft_now_ns())
+        return req->pause;
+    req->pause = 0;
     return 0;
 }
 
 static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
 {
-    struct soft_outbound *out = &qp->out;
+    struct soft_requester *req = &qp->req;
     uint64_t again = UINT64_MAX, until;
     unsigned int state;
 
@@ -609,24 +610,24 @@ static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
             return flush_sends(qp);
         if (state != IBV_QPS_RTS && state != IBV_QPS_SQD)
             return UINT64_MAX;
-        if (qp->waiting && (until = requester_resume(qp)))
+        if (qp->req.waiting && (until = requester_resume(qp)))
             return until;
         if (!requester_send(qp, &again, broken))
             return 0;
         if (atomic_load(&qp->state) != state)
             continue; /* it failed */
-        if (!qp->waiting && state == IBV_QPS_RTS)
+        if (!qp->req.waiting && state == IBV_QPS_RTS)
             return again;
-        if (out->rewind)
+        if (req->rewind)
             continue;
-        if (out->pause)
-            return out->pause;
+        if (req->pause)
+            return req->pause;
         if (state == IBV_QPS_SQD && !soft_is_under_way(qp) && !has_begun(qp)) {
             /* What waits for its way has not begun: it does so anew, with all its time, and perhaps by another way. */
             soft_requester_stop(qp);
             sq_drained(qp);
         }
-        return again < out->deadline ? again : out->deadline;
+        return again < req->deadline ? again : req->deadline;
     }
 }
 

@@ -43,7 +43,7 @@ static inline bool soft_is_local(uint8_t opcode)
 /* Look at the doorbell: whether a request was posted that did not leave whole yet. */
 static inline bool soft_has_posted(struct soft_qp *qp)
 {
-    return soft_window_post(&qp->window, atomic_load_explicit(qp->sq.posted, memory_order_acquire));
+    return soft_window_post(&qp->req.window, atomic_load_explicit(qp->sq.posted, memory_order_acquire));
 }
 
 /* Complete the request before window.taken, which is over. An error completes whether or not the request was signalled,
@@ -73,7 +73,7 @@ uint32_t soft_request_length(const struct soft_wqe *wqe);
 
 static inline bool soft_is_under_way(const struct soft_qp *qp)
 {
-    return !soft_window_is_idle(&qp->window);
+    return !soft_window_is_idle(&qp->req.window);
 }
 
 /* The request at window.taken is tried now, if not well. The first attempt and each repetition have the whole timeout,

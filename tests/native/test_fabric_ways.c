@@ -1,4 +1,5 @@
-/* Queue pairs that wait for their way to a peer, when they are drained and led elsewhere, and when the process ends. */
+/* Queue pairs that wait for their way to a peer, or for its answer, when they are drained and led elsewhere, and when the
+ * process ends. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_types.h"
@@ -134,6 +135,44 @@ static void drained_before_it_began(void)
     close_scene(&scene);
 }
 
+/* The answer is lost while the queue drains: what had begun is sent again, and the queue is drained by its answer. */
+static void repeated_while_it_drains(void)
+{
+    struct scene scene = {0};
+    struct check_variant like = *variant;
+    const union ibv_gid *gid;
+
+    new_directory();
+    like.options.settings = &settings;
+    home_open_like(&scene.home, &like);
+    scene.peer = node_open();
+    atomic_store(&scene.peer->deaf, true);
+    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    gid = &scene.peer->device.gids[0];
+    TYPED_OPEN(&scene.end, &scene.home, .type = IBV_QPT_RC);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
+    CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
+    EVENTUALLY(atomic_load(&scene.peer->requests) == 1);
+    CHECK_EQ(modify(&scene, IBV_QPS_SQD, 0, gid), 0);
+    CHECK_EQ(post_nothing(scene.end.qp, 2), 0);
+    end_wait(scene.end.qp);
+    EVENTUALLY(atomic_load(&scene.peer->requests) == 2);
+    CHECK(!is_drained(&scene));
+    atomic_store(&scene.peer->deaf, false);
+    end_wait(scene.end.qp);
+    EXPECT(scene.end.send_cq, 1, IBV_WC_SUCCESS);
+    EVENTUALLY(is_drained(&scene));
+    CHECK_EQ(modify(&scene, IBV_QPS_RTS, 0, gid), 0);
+    EXPECT(scene.end.send_cq, 2, IBV_WC_SUCCESS);
+    CHECK_EQ(atomic_load(&scene.peer->requests), 4);
+    end_close(&scene.end);
+    home_close(&scene.home);
+    node_close(scene.peer);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
 /* ---- The end of the process ---------------------------------------------------------------------------------- */
 
 static atomic_bool halted;
@@ -190,4 +229,4 @@ static void halted_while_datagrams_wait(void)
     close_scene(&scene);
 }
 
-CHECK_MAIN(CASE(drained_before_it_began), CASE(halted_while_datagrams_wait))
+CHECK_MAIN(CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(halted_while_datagrams_wait))

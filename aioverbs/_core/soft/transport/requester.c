@@ -591,7 +591,7 @@ static uint64_t requester_resume(struct soft_qp *qp)
         soft_requester_go_back(qp);
     else if (late)
         requester_timeout(qp);
-    if (req->pause > soft_now_ns())
+    if (req->pause && req->pause > soft_now_ns())
         return req->pause;
     req->pause = 0;
     return 0;

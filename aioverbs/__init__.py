@@ -4,17 +4,11 @@
 private) with the first that needs it, so that importing the package costs next to nothing.
 """
 
-import ast
 from importlib import import_module
-from pathlib import Path
 
-_MODULE_OF = {
-    alias.name: statement.module
-    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_bytes()).body
-    if isinstance(statement, ast.ImportFrom)
-    for alias in statement.names
-}
-__all__ = sorted(_MODULE_OF)
+from aioverbs._exports import DEFINED_IN
+
+__all__ = sorted(DEFINED_IN)
 
 
 def __getattr__(name: str) -> object:
@@ -22,9 +16,9 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version  # here, because it costs more than the package itself
 
         return version("aioverbs")
-    if name not in _MODULE_OF:
+    if name not in DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    value = globals()[name] = getattr(import_module(DEFINED_IN[name]), name)
     return value
 
 

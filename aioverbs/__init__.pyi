@@ -1,4 +1,4 @@
-"""The names that `aioverbs` exports, and where they come from. `__init__.py` reads this list at run time."""
+"""The names that `aioverbs` exports, and the modules that define them. `_exports.py` reads this list at run time."""
 
 from aioverbs._connection.backoff import (
     Backoff as Backoff,
@@ -22,8 +22,33 @@ from aioverbs._connection.reconnect import (
 from aioverbs._connection.settings import (
     ConnectionSettings as ConnectionSettings,
 )
-from aioverbs._lifecycle.affinity import (
+from aioverbs._core.alloc.allocators import (
+    USE_DEFAULT as USE_DEFAULT,
+    ArenaAllocator as ArenaAllocator,
+    DefaultAllocator as DefaultAllocator,
+    HugePageAllocator as HugePageAllocator,
+    NativeAllocator as NativeAllocator,
+    NumaAllocator as NumaAllocator,
+    RecordingAllocator as RecordingAllocator,
+    SharedMemoryAllocator as SharedMemoryAllocator,
+    SharedPageAllocator as SharedPageAllocator,
+    UseDefault as UseDefault,
+)
+from aioverbs._core.data_path.data_path import (
+    Batch as Batch,
+    Message as Message,
+    Operation as Operation,
+    Received as Received,
+    ReceiveRequester as ReceiveRequester,
+    RegionSlice as RegionSlice,
+    RemoteRegion as RemoteRegion,
+    Requester as Requester,
+    Way as Way,
+)
+from aioverbs._core.handles.handles import (
     Affinity as Affinity,
+)
+from aioverbs._lifecycle.affinity import (
     ThreadModel as ThreadModel,
 )
 from aioverbs._lifecycle.lifecycle import (
@@ -44,8 +69,6 @@ from aioverbs._memory.region import (
     MemoryRegion as MemoryRegion,
     MemoryWindow as MemoryWindow,
     Pins as Pins,
-    RegionSlice as RegionSlice,
-    RemoteRegion as RemoteRegion,
 )
 from aioverbs._memory.registration_cache import (
     RegistrationCache as RegistrationCache,
@@ -62,10 +85,16 @@ from aioverbs._pool.placement import (
 )
 from aioverbs._pool.pool import (
     PoolStatistics as PoolStatistics,
-    StartedCall as StartedCall,
-    Worker as Worker,
     WorkerPool as WorkerPool,
+)
+from aioverbs._pool.started import (
+    StartedCall as StartedCall,
+)
+from aioverbs._pool.supervisor import (
     WorkerStatistics as WorkerStatistics,
+)
+from aioverbs._pool.worker import (
+    Worker as Worker,
     current_worker as current_worker,
 )
 from aioverbs._server.acceptor import (
@@ -79,7 +108,6 @@ from aioverbs._server.server import (
 )
 from aioverbs._verbs.address_handle import (
     AddressHandle as AddressHandle,
-    Way as Way,
 )
 from aioverbs._verbs.async_events import (
     DeviceEvent as DeviceEvent,
@@ -109,20 +137,14 @@ from aioverbs._verbs.protection_domain import (
     SharedProtectionDomain as SharedProtectionDomain,
 )
 from aioverbs._verbs.queue_pair import (
-    Batch as Batch,
-    Message as Message,
-    Operation as Operation,
     QueuePair as QueuePair,
     QueuePairStatistics as QueuePairStatistics,
-    Received as Received,
-    Requester as Requester,
     WorkQueueStatistics as WorkQueueStatistics,
 )
 from aioverbs._verbs.resource_domain import (
     ResourceDomain as ResourceDomain,
 )
 from aioverbs._verbs.shared_receive_queue import (
-    ReceiveRequester as ReceiveRequester,
     SharedReceiveQueue as SharedReceiveQueue,
     SharedReceiveQueueStatistics as SharedReceiveQueueStatistics,
 )
@@ -133,27 +155,17 @@ from aioverbs._verbs.xrc_domain import (
     XrcDomain as XrcDomain,
 )
 from aioverbs.allocators import (
-    USE_DEFAULT as USE_DEFAULT,
     Allocator as Allocator,
-    AllocatorStatistics as AllocatorStatistics,
-    AllocatorUsage as AllocatorUsage,
-    ArenaAllocator as ArenaAllocator,
-    DefaultAllocator as DefaultAllocator,
-    HugePageAllocator as HugePageAllocator,
-    NativeAllocator as NativeAllocator,
-    NumaAllocator as NumaAllocator,
-    RecordingAllocator as RecordingAllocator,
-    ResourceKind as ResourceKind,
-    SharedMemoryAllocator as SharedMemoryAllocator,
-    SharedPageAllocator as SharedPageAllocator,
-    UseDefault as UseDefault,
 )
 from aioverbs.attributes import (
     AddressVector as AddressVector,
+    AllocatorStatistics as AllocatorStatistics,
+    AllocatorUsage as AllocatorUsage,
     DeviceAttributes as DeviceAttributes,
     PortAttributes as PortAttributes,
     QpAttributes as QpAttributes,
     QpCapabilities as QpCapabilities,
+    ResourceKind as ResourceKind,
     SrqAttributes as SrqAttributes,
 )
 from aioverbs.errors import (

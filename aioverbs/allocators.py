@@ -23,6 +23,7 @@ from aioverbs._core.alloc.allocators import (
     SharedPageAllocator,
     UseDefault,
 )
+from aioverbs._exports import publish
 from aioverbs.attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
 
 if TYPE_CHECKING:
@@ -89,3 +90,6 @@ def checked_allocator(allocator: Allocator | None) -> Allocator | None:
     if allocator is not None and (isinstance(allocator, type) or not isinstance(allocator, Allocator)):
         raise TypeError(f"allocator must have the methods of aioverbs.Allocator, not be {allocator!r}")
     return allocator
+
+
+publish(__name__)

@@ -6,6 +6,7 @@ Fields are named as in the verbs' structures; sizes are bytes, GIDs and GUIDs `b
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from aioverbs._exports import publish
 from aioverbs.types import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, WcStatus
 
 __all__ = [
@@ -246,3 +247,6 @@ class FaultRecord(NamedTuple):
     subject: str | int
     ordinal: int
     value: int | WcStatus | FrameKind | None
+
+
+publish(__name__)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import anyio
 
+from aioverbs._exports import publish
 from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
 
 __all__ = [
@@ -413,3 +414,6 @@ class LibraryNotFoundError(OSError):
 
     def __reduce__(self) -> tuple[type["LibraryNotFoundError"], tuple[str, str]]:
         return type(self), (self.library, self.reason)
+
+
+publish(__name__)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from aioverbs._exports import publish
+
 __all__ = ["FabricStatistics", "Peer", "Refusal"]
 
 
@@ -90,3 +92,6 @@ class FabricStatistics:
     refused_frames: int
     refusals: tuple[Refusal, ...]
     peers: tuple[Peer, ...]
+
+
+publish(__name__)

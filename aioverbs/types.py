@@ -6,6 +6,8 @@ ABI's values; a test compares them.
 
 from enum import IntEnum, IntFlag
 
+from aioverbs._exports import publish
+
 __all__ = [
     "AccessFlags",
     "AtomicCap",
@@ -291,3 +293,6 @@ class EventType(IntEnum):
     CLIENT_REREGISTER = 17
     GID_CHANGE = 18
     WQ_FATAL = 19
+
+
+publish(__name__)

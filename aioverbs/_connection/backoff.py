@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from aioverbs._exports import publish
+
 __all__ = ["Backoff"]
 
 
@@ -45,3 +47,6 @@ class Backoff:
             yield wait_s * (1 - self.jitter * chance.random())
             wait_s = min(wait_s * self.factor, self.longest_s)
             failed += 1
+
+
+publish(__name__)

@@ -15,6 +15,7 @@ from aioverbs._connection.handshake import Handshake, refusal_of
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import dial
 from aioverbs._durations import duration
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
 from aioverbs._lifecycle.resource import suppress_warning
 from aioverbs._proofs import make_nonce
@@ -287,3 +288,6 @@ def by_manager(transport: Transport, domain: Domain, ssl: tls.SSLContext | None)
     if transport == "rdmacm" and context.software:
         raise ValueError(f'{context.name} is a software device, which rdma_cm does not know: say transport="tcp"')
     return transport == "rdmacm" or (transport == "auto" and ssl is None and not context.software)
+
+
+publish(__name__)

@@ -18,6 +18,7 @@ from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.shared_queues import completion_queue_for, lease_block
 from aioverbs._connection.wire import FrameKind
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop
 from aioverbs._lifecycle.lifecycle import OPEN
 from aioverbs._lifecycle.resource import Resource, open_part_now
@@ -558,3 +559,6 @@ async def _patiently(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
             await call()
             return
         await asyncio.sleep(0)
+
+
+publish(__name__)

@@ -10,6 +10,7 @@ from aioverbs._connection.message_channel import Traffic
 from aioverbs._connection.wire import FrameKind, GrantNotice
 from aioverbs._core.data_path.data_path import RegionSlice, RemoteRegion
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop, to_the_end, wake
 from aioverbs._lifecycle.resource import Resource, open_part
 from aioverbs._memory.region import MemoryRegion, MemoryWindow
@@ -295,3 +296,6 @@ class Grants:
                 heard.set_exception(error)
                 heard.exception()  # who waits may be gone
         self.wake()
+
+
+publish(__name__)

@@ -27,6 +27,7 @@ from aioverbs._connection.wire import (
     split,
 )
 from aioverbs._core.data_path.data_path import Inbox, Operation, Received, RegionSlice, RemoteRegion
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wake
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.queue_pair import QueuePair
@@ -605,3 +606,6 @@ def check_immediate(immediate: int) -> None:
 _DEFERRED = object()
 _ALL = 1 << 30
 _HANDSHAKE = 4  # messages of one end, at most
+
+
+publish(__name__)

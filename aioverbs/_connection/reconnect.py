@@ -11,6 +11,7 @@ from aioverbs._connection.connect import Connecting, ConnectOptions, connect
 from aioverbs._connection.connection import Connection
 from aioverbs._connection.handshake import Reason
 from aioverbs._durations import duration
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import OwnedIterator, running_loop
 from aioverbs.errors import BrokenResourceError, HandshakeError
 
@@ -87,3 +88,6 @@ async def _connections(
             return
         logger.debug("connecting to %s again in %s: %s", where, duration(wait_s), last or "the last one ended")
         await asyncio.sleep(wait_s)
+
+
+publish(__name__)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from aioverbs._connection.credits import CREDITS_MOST
+from aioverbs._exports import publish
 from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_state_machine import Changes
 
@@ -99,3 +100,6 @@ class ConnectionSettings:
 def _seconds(code: int) -> float:
     """The time that the code of a queue pair's ``timeout`` stands for."""
     return 4.096e-6 * 2.0**code
+
+
+publish(__name__)

@@ -10,7 +10,10 @@ from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.nodes import find_pending_xref_condition
+
+from aioverbs._exports import DEFINED_IN
 
 __all__ = ["connect"]
 
@@ -53,10 +56,8 @@ def _bases(app: Sphinx, name: str, obj: type, options: object, bases: list[type]
     """Those that are public: the others are how it is made."""
     shown: dict[type, None] = {}
     for base in obj.__mro__[1:-1]:
-        ours = base.__module__.startswith("aioverbs.")
-        if (base in surface.public() if ours else base.__module__ not in ("typing", "enum", "abc")) and not any(
-            issubclass(other, base) for other in shown
-        ):
+        wanted = base in surface.public() if surface.is_ours(base) else base.__module__ not in ("typing", "enum", "abc")
+        if wanted and not any(issubclass(other, base) for other in shown):
             shown[base] = None
     bases[:] = list(shown) or [object]
 
@@ -78,8 +79,24 @@ def _missing(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: E
     return None
 
 
+def _read_definers() -> None:
+    """Have Sphinx find in the source of `aioverbs` what is in those of the modules that define its names.
+
+    It looks there for the order of members, for what is said of attributes, and for overloads.
+    """
+    whole = ModuleAnalyzer.for_module("aioverbs")
+    whole.analyze()
+    for module in sorted(set(DEFINED_IN.values())):
+        if not module.startswith("aioverbs._core."):
+            part = ModuleAnalyzer.for_module(module)
+            part.analyze()
+            for table in ("annotations", "attr_docs", "overloads", "tagorder", "tags"):
+                getattr(whole, table).update(getattr(part, table))
+
+
 def connect(app: Sphinx) -> None:
     """Have Sphinx ask these."""
+    _read_definers()
     app.connect("autodoc-process-docstring", _docstring)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-bases", _bases)

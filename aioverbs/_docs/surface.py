@@ -14,16 +14,22 @@ from stubs import Signature, Stub, read
 from themes import THEMES
 
 import aioverbs
+from aioverbs._exports import DEFINED_IN
 
 __all__ = [
     "attribute_type",
+    "defined_in",
     "described",
     "fields",
     "find",
+    "is_compiled",
     "is_enumeration",
+    "is_made_by_others",
+    "is_ours",
     "members",
     "parameters",
     "public",
+    "resolve",
     "signature",
 ]
 
@@ -54,9 +60,15 @@ def public() -> dict[object, str]:
     return {value: name for name, value in found.items() if isinstance(value, type) or inspect.isroutine(value)}
 
 
+def defined_in(value: object) -> str:
+    """The module that defines something, which what is exported does not say."""
+    module = str(getattr(value, "__module__", None))
+    return DEFINED_IN.get(getattr(value, "__name__", ""), module) if module == "aioverbs" else module
+
+
 def is_compiled(value: object) -> bool:
     """Whether it is a class of the compiled core."""
-    return isinstance(value, type) and value.__module__.startswith(_CORE)
+    return isinstance(value, type) and defined_in(value).startswith(_CORE)
 
 
 def is_made_by_others(kind: type) -> bool:
@@ -68,13 +80,13 @@ def is_made_by_others(kind: type) -> bool:
     except (TypeError, ValueError):
         return False
     words = (word for each in arguments for word in _WORD.findall(inspect.formatannotation(each.annotation)))
-    used = (resolve(word, kind.__module__) for word in words)
+    used = (resolve(word, defined_in(kind)) for word in words)
     return any(isinstance(each, type) and is_ours(each) and each not in public() for each in used)
 
 
 def is_ours(value: object) -> bool:
     """Whether something is defined in the package."""
-    return str(getattr(value, "__module__", None)).startswith("aioverbs.")
+    return defined_in(value).partition(".")[0] == "aioverbs"
 
 
 def resolve(name: str, module: str) -> object | None:
@@ -101,7 +113,7 @@ def members(kind: type) -> tuple[str, ...]:
     """
     found = dict.fromkeys(kind.__members__ if issubclass(kind, enum.Enum) else ())
     for base in kind.__mro__:
-        if not base.__module__.startswith("aioverbs.") or (base is not kind and base in public()):
+        if not is_ours(base) or (base is not kind and base in public()):
             continue
         for name, value in vars(base).items():
             text = inspect.getdoc(getattr(value, "__func__", value))
@@ -135,15 +147,15 @@ def _is_internal(value: object) -> bool:
 def _stub(module: str) -> Stub:
     loaded = importlib.import_module(module)
     compiled = {name: value for name, value in vars(loaded).items() if is_compiled(value) and value not in public()}
-    internal = {name: f"{value.__module__}.{value.__qualname__}" for name, value in compiled.items()}
+    internal = {name: f"{defined_in(value)}.{value.__qualname__}" for name, value in compiled.items()}
     return read(Path(str(loaded.__file__)).with_name(f"{module.rpartition('.')[2]}.pyi"), internal)
 
 
 def _in_stubs(owner: type, name: str) -> tuple[Signature | None, str | None]:
     """A member of a class, wherever its class has it from."""
     for base in owner.__mro__:
-        if base.__module__.startswith(_CORE):
-            stub = _stub(base.__module__)
+        if is_compiled(base):
+            stub = _stub(defined_in(base))
             known = f"{base.__name__}.{name}"
             if known in stub.signatures or known in stub.properties:
                 return stub.signatures.get(known), stub.properties.get(known)
@@ -157,7 +169,7 @@ def signature(name: str) -> Signature | None:
         return None
     if member is not None:
         return None if member in _python_names(owner) else _in_stubs(owner, member)[0]
-    return _stub(owner.__module__).signatures.get(owner.__name__) if owner.__module__.startswith(_CORE) else None
+    return _stub(defined_in(owner)).signatures.get(owner.__name__) if is_compiled(owner) else None
 
 
 def attribute_type(name: str) -> str | None:
@@ -168,7 +180,7 @@ def attribute_type(name: str) -> str | None:
 
 def _python_names(owner: type) -> set[str]:
     """What its classes in Python have, which stand before the compiled ones."""
-    return {name for base in owner.__mro__ if not base.__module__.startswith(_CORE) for name in vars(base)}
+    return {name for base in owner.__mro__ if not is_compiled(base) for name in vars(base)}
 
 
 def described(name: str) -> tuple[type | None, str | None]:

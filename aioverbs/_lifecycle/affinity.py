@@ -15,6 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import anyio
 
 from aioverbs._core.handles.handles import Affinity
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.cross_loop import Awaited, Call
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
@@ -376,3 +377,6 @@ def _lost(owner: Affinity, call: Call[object]) -> BaseException | None:
     if call.is_withdrawn and not call.loop.is_running():
         return asyncio.CancelledError()  # it will not begin; a loop that stands still is not waited for
     return None
+
+
+publish(__name__)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from aioverbs._core.handles.handles import Affinity
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Bell, to_the_end
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ConcurrentAccessError, ForkedProcessError
@@ -629,3 +630,6 @@ def _finished(life: Life, closing: _Closing, task: asyncio.Task[None]) -> None:
     life._stay(closing)  # where it was cancelled before it began
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error  # nobody awaits it: the loop logs it
+
+
+publish(__name__)

@@ -9,6 +9,7 @@ from typing import Generic, Self, TypeVar
 import anyio.abc
 
 from aioverbs._core.handles.handles import Affinity
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Life, Site, State
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
@@ -215,3 +216,6 @@ class Handled(Resource, Generic[H]):
         self._check_open()
         assert self._handle is not None
         return self._handle
+
+
+publish(__name__)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import anyio
 
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import Life, Site, State, line_of
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics, creation_site, life_of, open_part_now
@@ -517,3 +518,6 @@ async def _quiet(pins: Pins) -> None:
     """Let nothing more begin in a slab, and wait for what is under way: for receives, too, whose queues end first."""
     pins.close()
     await pins.wait()
+
+
+publish(__name__)

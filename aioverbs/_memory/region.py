@@ -13,6 +13,7 @@ from aioverbs._core.data_path import data_path
 from aioverbs._core.data_path.data_path import RegionSlice, Registered, RemoteRegion
 from aioverbs._core.handles import handles
 from aioverbs._core.software.software import ImportedRegion
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Bell, running_loop, to_the_end
 from aioverbs._lifecycle.lifecycle import Life
 from aioverbs._lifecycle.resource import Handled, Resource
@@ -348,3 +349,6 @@ class MemoryWindow(Handled[handles.MemoryWindow]):
     def rkey(self) -> int:
         """The key that a peer needs; each binding changes it."""
         return self.handle.rkey
+
+
+publish(__name__)

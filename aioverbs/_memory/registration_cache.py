@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Bell
 from aioverbs._lifecycle.lifecycle import State
@@ -356,3 +357,6 @@ async def _close(entries: Iterable[_Entry]) -> None:
     async with AsyncExitStack() as stack:
         for entry in entries:
             stack.push_async_callback(entry.region.aclose)
+
+
+publish(__name__)

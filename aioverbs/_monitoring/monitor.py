@@ -15,6 +15,7 @@ from typing import Self
 
 import anyio.to_thread
 
+from aioverbs._exports import publish
 from aioverbs._monitoring.server import MonitorServer
 
 __all__ = ["Monitor", "monitor", "start_where_wanted"]
@@ -162,3 +163,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+publish(__name__)

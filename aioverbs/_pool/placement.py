@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
+from aioverbs._exports import publish
+
 __all__ = ["Key", "LeastLoaded", "PlacementPolicy", "RoundRobin", "rendezvous"]
 
 Key = str | bytes | int
@@ -84,3 +86,6 @@ def _mixed(value: int) -> int:
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
     return value ^ value >> 31
+
+
+publish(__name__)

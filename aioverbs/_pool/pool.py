@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeVar, TypeVarTuple, overload
 
 import anyio
 
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited, Outcome
 from aioverbs._lifecycle.lifecycle import State
@@ -440,3 +441,6 @@ async def _end(crew: Crew, grace_s: float) -> None:
         raise BusyResourceError(f"{crew.name} cannot be closed, these do not end: {', '.join(left)}")
     await crew.bell.wait_while(crew.is_there)
     crew.join()
+
+
+publish(__name__)

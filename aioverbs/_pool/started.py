@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures._base import PENDING, RUNNING
 from typing import TypeVar
 
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs.errors import ForkedProcessError
 
@@ -111,3 +112,6 @@ class StartedCall(concurrent.futures.Future[T]):
         error = super().exception()
         if error is not None:
             logger.error("a call that was started in a pool failed, and nobody asked for its end", exc_info=error)
+
+
+publish(__name__)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Bell
 from aioverbs._lifecycle.cross_loop import Outcome
@@ -445,3 +446,6 @@ class Crew:
         """Counts of all of them."""
         with self.lock:
             return tuple(hand.statistics() for hand in self._hands)
+
+
+publish(__name__)

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import ThreadModel, running_loop
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device
@@ -142,3 +143,6 @@ async def end_tasks() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+publish(__name__)

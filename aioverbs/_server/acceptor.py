@@ -18,6 +18,7 @@ from aioverbs._connection.connect import Transport, by_manager
 from aioverbs._connection.connection import Line
 from aioverbs._connection.handshake import Reason, Refusal
 from aioverbs._connection.tcp_control import Lifeline, adopt
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, ready, running_loop, to_the_end
 from aioverbs._lifecycle.resource import open_part
@@ -444,3 +445,6 @@ class Acceptor:
         for task in self._tasks:
             task.cancel()
         return await self.wait(timeout_s)
+
+
+publish(__name__)

@@ -14,6 +14,7 @@ import anyio.abc
 from aioverbs._connection.connect import Transport, check_transport
 from aioverbs._connection.connection import Connection, on_closed
 from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited
 from aioverbs._lifecycle.resource import Resource, life_of, suppress_warning
@@ -499,3 +500,6 @@ def serve(
     terms = _terms(transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
     service = Service(handler, terms)
     return Server(service, host, port, domain, pool, key, transport, backlog, drain_timeout_s)
+
+
+publish(__name__)

@@ -5,6 +5,7 @@ from typing import Self
 
 from aioverbs._core.data_path.data_path import Way
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.resource import Handled, Resource
 from aioverbs._memory.region import Pins
 from aioverbs._verbs import neighbour_lookup
@@ -83,3 +84,6 @@ class AddressHandle(Handled[handles.AddressHandle]):
         if qp_num is None or qkey is None:
             raise ValueError(f"{self!r} was made for a path alone: say qp_num and qkey of the queue pair there")
         return Way(self.handle, self.pins, qp_num, qkey)
+
+
+publish(__name__)

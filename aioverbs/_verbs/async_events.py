@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Bell, OwnedIterator, running_loop
 from aioverbs._lifecycle.resource import Handled, Resource, life_of
@@ -298,3 +299,6 @@ class Eventful(Handled[H]):
         :raises ClosedResourceError: it is not open.
         """
         return EventPump.of(self.handle.context).listen(self)
+
+
+publish(__name__)

@@ -12,6 +12,7 @@ import anyio
 
 from aioverbs._core.data_path.data_path import Completer
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, run_on_owner, to_the_end
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics
 from aioverbs._verbs.async_events import Eventful, EventPump
@@ -352,3 +353,6 @@ async def patiently(verb: Callable[[], object]) -> bool:
             return True
         await asyncio.sleep(0)
     return False
+
+
+publish(__name__)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles, parent_domain as core
 from aioverbs._core.software.software import Context as SoftwareContext, FaultPlan
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import ThreadModel
 from aioverbs._lifecycle.lifecycle import ResourceInfo, reap
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
@@ -428,3 +429,6 @@ def _first_active() -> str:
     (fallback,) = software.names()
     logger.warning("opening the software device %s: %s", fallback, "; ".join(reasons) or "there is no RDMA device")
     return fallback
+
+
+publish(__name__)

@@ -4,6 +4,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from aioverbs._exports import publish
 from aioverbs.attributes import AddressVector
 from aioverbs.types import Mtu, QpType
 
@@ -104,3 +105,6 @@ class Endpoint:
         near = self.lid and (remote.gid[:8] == self.gid[:8] or not any(remote.gid))
         dgid = b"" if near else remote.gid
         return AddressVector(dgid=dgid, sgid_index=sgid_index, port_num=port_num, dlid=remote.lid)
+
+
+publish(__name__)

@@ -4,6 +4,7 @@ import socket
 from typing import Self
 
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.lifecycle import State
 from aioverbs._sharing.exchange import Given, GivenSoft, receive
 from aioverbs._sharing.shared_pd import check_share
@@ -78,3 +79,6 @@ def import_device(
     """
     check_share(shared_id, share_key)
     return ImportedDevice(socket, shared_id, share_key, name, max_native_thread_domains)
+
+
+publish(__name__)

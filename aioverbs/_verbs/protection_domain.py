@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles, parent_domain as core
 from aioverbs._core.software import software
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import State
 from aioverbs._lifecycle.resource import Resource, life_of
@@ -322,3 +323,6 @@ class ParentDomain(InterchangeableDomain):
     def native_allocators(self) -> bool:
         """Whether the provider was told of the allocator, and may ask it."""
         return self.native and self.allocator is not None
+
+
+publish(__name__)

@@ -23,6 +23,7 @@ from aioverbs._core.data_path.data_path import (
 )
 from aioverbs._core.handles import handles
 from aioverbs._durations import duration
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end, wake
 from aioverbs._lifecycle.lifecycle import Life
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
@@ -421,3 +422,6 @@ class _End:
             self.inbox._close()
         if self._leave is not None:
             self._leave()
+
+
+publish(__name__)

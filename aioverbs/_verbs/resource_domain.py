@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs._lifecycle.lifecycle import State
 from aioverbs._lifecycle.resource import Resource, open_part_now
@@ -125,3 +126,6 @@ class ResourceDomain(InterchangeableDomain):
         """
         self._check_open()
         return await run_on_owner(self.owner, function, *args, **kwargs)
+
+
+publish(__name__)

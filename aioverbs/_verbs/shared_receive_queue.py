@@ -20,6 +20,7 @@ from aioverbs._core.data_path.data_path import (
     detach,
 )
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, OwnedContext, to_the_end
 from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
@@ -276,3 +277,6 @@ class _End:
         """Nobody receives into them any more: they end as if they were flushed."""
         if self.work is not None:
             self.work.abandon(WcStatus.WR_FLUSH_ERR, None)
+
+
+publish(__name__)

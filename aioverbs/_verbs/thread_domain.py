@@ -5,6 +5,7 @@ import logging
 import threading
 
 from aioverbs._core.handles import handles, parent_domain as core
+from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for
 from aioverbs._lifecycle.lifecycle import State
 from aioverbs._lifecycle.resource import Resource
@@ -120,3 +121,6 @@ class ThreadDomain(Resource):
         """
         self._check_open()
         return self._handle
+
+
+publish(__name__)

@@ -3,6 +3,7 @@
 import os
 
 from aioverbs._core.handles import handles
+from aioverbs._exports import publish
 from aioverbs._lifecycle.resource import Handled, Resource
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.errors import BusyResourceError
@@ -58,3 +59,6 @@ class XrcDomain(Handled[handles.XrcDomain]):
             first = next(iter(self._life.children.values()))
             raise BusyResourceError(f"{self!r} cannot be closed: {first!r} is associated with it; close that first")
         await super().aclose()
+
+
+publish(__name__)

@@ -46,3 +46,7 @@ class Channel(EventChannel):
         :param backlog: how many peers may wait for an answer; the kernel refuses those that come then.
         """
         return Listener(self, host, port, backlog)
+
+
+for _each in (Identifier, Listener):
+    _each.__module__ = __name__  # whoever imports it from its own module has come here first

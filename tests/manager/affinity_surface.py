@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 sys.path.append(str(ROOT / "aioverbs" / "_docs"))
 
 import stubs
+import surface
 
 __all__ = [
     "FOR_ALL",
@@ -33,7 +34,6 @@ __all__ = [
     "returned_kinds",
 ]
 
-_CORE = "aioverbs._core."
 _HANDLE = "handle"  # the compiled object below a resource, whose verbs check their caller by themselves
 _MODULES = re.compile(r"(?:\b[a-z_]\w*\.)+")  # before the name of what is in them
 _WORD = re.compile(r"\w+")
@@ -233,7 +233,7 @@ _BY_TYPE: dict[str, Callable[["Scene"], object]] = {
 def members(subject: object) -> Iterator[str]:
     """What users may ask of an object: attributes, methods, and the protocols that their syntax uses."""
     kind = type(subject)
-    ours = kind.__module__.startswith("aioverbs.")
+    ours = surface.is_ours(kind)
     for name in dir(subject):
         if name.startswith("_") and name not in _PROTOCOLS:
             continue
@@ -275,7 +275,7 @@ def _annotations(kind: type, name: str, static: object) -> tuple[tuple[str, str]
     for base in kind.__mro__:
         if name not in vars(base):
             continue
-        if base.__module__.startswith(_CORE):  # compiled code knows no types
+        if surface.is_compiled(base):  # compiled code knows no types
             return _in_stub(base, name)
         break
     function = static.fget if isinstance(static, property) else static
@@ -300,7 +300,7 @@ def _text(annotation: object) -> str:
 
 
 def _in_stub(kind: type, name: str) -> tuple[tuple[str, str], ...]:
-    stub = _stub(kind.__module__)
+    stub = _stub(surface.defined_in(kind))
     known = f"{kind.__name__}.{name}"
     if known in stub.properties:
         return (("return", stub.properties[known]),)
@@ -329,7 +329,7 @@ def _classes() -> dict[str, type]:
         name: value
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, type) and value.__module__.startswith("aioverbs.")
+        if isinstance(value, type) and surface.is_ours(value)
     }
 
 
@@ -340,7 +340,7 @@ def is_value(kind: type) -> bool:
         or kind.__name__.endswith("Allocator")  # called by providers, from whatever thread
         or getattr(kind, "_is_protocol", False)
         or (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
-        or "PURE" in (sys.modules[kind.__module__].__doc__ or "")
+        or "PURE" in (sys.modules[surface.defined_in(kind)].__doc__ or "")
     )
 
 

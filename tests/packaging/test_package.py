@@ -29,8 +29,10 @@ def test_exports_are_what_their_modules_export() -> None:
     assert sorted(alias.name for _, alias in exports) == aioverbs.__all__ == dir(aioverbs)
     for module, alias in exports:
         assert alias.asname == alias.name  # or checkers of types would not take it for an export
-        assert alias.name in importlib.import_module(str(module)).__all__
-        assert getattr(aioverbs, alias.name) is getattr(importlib.import_module(str(module)), alias.name)
+        definer = importlib.import_module(str(module))
+        if not definer.__name__.startswith("aioverbs._core."):  # compiled modules have no such list
+            assert alias.name in definer.__all__
+        assert getattr(aioverbs, alias.name) is getattr(definer, alias.name)
 
 
 def test_errors_and_types_are_exported() -> None:
@@ -58,9 +60,8 @@ def test_attributes_that_are_taken_or_returned_are_exported() -> None:
                 not member_name.startswith("_") or member_name == "__init__"
             ):
                 seen = seen.union(*map(_mentioned, inspect.get_annotations(function).values()))
-    attributes = {each.__name__ for each in seen if each.__module__ == "aioverbs.attributes"}
-    assert attributes - set(aioverbs.__all__) == set()
-    assert {"AddressVector", "SrqAttributes"} <= attributes
+    assert {each for each in seen if each.__module__ == "aioverbs.attributes"} == set(), "not exported"
+    assert {aioverbs.AddressVector, aioverbs.SrqAttributes} <= seen
 
 
 def test_version() -> None:
@@ -71,18 +72,18 @@ def test_version() -> None:
 
 
 def test_import_is_light() -> None:
-    """At most 60 ms beyond anyio, and nothing compiled, no event loop and no pyverbs with it."""
+    """At most 60 ms beyond anyio, and nothing else with it: no other module of the package, compiled or not."""
     code = """
 import time, anyio, sys
 start = time.perf_counter()
 import aioverbs
 print(time.perf_counter() - start)
-print(*(name for name in sys.modules if name.startswith(("aioverbs._core.", "pyverbs", "importlib.metadata"))))
+print(*(name for name in sys.modules if name.startswith(("aioverbs.", "pyverbs", "importlib.metadata"))))
 """
     took_s: list[float] = []
     for _ in range(20):  # others have the processor, too
         took, *loaded = run(code).splitlines()
-        assert loaded == []
+        assert loaded == ["aioverbs._exports"]
         took_s.append(float(took))
         if took_s[-1] <= IMPORT_BUDGET_S:
             break

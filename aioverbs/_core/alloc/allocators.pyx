@@ -6,6 +6,7 @@ import os
 import warnings
 from types import MappingProxyType
 
+from aioverbs._exports import defined_in
 from aioverbs.attributes import AllocatorStatistics, AllocatorUsage, ResourceKind
 
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -17,6 +18,7 @@ from libc.stdlib cimport malloc as c_malloc
 cimport cython
 
 from aioverbs._core.abi.libibverbs cimport IBV_ALLOCATOR_USE_DEFAULT
+from aioverbs._core.public_names cimport publish
 
 cdef extern from "alloc/alloc.h" nogil:
     struct alloc_source:
@@ -86,6 +88,9 @@ class UseDefault:
     __slots__ = ()
 
     def __repr__(self):
+        return "USE_DEFAULT"
+
+    def __reduce__(self):
         return "USE_DEFAULT"
 
 
@@ -237,3 +242,5 @@ cdef alloc_source *_under(NativeAllocator inner) except NULL:
 
 include "kinds.pxi"
 include "recording.pxi"
+
+publish(defined_in(__name__), globals())

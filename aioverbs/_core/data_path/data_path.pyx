@@ -29,6 +29,7 @@ from collections.abc import Coroutine
 
 from anyio import WouldBlock
 
+from aioverbs._exports import defined_in
 from aioverbs.errors import (
     AffinityError,
     BatchError,
@@ -67,6 +68,7 @@ from aioverbs._core.handles.handles cimport (
     QueuePair,
     SharedReceiveQueue,
 )
+from aioverbs._core.public_names cimport publish
 
 cdef extern from "data_path/wr_id_table.h" nogil:
     enum:
@@ -212,3 +214,5 @@ include "posting.pxi"
 include "batch.pxi"
 include "inbox.pxi"
 include "loop_budget.pxi"
+
+publish(defined_in(__name__), globals())

@@ -29,6 +29,7 @@ import threading
 import warnings
 import weakref
 
+from aioverbs._exports import defined_in
 from aioverbs.attributes import (
     AddressVector,
     DeviceAttributes,
@@ -71,6 +72,7 @@ from libc.string cimport memcpy, memset
 
 cimport cython
 cimport aioverbs._core.abi.libibverbs as v
+from aioverbs._core.public_names cimport publish
 
 cdef extern from "handles/thread_id.h":
     struct affinity_thread:
@@ -419,3 +421,5 @@ include "completion.pxi"
 include "shared_receive.pxi"
 include "queue_pair.pxi"
 include "posting.pxi"
+
+publish(defined_in(__name__), globals())

@@ -1,0 +1,24 @@
+"""What compiled classes say of where they are."""
+
+from cpython.object cimport Py_TPFLAGS_HEAPTYPE, PyTypeObject
+from cpython.ref cimport Py_INCREF
+from cpython.type cimport PyType_HasFeature
+from cpython.unicode cimport PyUnicode_AsUTF8
+
+
+cdef inline int publish(list names, dict module) except -1:
+    """Do for the exported classes of a compiled module what `aioverbs._exports.publish` does for others.
+
+    The module of a static type stands in its ``tp_name``, and cannot be assigned in Python.
+    """
+    for name in names:
+        value = module[name]
+        if not isinstance(value, type):
+            continue
+        if PyType_HasFeature(value, Py_TPFLAGS_HEAPTYPE):
+            value.__module__ = "aioverbs"
+            continue
+        full = f"aioverbs.{name}"
+        Py_INCREF(full)  # for ever, as is the type
+        (<PyTypeObject *>value).tp_name = PyUnicode_AsUTF8(full)
+    return 0

@@ -9,6 +9,7 @@ from aioverbs._connection.message_channel import Traffic
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.resource import open_part, suppress_warning
 from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs.addresses import Address
 from aioverbs.errors import (
     ConnectionRejectedError,
     LibraryNotFoundError,
@@ -17,7 +18,7 @@ from aioverbs.errors import (
     VerbsError,
 )
 from aioverbs.rdma_cm import Channel
-from aioverbs.rdma_cm.cm_id import Address, Identifier, look_up
+from aioverbs.rdma_cm.cm_id import Identifier, look_up
 
 __all__ = ["NO_WAY", "CmLine", "SharedChannel", "resolve"]
 

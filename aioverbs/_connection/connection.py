@@ -28,6 +28,7 @@ from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.addresses import Address, written
 from aioverbs.attributes import QpCapabilities
 from aioverbs.errors import (
     BrokenResourceError,
@@ -38,7 +39,6 @@ from aioverbs.errors import (
     TransitionError,
     VerbsError,
 )
-from aioverbs.rdma_cm.cm_id import Address, written
 from aioverbs.types import AccessFlags, AtomicCap
 
 if TYPE_CHECKING:

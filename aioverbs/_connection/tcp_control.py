@@ -12,8 +12,8 @@ from typing import cast
 from aioverbs._connection.handshake import HEAD_BYTES, LONGEST, rest_of
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import running_loop, wake
+from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError
-from aioverbs.rdma_cm.cm_id import Address
 
 __all__ = ["Lifeline", "adopt", "dial"]
 

@@ -162,6 +162,8 @@ THEMES = (
             "Grant",
             "Granted",
             "TrafficStatistics",
+            "aioverbs.addresses.Address",
+            "aioverbs.addresses.written",
         ),
     ),
     Theme(

@@ -13,8 +13,8 @@ from aioverbs._connection.connection import Connection, Line
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._verbs.base_domain import Domain
+from aioverbs.addresses import written
 from aioverbs.errors import BrokenResourceError, HandshakeError, WorkCompletionError
-from aioverbs.rdma_cm.cm_id import written
 
 __all__ = ["Terms", "TlsContext", "answered", "peer_of"]
 

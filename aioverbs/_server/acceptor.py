@@ -24,9 +24,9 @@ from aioverbs._lifecycle.affinity import Affinity, ready, running_loop, to_the_e
 from aioverbs._lifecycle.resource import open_part
 from aioverbs._server.accept import Terms
 from aioverbs._verbs.base_domain import Domain
+from aioverbs.addresses import Address, written
 from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
 from aioverbs.rdma_cm import Listener as CmListener
-from aioverbs.rdma_cm.cm_id import Address, written
 
 __all__ = ["Acceptor", "AcceptorStatistics", "Arrival"]
 

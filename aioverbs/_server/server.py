@@ -24,8 +24,8 @@ from aioverbs._server.accept import Terms, TlsContext, answered
 from aioverbs._server.acceptor import Acceptor, AcceptorStatistics, Arrival
 from aioverbs._server.handler import Handled, Handler, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain
+from aioverbs.addresses import Address, written
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
-from aioverbs.rdma_cm.cm_id import Address, written
 
 __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
 

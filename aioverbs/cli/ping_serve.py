@@ -10,8 +10,8 @@ from aioverbs._server.server import Server, serve
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import open_device
+from aioverbs.addresses import written
 from aioverbs.cli.ping_request import PingRequest, accepted, refused
-from aioverbs.rdma_cm.cm_id import written
 from aioverbs.types import AccessFlags
 
 __all__ = ["Tell", "serve_pings"]

@@ -17,11 +17,11 @@ blocks is librdmacm's own: it opens each device when it first meets it, and keep
 daemon ibacm runs it asks that for the route and waits for its answer.
 """
 
-from aioverbs.rdma_cm.cm_id import Address, Identifier
+from aioverbs.rdma_cm.cm_id import Identifier
 from aioverbs.rdma_cm.events import EventChannel
 from aioverbs.rdma_cm.listener import Listener
 
-__all__ = ["Address", "Channel", "Identifier", "Listener"]
+__all__ = ["Channel", "Identifier", "Listener"]
 
 
 class Channel(EventChannel):

@@ -15,6 +15,7 @@ from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_modify import limits_for
 from aioverbs._verbs.qp_state_machine import Changes
 from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.addresses import Address, written
 from aioverbs.errors import StateError, UnreachableError, VerbsError
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
 from aioverbs.rdma_cm.negotiation import check_queue_pair
@@ -24,10 +25,7 @@ from aioverbs.types import AccessFlags
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Address", "Identifier", "look_up", "written"]
-
-Address = tuple[str, int] | tuple[str, int, int, int]
-"""As those of sockets: host and port, for IPv6 with flow information and scope."""
+__all__ = ["Identifier", "look_up"]
 
 # What the InfiniBand architecture leaves of its messages, after librdmacm's own header in the first.
 _REQUEST_BYTES, _REPLY_BYTES, _REJECT_BYTES = 56, 196, 148
@@ -61,13 +59,6 @@ def _private(data: "Buffer", most: int) -> bytes:
     if len(taken) > most:
         raise ValueError(f"private data is {most} bytes at most here, not {len(taken)}")
     return taken
-
-
-def written(address: Address | None) -> str:
-    """An address as people write it."""
-    if address is None:
-        return "nowhere"
-    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
 
 
 class Identifier(Handled[core.Identifier]):

@@ -9,8 +9,9 @@ from aioverbs._core.handles import rdma_cm as core
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Life
 from aioverbs._lifecycle.resource import Handled, life_of, open_part_now, suppress_warning
+from aioverbs.addresses import Address, written
 from aioverbs.errors import ClosedResourceError
-from aioverbs.rdma_cm.cm_id import Address, Identifier, look_up, written
+from aioverbs.rdma_cm.cm_id import Identifier, look_up
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
 from aioverbs.rdma_cm.state_machine import error_of
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import aioverbs
-from aioverbs import allocators, attributes, errors, rdma_cm, types
+from aioverbs import addresses, allocators, attributes, errors, rdma_cm, types
 
-SUBMODULES = (allocators, attributes, errors, rdma_cm, types)
+SUBMODULES = (addresses, allocators, attributes, errors, rdma_cm, types)
 # Each public name, and where its users have it from.
 PUBLIC = [("aioverbs", name) for name in aioverbs.__all__]
 PUBLIC += [(each.__name__, name) for each in SUBMODULES for name in each.__all__ if name not in aioverbs.__all__]
 OBJECTS = {f"{module}.{name}": getattr(importlib.import_module(module), name) for module, name in PUBLIC}
 DEFINED = {full: value for full, value in OBJECTS.items() if isinstance(value, type | FunctionType)}
-ALIASES = {"aioverbs.rdma_cm.Address", "aioverbs.attributes.FrameKind"}
+ALIASES = {"aioverbs.addresses.Address", "aioverbs.attributes.FrameKind"}
 CLASSES = {full: value for full, value in DEFINED.items() if isinstance(value, type)}
 
 

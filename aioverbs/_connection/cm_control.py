@@ -18,7 +18,7 @@ from aioverbs.errors import (
     VerbsError,
 )
 from aioverbs.rdma_cm import Channel
-from aioverbs.rdma_cm.cm_id import Identifier, look_up
+from aioverbs.rdma_cm.cm_id import Identifier, conversation_of, look_up
 
 __all__ = ["NO_WAY", "CmLine", "SharedChannel", "resolve"]
 
@@ -102,8 +102,9 @@ class CmLine:
         self._watch(None)
 
     def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
-        if self.identifier._conversation is not None:
-            self.identifier._conversation.watch(when_lost)
+        conversation = conversation_of(self.identifier)
+        if conversation is not None:
+            conversation.watch(when_lost)
 
     def address(self, which: str) -> Address | None:
         """Its own address, `sockname`, or the peer's, `peername`."""
@@ -113,7 +114,7 @@ class CmLine:
 
     def abort(self) -> None:
         """Tell the peer that it is over."""
-        conversation = self.identifier._conversation
+        conversation = conversation_of(self.identifier)
         if conversation is not None and not self.identifier.closed:
             conversation.hang_up()
 

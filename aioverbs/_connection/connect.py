@@ -19,7 +19,7 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
 from aioverbs._lifecycle.resource import suppress_warning
 from aioverbs._proofs import make_nonce
-from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs._verbs.ports import check_port, gid_index
 from aioverbs.errors import (
     BrokenResourceError,
@@ -213,7 +213,7 @@ def connect(
     sure = transport == "rdmacm"
 
     async def make() -> Connection:
-        domain._check_caller("connect")  # before the peer hears of it
+        check_caller(domain, "connect")  # before the peer hears of it
         limit = asyncio.timeout(timeout_s)
         progress = _Progress()
         before = ""
@@ -237,7 +237,7 @@ def connect(
             text = f"no connection with {host}, port {port}, within {duration(timeout_s)}: {progress.awaits}{before}"
             raise TimeoutError(text) from None
 
-    return Connecting(f"connect() to {host}, port {port}", make, lambda: domain._check_caller("connect"))
+    return Connecting(f"connect() to {host}, port {port}", make, lambda: check_caller(domain, "connect"))
 
 
 async def _by_rdma_cm(

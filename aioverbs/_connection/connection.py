@@ -24,10 +24,11 @@ from aioverbs._lifecycle.lifecycle import OPEN
 from aioverbs._lifecycle.resource import Resource, open_part_now
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._memory.region import MemoryRegion
-from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.base_domain import Domain, placement_of
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.endpoint import Endpoint
-from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs._verbs.qp_modify import establish_in_time, is_held_up
+from aioverbs._verbs.queue_pair import QueuePair, requests_of
 from aioverbs.addresses import Address, written
 from aioverbs.attributes import QpCapabilities
 from aioverbs.errors import (
@@ -109,7 +110,7 @@ class _End:
         traffic = self.traffic
         if traffic is None or traffic.broken is not None or traffic.closed or self._tick_s is None:
             return
-        work = traffic.qp._work
+        work = requests_of(traffic.qp)
         assert work is not None
         assert work.send_queue is not None
         done = traffic.receive_queue.completed + work.send_queue.completed
@@ -204,7 +205,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     def _owner(self) -> Affinity:
         # Its buffers and its state are the loop's that made it, also where the verbs of its domain are anybody's.
-        owner = self._domain._placement().owner
+        owner = placement_of(self._domain).owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
@@ -214,11 +215,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert owner is not None
         end = _End(block, settings.keep_alive_s)
         self._life.hold(end)
-        placed = self._domain._placement().owner
+        placed = placement_of(self._domain).owner
         self._guard = owner if placed is None or not placed.bound else None  # else its queue pair looks itself
         depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
         qp = QueuePair(
-            self, self._domain._placement(), cq, None, depths, port=settings.port, gid_index=settings.gid_index
+            self, placement_of(self._domain), cq, None, depths, port=settings.port, gid_index=settings.gid_index
         )
         open_part_now(qp, keeps_parents=False)
         traffic = Traffic(qp, owner, block, settings, lambda kind, number, data: grants.heard(kind, number, data))
@@ -289,7 +290,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             here = self._endpoint(qp)
             attributes = self._settings.repetitions(software=qp.handle.context.software)
             attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
-            await qp._follow_in_time(qp._way_to(peer.endpoint, None, attributes), peer.endpoint)
+            await establish_in_time(qp, peer.endpoint, attributes)
         except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, BrokenResourceError) or (
                 isinstance(error, VerbsError) and error.errno not in _STAYS
@@ -306,7 +307,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     @property
     def _is_held_up(self) -> bool:
         """Whether its closing may take long, as a thread is in a verb for its queue pair."""
-        return self._traffic is not None and self._traffic.qp._is_held_up
+        return self._traffic is not None and is_held_up(self._traffic.qp)
 
     def _begin(self, line: Line) -> None:
         """Both are through with the handshake."""

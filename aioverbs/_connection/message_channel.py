@@ -26,11 +26,19 @@ from aioverbs._connection.wire import (
     header,
     split,
 )
-from aioverbs._core.data_path.data_path import Inbox, Operation, Received, RegionSlice, RemoteRegion
+from aioverbs._core.data_path.data_path import (
+    Inbox,
+    Operation,
+    Received,
+    RegionSlice,
+    RemoteRegion,
+    close_inbox,
+    receive_into,
+)
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wake
 from aioverbs._memory.buffer_pool import LeasedBuffer
-from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs._verbs.queue_pair import QueuePair, requests_of
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -130,7 +138,7 @@ class Traffic:
         self._deferred = 0  # credits of fragments that came while the user had messages to read
         self._asking = False
         self._early = _ALL
-        work = qp._work
+        work = requests_of(qp)
         assert work is not None
         assert work.receive_queue is not None
         self.receive_queue = work.receive_queue
@@ -163,7 +171,7 @@ class Traffic:
     def post_receives(self) -> None:
         """In INIT: all of them."""
         for receive in self._receives:
-            _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+            _ = receive_into(self.qp, self.inbox, receive)  # which goes to the inbox
 
     def begin(self, depth: int, buffer_size: int, max_message: int, early: int) -> None:
         """What the peer offers is known: what arrives from now on are messages.
@@ -193,14 +201,15 @@ class Traffic:
         kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
         self.broken = kind(f"the connection with {self.peer} is broken: {why}")
         self.broken.__cause__ = cause
-        self.inbox._close(self.broken)
+        close_inbox(self.inbox, self.broken)
         self._wake_all()
         self._end_queue_pair()
 
     def _end_queue_pair(self) -> None:
         # After all have been told, so that it may be tried again and again.
         try:
-            if self.qp._work is not None and self.qp._work.broken is None:
+            work = requests_of(self.qp)
+            if work is not None and work.broken is None:
                 self.qp.to_error()
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
             self._loop.call_soon(self._end_queue_pair)
@@ -212,7 +221,7 @@ class Traffic:
     def close(self) -> None:
         """It is being closed here."""
         self.closed = True
-        self.inbox._close(ClosedResourceError("the connection was closed"))
+        close_inbox(self.inbox, ClosedResourceError("the connection was closed"))
         self._wake_all()
 
     def _wake_all(self) -> None:
@@ -226,7 +235,7 @@ class Traffic:
     def _unused(self, receive: RegionSlice) -> None:
         # A receive was flushed: the queue pair is in ERR, or destroyed.
         if self.broken is None and not self.closed:
-            work = self.qp._work
+            work = requests_of(self.qp)
             cause = work.broken if work is not None else None
             self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
 
@@ -289,7 +298,7 @@ class Traffic:
 
     def _post(self, receive: _Receive) -> None:
         try:
-            _ = self.qp._receive_into(self.inbox, receive)  # which goes to the inbox
+            _ = receive_into(self.qp, self.inbox, receive)  # which goes to the inbox
         except ConcurrentAccessError:  # as above: it is in a moment
             self._loop.call_soon(self._post, receive)
         except BusyResourceError:  # the peer was faster, and another thread still changes the state: when that is over
@@ -309,7 +318,7 @@ class Traffic:
         if kind == FrameKind.END:
             self.ended = True
             self._assembly.drop()
-            self.inbox._close()
+            close_inbox(self.inbox)
             self._control(FrameKind.END, number, b"")
         elif kind != FrameKind.CREDITS:
             try:

@@ -13,6 +13,7 @@ from aioverbs._connection.handshake import Reason
 from aioverbs._durations import duration
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import OwnedIterator, running_loop
+from aioverbs._verbs.base_domain import check_caller
 from aioverbs.errors import BrokenResourceError, HandshakeError
 
 __all__ = ["reconnecting"]
@@ -56,7 +57,7 @@ def reconnecting(
     where, connecting = f"{host}:{port}", connect(host, port, **options)
     connections = _connections(connecting, where, backoff if backoff is not None else Backoff(), steady_s)
     domain = options["domain"]
-    return OwnedIterator(f"reconnecting to {where}", connections, lambda: domain._check_caller("reconnecting"))
+    return OwnedIterator(f"reconnecting to {where}", connections, lambda: check_caller(domain, "reconnecting"))
 
 
 async def _connections(

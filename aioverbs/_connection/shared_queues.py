@@ -8,8 +8,8 @@ from aioverbs._lifecycle.lifecycle import State
 from aioverbs._lifecycle.resource import life_of, open_part, open_part_now
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
 from aioverbs._memory.region import is_large
-from aioverbs._verbs.base_domain import Domain
-from aioverbs._verbs.completion_queue import CompletionQueue
+from aioverbs._verbs.base_domain import Domain, common_of
+from aioverbs._verbs.completion_queue import CompletionQueue, dispatcher_of
 from aioverbs.errors import AffinityError, ConcurrentAccessError
 
 __all__ = ["completion_queue_for", "lease_block"]
@@ -28,7 +28,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     """
     size = settings.block_size
     key = "buffers of connections", size
-    pool = domain.base._common.get(key)
+    pool = common_of(domain.base).get(key)
     if pool is None:
         count = max(1, min(_BLOCKS, _SLAB // size))
         made = domain.buffer_pool(size, count, limit=_ANY_NUMBER)
@@ -36,7 +36,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
             await open_part(made)  # meanwhile others come, and make one each
         else:
             open_part_now(made)
-        pool = domain.base._common.setdefault(key, made)
+        pool = common_of(domain.base).setdefault(key, made)
         if pool is not made:
             await made.aclose()
     assert isinstance(pool, BufferPool)
@@ -80,7 +80,7 @@ class _Queues:
 
 
 def _works(cq: CompletionQueue) -> bool:
-    return cq.state is State.OPEN and cq._cq_dispatcher.watched
+    return cq.state is State.OPEN and dispatcher_of(cq).watched
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
@@ -90,7 +90,7 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     :raises VerbsError: the device has no more.
     """
     needed = settings.completions
-    queues = domain._common.setdefault(("completions of connections", settings.spin_ns, running_loop()), _Queues())
+    queues = common_of(domain).setdefault(("completions of connections", settings.spin_ns, running_loop()), _Queues())
     assert isinstance(queues, _Queues)
     found = queues.find(needed)
     if found is not None:

@@ -16,7 +16,8 @@ from aioverbs._lifecycle.turns import OPENING, go_round, spend
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 
 __all__ = [
-    "Handled", "Resource", "ResourceStatistics", "life_of", "open_part", "open_part_now", "suppress_warning",
+    "Handled", "Resource", "ResourceStatistics", "check_open", "life_of", "open_now", "open_part", "open_part_now",
+    "suppress_warning",
 ]  # fmt: skip
 
 
@@ -169,6 +170,20 @@ R = TypeVar("R", bound=Resource)
 def life_of(resource: Resource) -> Life:
     """Return the tree node of a resource, for other packages of the library."""
     return resource._life
+
+
+def open_now(resource: Resource) -> None:
+    """Open what is a user's, without an await, in which others could come in. It raises what `Resource.open` does."""
+    resource._open_now()
+
+
+def check_open(resource: Resource) -> None:
+    """See that a resource is open.
+
+    :raises ClosedResourceError: it is not.
+    :raises ForkedProcessError: it was opened in the process that this one was forked from.
+    """
+    resource._check_open()
 
 
 def suppress_warning(resource: Resource, suppress: bool = True) -> None:

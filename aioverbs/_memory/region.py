@@ -16,7 +16,7 @@ from aioverbs._core.software.software import ImportedRegion
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Bell, running_loop, to_the_end
 from aioverbs._lifecycle.lifecycle import Life
-from aioverbs._lifecycle.resource import Handled, Resource
+from aioverbs._lifecycle.resource import Handled, Resource, open_now
 from aioverbs._providers import hardware
 from aioverbs.allocators import USE_DEFAULT, Allocator, checked_allocator
 from aioverbs.errors import BusyResourceError, ForkedProcessError
@@ -126,7 +126,7 @@ def is_large(length: int) -> bool:
 
 async def open_beside_the_loop(resource: Resource) -> None:
     """Open what takes long in a thread, so that the loop goes on meanwhile. Where that fails it is left as it was."""
-    opening = running_loop().run_in_executor(None, resource._open_now)
+    opening = running_loop().run_in_executor(None, open_now, resource)
     try:
         await to_the_end(opening)
     except asyncio.CancelledError as raised:

@@ -14,7 +14,7 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited, Outcome
 from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Resource, ResourceStatistics, open_part_now
+from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, open_part_now
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
 from aioverbs._pool.backends import Errand, Processes, Threads
 from aioverbs._pool.placement import Key, PlacementPolicy, RoundRobin
@@ -27,7 +27,18 @@ from aioverbs._verbs.protection_domain import InterchangeableDomain, ProtectionD
 from aioverbs.allocators import Allocator, checked_allocator
 from aioverbs.errors import BusyResourceError
 
-__all__ = ["PoolStatistics", "StartedCall", "Worker", "WorkerPool", "WorkerStatistics", "current_worker"]
+__all__ = [
+    "PoolStatistics",
+    "StartedCall",
+    "Worker",
+    "WorkerPool",
+    "WorkerStatistics",
+    "check_unbroken",
+    "current_worker",
+    "errand_for",
+    "send_errand",
+    "wait_until_over",
+]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -385,27 +396,6 @@ class WorkerPool(Resource):
             raise errors[0]
         return list(results.values())
 
-    # ---- Sockets, which servers give to workers
-
-    def _errand(self, function: Callable[..., Any], *args: object) -> Errand:
-        """Makes calls of a function with a socket, with what it is to tell on its way, and with arguments.
-
-        :raises PicklingError: it cannot go to processes; or another error.
-        """
-        return self._kind.errand(function, args)
-
-    def _post(self, payload: object, outcome: Outcome[Any], key: Key | None) -> Job:
-        """Send such a call. It raises what `run` does."""
-        self._check_open()
-        return self._crew.send(payload, outcome, None, key)
-
-    async def _until_over(self) -> None:
-        """Until it takes no more calls."""
-        await self._crew.bell.wait_while(self._crew.takes_calls)
-
-    def _check_unbroken(self) -> None:
-        self._crew.check()
-
     # ---- Looking
 
     @property
@@ -426,6 +416,36 @@ class WorkerPool(Resource):
     def statistics(self) -> PoolStatistics:
         """Its counts as they are now."""
         return PoolStatistics(len(self._life.children), self._crew.statistics())
+
+
+# ---- Sockets, which servers give to workers
+
+
+def errand_for(pool: WorkerPool, function: Callable[..., Any], *args: object) -> Errand:
+    """Makes calls of a function with a socket, with what it is to tell on its way, and with arguments.
+
+    :raises PicklingError: it cannot go to processes; or another error.
+    """
+    return pool._kind.errand(function, args)
+
+
+def send_errand(pool: WorkerPool, payload: object, outcome: Outcome[Any], key: Key | None) -> Job:
+    """Send such a call. It raises what `WorkerPool.run` does."""
+    check_open(pool)
+    return pool._crew.send(payload, outcome, None, key)
+
+
+async def wait_until_over(pool: WorkerPool) -> None:
+    """Until a pool takes no more calls."""
+    await pool._crew.bell.wait_while(pool._crew.takes_calls)
+
+
+def check_unbroken(pool: WorkerPool) -> None:
+    """See that a pool has not failed.
+
+    :raises BrokenResourceError: a worker died and was not replaced.
+    """
+    pool._crew.check()
 
 
 async def _end(crew: Crew, grace_s: float) -> None:

@@ -16,7 +16,7 @@ from aioverbs._lifecycle.cross_loop import Call
 from aioverbs._pool.pickled_errors import pickled_error
 from aioverbs._pool.process_protocol import Kind, Link, frame, receive_socket
 from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, working
-from aioverbs._verbs.device import Device, open_device
+from aioverbs._verbs.device import Device, open_device, opening_of
 from aioverbs._verbs.imported_device import import_device
 from aioverbs._verbs.protection_domain import ProtectionDomain
 
@@ -41,9 +41,9 @@ class ProcessSettings:
     @staticmethod
     def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
         """For workers of a pool on an open device."""
-        limit = device._budget.limit
+        engine_mode, delay_ns, limit = opening_of(device)
         name = device.name.partition("@")[0] if device.software else device.name  # its address is this process's
-        return ProcessSettings(name, device._engine_mode, device._delay_ns, limit, shared, worker)
+        return ProcessSettings(name, engine_mode, delay_ns, limit, shared, worker)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end
 from aioverbs._lifecycle.cross_loop import Awaited
-from aioverbs._lifecycle.resource import Resource, life_of, suppress_warning
+from aioverbs._lifecycle.resource import Resource, check_open, life_of, suppress_warning
 from aioverbs._pool.placement import Key
-from aioverbs._pool.pool import WorkerPool
+from aioverbs._pool.pool import WorkerPool, check_unbroken, errand_for, send_errand, wait_until_over
 from aioverbs._server.accept import Terms, TlsContext, answered
 from aioverbs._server.acceptor import Acceptor, AcceptorStatistics, Arrival
 from aioverbs._server.handler import Handled, Handler, Service, handle, handle_on_worker
-from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs.addresses import Address, written
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
@@ -79,7 +79,7 @@ class _Accepting(anyio.abc.AsyncResource):
         if self._owner is not None:
             self._owner.check(self, what)
         elif self._domain is not None:
-            self._domain._check_caller(what)
+            check_caller(self._domain, what)
 
     @property
     def _deserted(self) -> bool:
@@ -312,7 +312,7 @@ class Server(_Accepting):
         super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived), place)
         self._service = service
         self._pool = pool
-        self._errand = pool._errand(handle_on_worker, service) if pool is not None else None
+        self._errand = errand_for(pool, handle_on_worker, service) if pool is not None else None
         self._key = key
         self._drain_timeout_s = drain_timeout_s
         self._bell = Bell()  # rings when it is over
@@ -329,14 +329,14 @@ class Server(_Accepting):
         :raises OSError: the address is in use, or not this machine's.
         """
         if self._pool is not None:
-            self._pool._check_open()
+            check_open(self._pool)
         await super().open()
         if self._pool is not None:
             self._following = running_loop().create_task(self._follow(self._pool))
         return self
 
     async def _follow(self, pool: WorkerPool) -> None:
-        await pool._until_over()
+        await wait_until_over(pool)
         await self.stop()
 
     def statistics(self) -> AcceptorStatistics:
@@ -368,7 +368,7 @@ class Server(_Accepting):
         key = self._key(arrival.address) if self._key is not None else None
         awaited: Awaited[Handled] = Awaited(running_loop())
         try:
-            job = self._pool._post(self._errand(arrival.way, arrival.tell), awaited, key)
+            job = send_errand(self._pool, self._errand(arrival.way, arrival.tell), awaited, key)
         except (BrokenResourceError, ClosedResourceError):
             self._acceptor.turn_away(arrival)
             raise
@@ -441,7 +441,7 @@ class Server(_Accepting):
             raise ClosedResourceError(f"{self!r} is not open: there is no end to wait for")
         await self._bell.wait_while(lambda: not self._over)
         if self._pool is not None:
-            self._pool._check_unbroken()
+            check_unbroken(self._pool)
 
     async def aclose(self) -> None:
         """`stop`; where this is cancelled, the handlers are cancelled at once. Closing twice is fine.

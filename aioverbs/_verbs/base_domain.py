@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["Domain"]
+__all__ = ["Domain", "check_caller", "common_of", "placement_of"]
 
 
 class Domain(Handled[handles.ProtectionDomain]):
@@ -45,15 +45,6 @@ class Domain(Handled[handles.ProtectionDomain]):
     def _placement(self) -> Placement:
         """Where its queues are made."""
         raise NotImplementedError
-
-    def _check_caller(self, what: str) -> None:
-        """See that its owner calls, where it is one loop's: before anything begins that ends with queues made on it.
-
-        :raises AffinityError: another loop, or none, is running here.
-        """
-        owner = self.owner
-        if owner is not None and owner.bound:
-            owner.check(self, what)
 
     @functools.cached_property
     def _common(self) -> dict[object, object]:
@@ -173,3 +164,23 @@ class Domain(Handled[handles.ProtectionDomain]):
     ) -> BufferPool:
         """A pool of registered buffers, to be opened: see `BufferPool`."""
         return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)
+
+
+def check_caller(domain: Domain, what: str) -> None:
+    """See that a domain's owner calls, where it is one loop's: before anything begins that ends with queues made on it.
+
+    :raises AffinityError: another loop, or none, is running here.
+    """
+    owner = domain.owner
+    if owner is not None and owner.bound:
+        owner.check(domain, what)
+
+
+def placement_of(domain: Domain) -> Placement:
+    """Where a domain's queues are made."""
+    return domain._placement()
+
+
+def common_of(domain: Domain) -> dict[object, object]:
+    """Resources that were made from a domain for all who need such a thing, by what they are for; closed with it."""
+    return domain._common

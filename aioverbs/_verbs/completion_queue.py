@@ -19,7 +19,9 @@ from aioverbs._verbs.async_events import Eventful, EventPump
 from aioverbs._verbs.capability_checks import check_completion_queue
 from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, DeviceRemovedError, VerbsError
 
-__all__ = ["CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Room", "patiently"]
+__all__ = [
+    "CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Room", "dispatcher_of", "patiently",
+]  # fmt: skip
 
 # How long another loop may take to let go of a queue's descriptor.
 _STOP_S = 10.0
@@ -353,6 +355,14 @@ async def patiently(verb: Callable[[], object]) -> bool:
             return True
         await asyncio.sleep(0)
     return False
+
+
+def dispatcher_of(cq: CompletionQueue) -> Completer:
+    """The dispatcher of a queue's completions.
+
+    :raises ClosedResourceError: it is not open.
+    """
+    return cq._cq_dispatcher
 
 
 publish(__name__)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pyverbs.pd import PD
 
 
-__all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device"]
+__all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device", "opening_of"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -429,6 +429,11 @@ def _first_active() -> str:
     (fallback,) = software.names()
     logger.warning("opening the software device %s: %s", fallback, "; ".join(reasons) or "there is no RDMA device")
     return fallback
+
+
+def opening_of(device: Device) -> tuple[bool, int, int | None]:
+    """How a device was to be opened: ``engine_mode``, ``delay_ns`` and ``max_native_thread_domains``."""
+    return device._engine_mode, device._delay_ns, device._budget.limit
 
 
 publish(__name__)

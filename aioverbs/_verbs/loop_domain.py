@@ -6,6 +6,7 @@ from types import TracebackType
 
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
 from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.resource import open_now
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs._verbs.resource_domain import ResourceDomain
 
@@ -48,7 +49,7 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         shared = self._domains.get(loop)
         if shared is None or shared.domain.state is not State.OPEN:  # somebody closed it
             domain = self._make()
-            domain._open_now()
+            open_now(domain)
             shared = self._domains[loop] = SharedByBlocks(domain)
         shared.blocks += 1
         self._entered = loop, shared

@@ -29,7 +29,14 @@ from aioverbs.errors import ClosedResourceError, VerbsError
 if TYPE_CHECKING:
     from pyverbs.pd import PD
 
-__all__ = ["InterchangeableDomain", "ParentDomain", "ProtectionDomain", "SharedProtectionDomain", "base_of"]
+__all__ = [
+    "InterchangeableDomain",
+    "ParentDomain",
+    "ProtectionDomain",
+    "SharedProtectionDomain",
+    "base_of",
+    "goes_to_processes",
+]
 
 # What a provider says that does not know an attribute of parent domains: some answer EINVAL.
 _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
@@ -323,6 +330,11 @@ class ParentDomain(InterchangeableDomain):
     def native_allocators(self) -> bool:
         """Whether the provider was told of the allocator, and may ask it."""
         return self.native and self.allocator is not None
+
+
+def goes_to_processes(shared: SharedProtectionDomain) -> bool:
+    """Whether what is shared can be sent to other processes, and not only to other contexts of this one."""
+    return shared._share is not None
 
 
 publish(__name__)

@@ -22,7 +22,7 @@ from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
-__all__ = ["Connectable", "limits_for"]
+__all__ = ["Connectable", "establish_in_time", "is_held_up", "limits_for", "move_in_time"]
 
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
@@ -329,7 +329,7 @@ class Connectable(Eventful[handles.QueuePair]):
     async def _follow_in_time(self, plan: list[tuple[QpState, Changes]], remote: Endpoint | None = None) -> None:
         """`_follow`, for who has a limit of time: a cancellation is raised at once.
 
-        A verb that is under way then ends by itself, later. Until then it `_is_held_up`.
+        A verb that is under way then ends by itself, later. Until then it `is_held_up`.
         """
         if not neighbour_lookup.may_block(self.handle.context):
             await self._follow(plan, remote)
@@ -342,11 +342,6 @@ class Connectable(Eventful[handles.QueuePair]):
             task.cancel()
             raise
         task.result()
-
-    @property
-    def _is_held_up(self) -> bool:
-        """Whether another thread may be in a verb for it, and nobody knows for how long."""
-        return self._follows is not None and not self._follows.done()
 
     def _step(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
         self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
@@ -388,6 +383,24 @@ def _look_at(task: asyncio.Task[None]) -> None:
     """What it ended by is known: nobody need await it."""
     if not task.cancelled():
         task.exception()
+
+
+async def establish_in_time(qp: Connectable, remote: Endpoint, attributes: Changes) -> None:
+    """`Connectable.establish`, for who has a limit of time: a cancellation is raised at once.
+
+    A verb that is under way then ends by itself, later. Until then the queue pair `is_held_up`.
+    """
+    await qp._follow_in_time(qp._way_to(remote, None, attributes), remote)
+
+
+async def move_in_time(qp: Connectable, state: QpState, attributes: Changes) -> None:
+    """Take a queue pair one state further, likewise."""
+    await qp._follow_in_time(qp._plan(qp.query().qp_state, (state,), attributes, None))
+
+
+def is_held_up(qp: Connectable) -> bool:
+    """Whether another thread may be in a verb for a queue pair, and nobody knows for how long."""
+    return qp._follows is not None and not qp._follows.done()
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:

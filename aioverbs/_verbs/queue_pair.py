@@ -20,6 +20,9 @@ from aioverbs._core.data_path.data_path import (
     Requester,
     Requests,
     WorkQueue,
+    close_inbox,
+    reopen_inbox,
+    requester_of,
 )
 from aioverbs._core.handles import handles
 from aioverbs._durations import duration
@@ -47,6 +50,7 @@ __all__ = [
     "Received",
     "Requester",
     "WorkQueueStatistics",
+    "requests_of",
 ]
 
 logger = logging.getLogger("aioverbs")
@@ -249,8 +253,7 @@ class QueuePair(Connectable, Requester):
         self._work = work
         self._requests_begin(work)
         if self._receive_depth and work.receive_queue is not None and placement is not None:
-            poster = Requester()
-            poster._requests_begin(work)
+            poster = requester_of(work)
             self._refiller = Refiller(
                 life, placement.base, work.receive_queue, poster, self._receive_depth, self._receive_size
             )
@@ -292,7 +295,7 @@ class QueuePair(Connectable, Requester):
         if state is QpState.ERR and self._work is not None:
             self._work.errored()
         if self._refiller is not None and state is QpState.RESET:
-            self._refiller.inbox._reopen()
+            reopen_inbox(self._refiller.inbox)
         if self._refiller is not None and state is QpState.INIT:
             self._refiller.fill()
 
@@ -349,6 +352,11 @@ def _scratch(life: Life, placement: Placement | None, size: int) -> RegionSlice:
     """Memory that the device writes old values of atomics and routes of datagrams to; as long as the queue pair is."""
     assert placement is not None
     return own_memory(life, placement.base, size)
+
+
+def requests_of(qp: QueuePair) -> Requests | None:
+    """What a queue pair posts and has under way; None before it was opened."""
+    return qp._work
 
 
 class _End:
@@ -419,7 +427,7 @@ class _End:
         if self._work is not None:
             self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this was done"))
         if self.inbox is not None:
-            self.inbox._close()
+            close_inbox(self.inbox)
         if self._leave is not None:
             self._leave()
 

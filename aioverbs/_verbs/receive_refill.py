@@ -3,9 +3,17 @@
 import asyncio
 import contextlib
 from collections import deque
-from typing import Protocol
 
-from aioverbs._core.data_path.data_path import Inbox, Message, Operation, Received, RegionSlice, WorkQueue
+from aioverbs._core.data_path.data_path import (
+    Inbox,
+    Message,
+    Received,
+    RegionSlice,
+    Requester,
+    WorkQueue,
+    close_inbox,
+    receive_into,
+)
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.lifecycle import Life
 from aioverbs._memory.region import own_memory
@@ -21,12 +29,6 @@ from aioverbs.errors import (
 __all__ = ["Refiller"]
 
 
-class _Receiving(Protocol):
-    """What the memory is posted to: a queue pair or a shared receive queue, apart from the user's object."""
-
-    def _receive_into(self, inbox: Inbox, local: RegionSlice) -> Operation[Received]: ...
-
-
 class Refiller:
     """Keeps receives posted, and their memory.
 
@@ -36,13 +38,13 @@ class Refiller:
     :param life: of the queue, as long as which the memory is registered.
     :param pd: the protection domain of the memory.
     :param queue: that the receives go to.
-    :param requester: what posts them.
+    :param requester: what posts them, apart from the user's object.
     :param depth: how many.
     :param size: bytes of each.
     """
 
     def __init__(
-        self, life: Life, pd: handles.ProtectionDomain, queue: WorkQueue, requester: _Receiving, depth: int, size: int
+        self, life: Life, pd: handles.ProtectionDomain, queue: WorkQueue, requester: Requester, depth: int, size: int
     ) -> None:
         whole = own_memory(life, pd, depth * size)
         self._queue = queue
@@ -60,11 +62,11 @@ class Refiller:
             except IndexError:
                 return
             try:
-                _ = self._requester._receive_into(self.inbox, local)  # which goes to the inbox
+                _ = receive_into(self._requester, self.inbox, local)  # which goes to the inbox
             except BaseException as error:
                 self._free.appendleft(local)
                 if isinstance(error, BrokenResourceError):
-                    self.inbox._close(error)
+                    close_inbox(self.inbox, error)
                 if isinstance(error, BusyResourceError):  # another thread changes its state: when that is over
                     self._queue.when_resumed(self._loop, self._fill_by_and_by)
                     return

@@ -17,7 +17,9 @@ from aioverbs._core.data_path.data_path import (
     Requests,
     WorkQueue,
     attach,
+    close_inbox,
     detach,
+    empty_inbox,
 )
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
@@ -182,8 +184,8 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
                     await to_the_end(asyncio.wait([filler]))
         finally:  # without an await: whoever is cancelled gives back what nobody has asked for, too
             posted.release()
-            inbox._close()
-            for message in inbox._take_all():
+            close_inbox(inbox)
+            for message in empty_inbox(inbox):
                 message.release()
 
     async def _keep_filled(
@@ -199,7 +201,7 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
                         except ConcurrentAccessError:  # a thread is inside of a domain that any may use
                             await asyncio.sleep(0)
         except Exception as error:  # as of a pool that was closed: whoever reads messages is told
-            inbox._close(error)
+            close_inbox(inbox, error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
         while self._receive_queue.under_way + self._receive_queue.queued < self.depth:

@@ -25,7 +25,7 @@ from aioverbs.types import AccessFlags
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Identifier", "look_up"]
+__all__ = ["Identifier", "conversation_of", "look_up"]
 
 # What the InfiniBand architecture leaves of its messages, after librdmacm's own header in the first.
 _REQUEST_BYTES, _REPLY_BYTES, _REJECT_BYTES = 56, 196, 148
@@ -352,3 +352,8 @@ class Identifier(Handled[core.Identifier]):
         check_queue_pair(qp, attributes)
         conversation.check_device(qp)
         return conversation, _private(private_data, most)
+
+
+def conversation_of(identifier: Identifier) -> Conversation | None:
+    """What an identifier says and hears; None before it was opened."""
+    return identifier._conversation

@@ -17,9 +17,9 @@ from aioverbs._core.handles import rdma_cm as core
 from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Bell
 from aioverbs._verbs import qp_state_machine
-from aioverbs._verbs.qp_modify import limits_for
+from aioverbs._verbs.qp_modify import limits_for, move_in_time
 from aioverbs._verbs.qp_state_machine import Changes
-from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs._verbs.queue_pair import QueuePair, requests_of
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -170,9 +170,10 @@ class Conversation:
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use
             self._dispatcher.loop.call_soon(self._to_error, qp)
         except BusyResourceError:  # another thread changes its state: when that is over
-            assert qp._work is not None
-            assert qp._work.send_queue is not None
-            qp._work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
+            work = requests_of(qp)
+            assert work is not None
+            assert work.send_queue is not None
+            work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
         except (ClosedResourceError, VerbsError, AffinityError):
             return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
 
@@ -265,7 +266,7 @@ class Conversation:
             fit = cast(Changes, {name: value for name, value in given.items() if name in names})
             changes = settle(told, fit, limits)
             self._awaits = "the device did not find the peer's neighbour"
-            await qp._follow_in_time(qp._plan(qp.query().qp_state, (after,), changes, None))
+            await move_in_time(qp, after, changes)
             self._awaits = _ANSWER
             self._check_going_on("ibv_modify_qp")
             made.update(changes)

@@ -1,7 +1,7 @@
 """Messages in the order of their arrival, in memory that goes back and forth."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -121,7 +121,7 @@ async def test_what_was_posted_is_not_posted_twice_where_another_could_not_be(de
             kept.append(await anext(messages))
         refiller = box.qp._refiller
         assert refiller is not None
-        refiller._requester = Meanwhile(refiller._requester, kept)
+        refiller._requester = cast(Any, Meanwhile(refiller._requester, kept))
         message = kept.pop()
         message.release()
         message.release()

@@ -170,33 +170,49 @@ cdef class Inbox:
             return self._hand_over()    # somebody else may have asked meanwhile
         return 0
 
-    # For the resources above. Whoever closes a queue may be another than its owner, where that is gone.
 
-    def _close(self, error=None):
-        """No more receives will come: the iterator ends after those that did, by that error if there is one."""
-        cdef section within
-        section_enter(&within, _section(self.queue))
-        try:
-            if self.end is None:
-                self.end = error if error is not None else StopAsyncIteration()
-                self._hand_over()
-        finally:
-            section_leave(&within)
+# For the resources above, not for users, who have inboxes, too. Whoever closes a queue may be another than its owner,
+# where that is gone.
 
-    def _take_all(self):
-        """What came and was not asked for; nobody else gets that."""
-        cdef section within
-        section_enter(&within, _section(self.queue))
-        ready, self.ready = self.ready, collections.deque()
+def close_inbox(Inbox inbox not None, error=None):
+    """No more receives will come: the iterator ends after those that did, by that error if there is one."""
+    cdef section within
+    section_enter(&within, _section(inbox.queue))
+    try:
+        if inbox.end is None:
+            inbox.end = error if error is not None else StopAsyncIteration()
+            inbox._hand_over()
+    finally:
         section_leave(&within)
-        return list(ready)
 
-    def _reopen(self):
-        """Receives come again."""
-        cdef section within
-        section_enter(&within, _section(self.queue))
-        self.end = self.ends_by = None
-        section_leave(&within)
+
+def empty_inbox(Inbox inbox not None):
+    """Take what came and was not asked for: a list, which nobody else gets."""
+    cdef section within
+    section_enter(&within, _section(inbox.queue))
+    ready, inbox.ready = inbox.ready, collections.deque()
+    section_leave(&within)
+    return list(ready)
+
+
+def reopen_inbox(Inbox inbox not None):
+    """Receives come again."""
+    cdef section within
+    section_enter(&within, _section(inbox.queue))
+    inbox.end = inbox.ends_by = None
+    section_leave(&within)
+
+
+def receive_into(requester, Inbox inbox not None, local):
+    """Post a receive whose message goes to an inbox, to a queue pair or shared receive queue that has a place."""
+    return requester._receive_into(inbox, local)
+
+
+def requester_of(Requests requests not None):
+    """What posts to a queue pair apart from the user's object."""
+    requester = Requester()
+    requester._requests_begin(requests)
+    return requester
 
 
 cdef class Message(Received):

@@ -110,7 +110,7 @@ class Cache:
     """A server's table, as a client sees it. Made by `cache`."""
 
     def __init__(self, connection: Connection, table: aioverbs.Granted, pool: BufferPool) -> None:
-        self._connection = connection
+        self.connection = connection
         self._table = table
         self._pool = pool
         self._asking = asyncio.Lock()  # one question at a time, so that the next answer is its own
@@ -120,7 +120,7 @@ class Cache:
         first = place_of(key)
         async with self._pool.lease() as buffer:
             for _ in range(READS):
-                await self._connection.read(buffer, self._table[first : first + NEIGHBOURS * SLOT])
+                await self.connection.read(buffer, self._table[first : first + NEIGHBOURS * SLOT])
                 try:
                     slots = [unpack(buffer.buffer[at * SLOT : (at + 1) * SLOT]) for at in range(NEIGHBOURS)]
                 except ValueError:
@@ -133,8 +133,8 @@ class Cache:
         """Give a key a value: whether there was room where the key could stand."""
         content = pack(key, value)
         async with self._asking:
-            await self._connection.send(content)
-            return await self._connection.receive() == DONE
+            await self.connection.send(content)
+            return await self.connection.receive() == DONE
 
 
 @asynccontextmanager

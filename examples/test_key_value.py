@@ -79,7 +79,7 @@ async def test_a_read_that_fails(aioverbs_device: aioverbs.Device) -> None:
     ):
         async with cache(domain, "127.0.0.1", port) as values:
             await values.put(b"a", b"1")
-            device.faults.fail_request(WcStatus.REM_ACCESS_ERR, values._connection.qp.handle)
+            device.faults.fail_request(WcStatus.REM_ACCESS_ERR, values.connection.qp.handle)
             with pytest.raises(aioverbs.WorkCompletionError, match="REM_ACCESS_ERR"):
                 await values.get(b"a")
             with pytest.raises(aioverbs.BrokenResourceError):

@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import pytest
+
+from tests.checks.private_access import objections
+from tests.conftest import ROOT
+
+CAR = """
+import os
+
+_wheels = 4
+
+class Car:
+    _seats: int
+
+    def __init__(self, other):
+        self._engine = object()
+
+    @property
+    def _doors(self):
+        return self._engine
+
+    if os.name:
+        def _horn(self): ...
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """Packages `_garage`, which has cars, and `_garden`, and an example."""
+    for folder in ("aioverbs/_garage", "aioverbs/_garden", "examples/tour"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("aioverbs", "aioverbs/_garage", "aioverbs/_garden", "examples/tour"):
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "aioverbs" / "_garage" / "car.py").write_text(CAR)
+    (tmp_path / "aioverbs" / "_garage" / "lift.pyx").write_text("cdef class Lift:\n    cdef int _height, _load\n")
+    return tmp_path
+
+
+def said(root: Path) -> list[str]:
+    return [each.split(": ", 1)[1] for each in objections(root)]
+
+
+def test_the_project_itself_is_clean() -> None:
+    assert list(objections(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("def drive(car): return car._engine", "car._engine"),
+        ("def drive(self): return self.car._engine.start()", "self.car._engine"),
+        ("def drive(car): car._seats = 5", "car._seats"),
+        ("def drive(car): del car._doors", "car._doors"),
+        ("def drive(car): car._horn()", "car._horn"),
+        ("def drive(lift): return lift._load", "lift._load"),
+        ("from aioverbs._garage import car\nwheels = car._wheels", "car._wheels"),
+    ],
+)
+@pytest.mark.parametrize("place", ["aioverbs/_garden/tree.py", "aioverbs/tools.py", "examples/tour/way.py"])
+def test_what_another_package_defines_is_private_to_it(house: Path, place: str, text: str, name: str) -> None:
+    text = text.replace("from aioverbs._garage import car\n", "") if place.startswith("examples") else text
+    (house / place).write_text(text)
+    assert said(house) == [f"{name} is private to _garage"]
+
+
+def test_what_is_imported(house: Path) -> None:
+    tree = house / "aioverbs" / "_garden" / "tree.py"
+    tree.write_text("\nfrom aioverbs._garage.car import Car, _wheels\n")
+    assert list(objections(house)) == ["aioverbs/_garden/tree.py:2: imports _wheels, which is private to _garage"]
+
+
+@pytest.mark.parametrize(
+    "text", ["from aioverbs._garage.car import Car", "import aioverbs._garage", "from aioverbs import _garage"]
+)
+def test_an_example_imports_nothing_private(house: Path, text: str) -> None:
+    (house / "examples" / "way.py").write_text(text)
+    (found,) = said(house)
+    assert found.startswith("imports aioverbs._garage")
+
+
+def test_a_source_of_cython_uses_nothing_private_either(house: Path) -> None:
+    (house / "aioverbs" / "_garden" / "pump.pyx").write_text(
+        '"""Not car._seats."""\n\ncdef drive(car):\n    self._engine = 1  # nor car._doors\n    car._horn()\n'
+    )
+    assert list(objections(house)) == ["aioverbs/_garden/pump.pyx:5: _horn is private to _garage"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def move(self, cls): return self._engine, cls._engine",
+        "class Bus:\n    def __init__(self): super()._horn()",
+        "class Tree:\n    _seats = 3\ndef look(tree): return tree._seats",
+        "import os\nfrom multiprocessing import process\nos._horn(), process._engine",
+        "def look(row): return row._replace(size=1), row.__class__, row._nobodys",
+    ],
+)
+def test_what_is_no_other_packages(house: Path, text: str) -> None:
+    (house / "aioverbs" / "_garden" / "tree.py").write_text(text)
+    assert said(house) == []
+
+
+def test_within_a_package(house: Path) -> None:
+    (house / "aioverbs" / "_garage" / "key.py").write_text(
+        "from aioverbs._garage.car import _wheels\ndef turn(car, lift): return car._engine, lift._load, _wheels"
+    )
+    assert said(house) == []

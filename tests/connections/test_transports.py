@@ -33,9 +33,9 @@ from aioverbs._core.handles import handles
 from aioverbs._server import acceptor as acceptor_module
 from aioverbs._verbs import ports
 from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs.addresses import Address
 from aioverbs.gid_selection import Gid
 from aioverbs.rdma_cm import listener as rdma_cm_listener
-from aioverbs.rdma_cm.cm_id import Address
 from aioverbs.rdma_cm.state_machine import Stage
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served

@@ -71,7 +71,7 @@ def group(name: str) -> tuple[str, ...]:
 
 
 # What the tests of the whole suite need.
-WHOLE_SUITE = [each for name in ("test", "arrays", "plots", "services", "storage") for each in group(name)]
+WHOLE_SUITE = [each for name in ("test", "arrays", "plots", "services", "storage", "mutation") for each in group(name)]
 
 
 def folder(session: nox.Session, name: str) -> Path:
@@ -143,6 +143,18 @@ def flaky(session: nox.Session) -> None:
     install_project(session, *WHOLE_SUITE)
     results = folder(session, "results") / "results.jsonl"
     session.run("python", "-P", "tests/flaky/run.py", "--results", str(results), *session.posargs)
+
+
+@nox.session
+def mutate(session: nox.Session) -> None:
+    """Plant faults, one at a time, and see whether tests find them; `-- --count 20 --minutes 10 --only aioverbs/_pool`.
+
+    The results of several runs are collected: a run goes on where the one before it ended. `-- --report` prints them.
+    """
+    install_project(session, *WHOLE_SUITE)
+    results, work = folder(session, "results") / "results.jsonl", folder(session, "work")
+    paths = ("--results", str(results), "--work", str(work))
+    session.run("python", "-P", "tests/mutation/run.py", *paths, *session.posargs, success_codes=[0, 1])
 
 
 @nox.session

@@ -63,13 +63,14 @@ def test_example(name: str) -> None:
         assert text in done.stdout
 
 
+@pytest.mark.timeout(180)
 def test_a_users_tests_of_a_service(tmp_path: Path) -> None:
     """They find the plugin by themselves."""
     for name in ("key_value", TESTS):
         shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = run(command, patience(50), cwd=tmp_path)
+    done = run(command, patience(150), cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "8 passed" in done.stdout
 

@@ -23,6 +23,7 @@ from aioverbs._core.handles import handles, parent_domain
 from aioverbs.types import WcFlags
 from tests.core.pairs import succeed, wait_for
 from tests.pace import patience
+from tests.raw_verbs import bind_window, poll, post_recv, post_send
 from tests.rdma.seam import Pair, opened, to_itself
 
 if TYPE_CHECKING:
@@ -127,15 +128,15 @@ def _pair(context: handles.Context) -> Iterator[Pair]:
 def _exact_statuses(context: handles.Context) -> bool:
     with _pair(context) as pair:
         address, length, lkey = pair.sge(0, 0, 8)
-        pair.qps[0].post_send(SendOpcode.SEND, [(address, length, lkey ^ 0x5500)], flags=SendFlags.SIGNALED)
+        post_send(pair.qps[0], SendOpcode.SEND, [(address, length, lkey ^ 0x5500)], flags=SendFlags.SIGNALED)
         return wait_for(pair.queues[0])[0].status is WcStatus.LOC_PROT_ERR
 
 
 def _checks_invalidated_keys(context: handles.Context) -> bool:
     with _pair(context) as pair:
-        pair.qps[1].post_recv([pair.sge(1, 0, 8)])
+        post_recv(pair.qps[1], [pair.sge(1, 0, 8)])
         key = pair.regions[1].rkey ^ 0x5500
-        pair.qps[0].post_send(SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
+        post_send(pair.qps[0], SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
         return wait_for(pair.queues[0])[0].status is not WcStatus.SUCCESS  # where nobody answers, by its retries
 
 
@@ -147,7 +148,7 @@ def _bound(pair: Pair, qp: handles.QueuePair) -> Iterator[int]:
     region = handles.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND)
     window = handles.MemoryWindow(pd, MwType.TYPE_2)
     try:
-        qp.bind_window(window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SendFlags.SIGNALED)
+        bind_window(qp, window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SendFlags.SIGNALED)
         succeed(cq)
         yield window.rkey
     finally:
@@ -157,8 +158,8 @@ def _bound(pair: Pair, qp: handles.QueuePair) -> Iterator[int]:
 
 def _tells_invalidated_keys(context: handles.Context) -> bool:
     with _pair(context) as pair, _bound(pair, pair.qps[1]) as key:
-        pair.qps[1].post_recv([pair.sge(1, 0, 8)])
-        pair.qps[0].post_send(SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
+        post_recv(pair.qps[1], [pair.sge(1, 0, 8)])
+        post_send(pair.qps[0], SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
         found = pair.wait(1)
         return bool(found.wc_flags & WcFlags.WITH_INV) and found.invalidated_rkey == key
 
@@ -170,7 +171,7 @@ def _invalidates_on_uc(context: handles.Context) -> bool:
         try:
             to_itself(qp)
             with _bound(pair, qp) as key:
-                qp.post_send(SendOpcode.LOCAL_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
+                post_send(qp, SendOpcode.LOCAL_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
                 return _end(cq) is WcStatus.SUCCESS
         finally:
             qp.destroy()
@@ -179,7 +180,7 @@ def _invalidates_on_uc(context: handles.Context) -> bool:
 def _end(cq: handles.CompletionQueue) -> WcStatus | None:
     """How something ends there, where it does before long."""
     end = time.monotonic() + patience(1)
-    while not (found := cq.poll(1)) and time.monotonic() < end:
+    while not (found := poll(cq, 1)) and time.monotonic() < end:
         pass
     return found[0].status if found else None
 

@@ -1,4 +1,4 @@
-"""Benchmarks of what the data path stands on: the software device in C, imports, handles, domains."""
+"""Benchmarks of what the data path stands on: the software device in C, imports, domains."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ import uvloop
 
 from tests.bench.measuring import Result
 
-__all__ = ["affinity", "handles", "imports", "machine", "native", "parts", "resource_domains"]
+__all__ = ["affinity", "imports", "machine", "native", "parts", "resource_domains"]
 
 IMPORTS = """
 import time
@@ -70,39 +70,21 @@ def imports(runs: int) -> Result:
     return Result("import", figures)
 
 
-def handles(rounds: int, operations: int) -> Result:
-    """A signalled 8-byte RDMA WRITE, posted and polled through the Python handles."""
-    from aioverbs import SendFlags, SendOpcode
-    from aioverbs._core.handles import handles
-    from tests.rdma.seam import Pair, opened
-
-    times = []
-    with opened("soft0") as context:
-        pd = handles.ProtectionDomain(context)
-        pair = Pair(pd, pd, size=4096)
-        qp, cq, sges = pair.qps[0], pair.queues[0], [pair.sge(0, 0, 8)]
-        address, rkey = pair.regions[1].address, pair.regions[1].rkey
-        for _ in range(rounds):
-            start = time.perf_counter()
-            for _ in range(operations):
-                qp.post_send(SendOpcode.RDMA_WRITE, sges, flags=SendFlags.SIGNALED, remote_addr=address, rkey=rkey)
-                cq.poll(1)
-            times.append((time.perf_counter() - start) / operations)
-    return Result("handles_write_8", {"post_and_poll_ns": statistics.median(times) * 1e9})
-
-
 def affinity(rounds: int, operations: int) -> Result:
-    """What the check of thread and running loop adds to a verb: polls of two queues, in turns, one of them bound."""
+    """What the check of thread and running loop adds to a verb, on two queues in turns, one of them bound."""
     from aioverbs._core.handles import handles
     from tests.rdma.seam import opened
 
     async def measure() -> list[tuple[float, float]]:
         owner = handles.Affinity.of_running_loop()
-        bound = handles.CompletionQueue(context, 16, single_threaded=True, affinity=owner)
-        anyones = handles.CompletionQueue(context, 16, single_threaded=True)
-        times = [(poll(bound.poll, operations), poll(anyones.poll, operations)) for _ in range(rounds)]
-        bound.destroy()
-        anyones.destroy()
+        channel = handles.CompletionChannel(context)
+        bound, anyones = (
+            handles.CompletionQueue(context, 16, channel, single_threaded=True, affinity=each) for each in (owner, None)
+        )
+        calls = bound.request_notify, anyones.request_notify
+        times = [(repeat(calls[0], operations), repeat(calls[1], operations)) for _ in range(rounds)]
+        for handle in (bound, anyones, channel):
+            handle.destroy()
         return times
 
     figures: dict[str, object] = {}
@@ -139,7 +121,7 @@ def resource_domains(rounds: int, operations: int) -> Result:
     return Result("resource_domain_open_close", medians)
 
 
-def poll(function: Callable[[], object], operations: int) -> float:
+def repeat(function: Callable[[], object], operations: int) -> float:
     """Nanoseconds for each of so many calls."""
     start = time.perf_counter_ns()
     for _ in range(operations):

@@ -75,7 +75,6 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "machine": lambda: iter([basics.machine()]),
         "native": partial(basics.native, seconds),
         "imports": lambda: iter([basics.imports(15)]),
-        "handles": lambda: iter([basics.handles(20, 20_000)]),
         "affinity": lambda: iter([basics.affinity(101, 20_000)]),
         "resource_domains": lambda: iter([basics.resource_domains(15, 2000)]),
         "write_8": on(partial(data_path.small_write, rounds)),

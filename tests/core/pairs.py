@@ -7,6 +7,7 @@ from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.pace import patience
+from tests.raw_verbs import Completion, poll
 from tests.waiting import wait_until
 
 ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -91,12 +92,12 @@ def connect(near: handles.QueuePair, far: handles.QueuePair, access: AccessFlags
     connect_to(far, near, access)
 
 
-def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[handles.WorkCompletion]:
+def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[Completion]:
     """Poll for so many completions, and not for ever."""
-    found: list[handles.WorkCompletion] = []
+    found: list[Completion] = []
 
     def enough() -> bool:
-        found.extend(cq.poll(count - len(found)))
+        found.extend(poll(cq, count - len(found)))
         return len(found) == count
 
     if count:
@@ -104,7 +105,7 @@ def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[handles.WorkCo
     return found
 
 
-def succeed(cq: handles.CompletionQueue) -> handles.WorkCompletion:
+def succeed(cq: handles.CompletionQueue) -> Completion:
     """The next completion, which is a success."""
     (completion,) = wait_for(cq)
     assert completion.status is WcStatus.SUCCESS, completion

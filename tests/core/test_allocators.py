@@ -10,6 +10,7 @@ from aioverbs._core.software import software
 from aioverbs.attributes import QpCapabilities
 from tests.core.allocators import CQ, QP, RECORD, Recording, default
 from tests.core.pairs import CAPABILITIES, connect, make_end, succeed, wait_for
+from tests.raw_verbs import post_recv, post_send
 
 
 @pytest.fixture(params=["no thread domain", "thread domain"])
@@ -70,9 +71,9 @@ def test_the_queues_really_are_in_that_memory(context: software.Context, td: par
     assert allocator.asked == [CQ, RECORD, QP, RECORD] * 2
     untouched = [bytes(piece.memory) for piece in allocator.pieces]
     assert not any(map(any, untouched))
-    far.qp.post_recv([far.sge(0, 16)], wr_id=0x1122334455667788)
+    post_recv(far.qp, [far.sge(0, 16)], wr_id=0x1122334455667788)
     near.memory[:5] = b"hello"
-    near.qp.post_send(SendOpcode.SEND, [near.sge(0, 5)], wr_id=0x99, flags=SendFlags.SIGNALED | SendFlags.INLINE)
+    post_send(near.qp, SendOpcode.SEND, [near.sge(0, 5)], wr_id=0x99, flags=SendFlags.SIGNALED | SendFlags.INLINE)
     succeed(near.cq)
     assert succeed(far.cq).wr_id == 0x1122334455667788
     assert far.memory[:5] == b"hello"
@@ -90,9 +91,9 @@ def test_a_pair_on_its_own_memory_works_through_a_wrap(
     far = make_end(domain)
     connect(near.qp, far.qp)
     for number in range(300):
-        near.qp.post_send(SendOpcode.RDMA_WRITE, wr_id=number, flags=SendFlags.SIGNALED)
+        post_send(near.qp, SendOpcode.RDMA_WRITE, wr_id=number, flags=SendFlags.SIGNALED)
         assert succeed(near.cq).wr_id == number
-    near.qp.post_send(SendOpcode.RDMA_WRITE, [(1, 1, 1)])
+    post_send(near.qp, SendOpcode.RDMA_WRITE, [(1, 1, 1)])
     assert wait_for(near.cq)[0].status is WcStatus.LOC_PROT_ERR
 
 
@@ -102,7 +103,7 @@ def test_use_default(context: software.Context, td: parent_domain.ThreadDomain |
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
-    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
     succeed(near.cq)
     assert domain.held == 0
     near.qp.destroy()
@@ -120,7 +121,7 @@ def test_default_for_some(context: software.Context, td: parent_domain.ThreadDom
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
-    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
     succeed(near.cq)
     assert allocator.asked == [RECORD] * 4
     assert domain.held == 4
@@ -132,7 +133,7 @@ def test_free_comes_once_with_the_same_type(context: software.Context, td: paren
     for _ in range(3):
         near, far = make_end(domain), make_end(domain)
         connect(near.qp, far.qp)
-        near.qp.post_send(SendOpcode.RDMA_WRITE)
+        post_send(near.qp, SendOpcode.RDMA_WRITE)
         with pytest.raises(BusyResourceError):
             near.cq.destroy()
         for end in (near, far):
@@ -167,7 +168,7 @@ def test_an_allocator_may_use_the_core(context: software.Context, td: parent_dom
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
-    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
     succeed(near.cq)
     assert len(nested) == 8
     with pytest.raises(BusyResourceError):

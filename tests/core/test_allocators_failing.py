@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import pytest
 from aioverbs import VerbsError
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
+from tests.conftest import ROOT
 from tests.core.allocators import CQ, QP, RECORD, Recording
 from tests.core.contexts import children
+from tests.raw_verbs import poll, post_recv
 
 Answer = Callable[[Recording, int, int, int], object]
 
@@ -142,7 +145,7 @@ def test_bad_for_another_size(
     cq = handles.CompletionQueue(context, 64, parent_domain=domain)
     srq = handles.SharedReceiveQueue(domain, 64)
     for wr_id in range(64):
-        srq.post_recv(wr_id=wr_id)
+        post_recv(srq, wr_id=wr_id)
     before = allocator.live
     allocator.answer = bad
     with pytest.raises(VerbsError) as caught:
@@ -205,7 +208,7 @@ def test_the_same_address_twice(context: software.Context) -> None:
         handles.CompletionQueue(context, 100, parent_domain=domain)
     assert "which is in use" in str(caught.value.__cause__)
     assert len(allocator.live) == domain.held == 2
-    assert cq.poll() == []
+    assert poll(cq) == []
 
 
 @pytest.mark.parametrize("error", [Oops("kept"), KeyboardInterrupt()])
@@ -280,3 +283,31 @@ def test_a_failure_inside_of_a_success(context: software.Context) -> None:
     with pytest.raises(VerbsError, match="ibv_create_qp failed: ENOMEM") as caught:
         handles.QueuePair(outer, cq, cq)
     assert caught.value.__cause__ is None
+
+
+FAILING_FREE = """
+import ctypes, mmap
+from aioverbs._core.handles import handles, parent_domain
+from aioverbs._providers import software
+
+class Unwilling:
+    def __init__(self):
+        self.pages = []
+    def allocate(self, size, alignment, *of):
+        self.pages.append(mmap.mmap(-1, max(size, 4096)))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.pages[-1]))
+    def free(self, address, *of):
+        raise RuntimeError("kept for ever")
+
+context = software.open_context()
+domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Unwilling())
+handles.CompletionQueue(context, 1, parent_domain=domain).destroy()
+"""
+
+
+def test_python_itself_reports_a_free_that_raises() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FAILING_FREE], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert "Exception ignored in: <ParentDomain" in done.stderr
+    assert done.stderr.count("RuntimeError: kept for ever") == 2

@@ -40,6 +40,7 @@ from tests.core.pairs import (
     to_rts,
     wait_for,
 )
+from tests.raw_verbs import poll, post_recv, post_send
 from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
@@ -56,7 +57,7 @@ def overrun(context: software.Context) -> tuple[handles.CompletionQueue, handles
     near, far = (handles.QueuePair(pd, cq, cq, CAPABILITIES) for _ in range(2))
     connect(near, far)
     for _ in range(3):
-        near.post_send(WRITE, flags=SIGNALED)
+        post_send(near, WRITE, flags=SIGNALED)
     assert readable(context, PATIENCE_S)
     return cq, near
 
@@ -99,14 +100,14 @@ def raise_comm_est(context: software.Context) -> handles.QueuePair:
     connect_to(near.qp, far.qp)
     to_init(far.qp)
     to_rtr(far.qp, near.qp.qp_num)
-    near.qp.post_send(WRITE)
+    post_send(near.qp, WRITE)
     assert readable(context, PATIENCE_S)
     return far.qp
 
 
 def raise_access_err(context: software.Context) -> handles.QueuePair:
     near, far = make_pair(context)
-    near.qp.post_send(WRITE, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey ^ 0xFF00)
+    post_send(near.qp, WRITE, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey ^ 0xFF00)
     wait_for(near.cq)
     return far.qp
 
@@ -119,7 +120,7 @@ def raise_req_err(context: software.Context) -> handles.QueuePair:
     to_init(far.qp)
     to_rtr(far.qp, near.qp.qp_num, max_dest_rd_atomic=0)
     to_rts(far.qp)
-    near.qp.post_send(SendOpcode.RDMA_READ, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey)
+    post_send(near.qp, SendOpcode.RDMA_READ, [near.sge(0, 8)], remote_addr=far.region.address, rkey=far.region.rkey)
     wait_for(near.cq)
     return far.qp
 
@@ -129,9 +130,9 @@ def raise_srq_limit(context: software.Context) -> handles.SharedReceiveQueue:
     srq = handles.SharedReceiveQueue(domain, 4)
     near, far = make_end(domain), make_end(domain, srq=srq)
     connect(near.qp, far.qp)
-    srq.post_recv([far.sge(0, 8)])
+    post_recv(srq, [far.sge(0, 8)])
     srq.modify(limit=1)
-    near.qp.post_send(SEND, [near.sge(0, 1)])
+    post_send(near.qp, SEND, [near.sge(0, 1)])
     succeed(far.cq)
     return srq
 
@@ -231,11 +232,11 @@ def test_the_device_is_lost(context: software.Context) -> None:
     event = next_event(context)
     assert (event.event_type, event.element, event.port_num) == (EventType.DEVICE_FATAL, None, None)
     event.ack()
-    for call in (lambda: handles.ProtectionDomain(context), lambda: near.qp.post_send(WRITE), context.query_device):
+    for call in (lambda: handles.ProtectionDomain(context), lambda: post_send(near.qp, WRITE), context.query_device):
         with pytest.raises(VerbsError) as caught:
             call()
         assert caught.value.errno == errno.EIO
-    assert near.cq.poll() == []
+    assert poll(near.cq) == []
     near.qp.destroy()
     context.faults.lose_device()  # for good, and told once
     assert context.get_async_event() is None
@@ -397,8 +398,8 @@ def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
         busy, target = make_pair(context, size=32 << 20)
         for _ in range(10):
             qp = raise_sq_drained(context)
-            busy.qp.post_send(
-                WRITE, [busy.sge()], flags=SIGNALED, remote_addr=target.region.address, rkey=target.region.rkey
+            post_send(
+                busy.qp, WRITE, [busy.sge()], flags=SIGNALED, remote_addr=target.region.address, rkey=target.region.rkey
             )
             refused: list[BusyResourceError] = []
 
@@ -427,17 +428,17 @@ def test_draining_waits_for_what_was_begun(context: software.Context) -> None:
     to_init(near.qp)
     to_rtr(near.qp, far.qp.qp_num)
     to_rts(near.qp, timeout=15, retry_cnt=7, rnr_retry=7)  # for a second in all
-    near.qp.post_send(SEND, [near.sge(0, 4)], wr_id=1, flags=SIGNALED)
+    post_send(near.qp, SEND, [near.sge(0, 4)], wr_id=1, flags=SIGNALED)
     time.sleep(0.05)  # for an engine to begin
     near.qp.modify(QpState.SQD, en_sqd_async_notify=True)
-    near.qp.post_send(SEND, [near.sge(0, 5)], wr_id=2, flags=SIGNALED)
+    post_send(near.qp, SEND, [near.sge(0, 5)], wr_id=2, flags=SIGNALED)
     told = near.qp.query()
     assert told.qp_state is QpState.SQD
     assert told.cur_qp_state is QpState.SQD
     draining = told.sq_draining  # or the engine was late: then nothing was begun
     to_init(far.qp)
-    far.qp.post_recv([far.sge()])
-    far.qp.post_recv([far.sge()])
+    post_recv(far.qp, [far.sge()])
+    post_recv(far.qp, [far.sge()])
     to_rtr(far.qp, near.qp.qp_num)
     event = next_event(context)
     while event.event_type is not EventType.SQ_DRAINED:
@@ -446,7 +447,7 @@ def test_draining_waits_for_what_was_begun(context: software.Context) -> None:
     assert event.element is near.qp
     event.ack()
     assert not near.qp.query().sq_draining
-    before = [completion.wr_id for completion in near.cq.poll()]
+    before = [completion.wr_id for completion in poll(near.cq)]
     assert before == ([1] if draining else [])
     near.qp.modify(QpState.RTS)
     assert before + [completion.wr_id for completion in wait_for(near.cq, 2 - len(before))] == [1, 2]

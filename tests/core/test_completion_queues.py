@@ -11,8 +11,8 @@ from aioverbs import SendFlags, SendOpcode, VerbsError
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from tests.core.allocators import Recording
-from tests.core.contexts import opened
 from tests.core.pairs import CAPABILITIES, PATIENCE_S, End, connect, make_domain, make_end, make_pair, wait_for
+from tests.raw_verbs import post_send
 from tests.waiting import wait_until
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
@@ -26,12 +26,12 @@ def test_a_larger_queue_keeps_what_it_holds(context: software.Context, kind: str
     near, far = (handles.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
     connect(near, far)
     for number in range(4):
-        near.post_send(WRITE, wr_id=number, flags=SIGNALED)
+        post_send(near, WRITE, wr_id=number, flags=SIGNALED)
     wait_until(lambda: near.query().sq_psn == 4)
     cq.resize(100)
     assert cq.cqe >= 100
     for number in range(4, 100):
-        near.post_send(WRITE, wr_id=number, flags=SIGNALED)
+        post_send(near, WRITE, wr_id=number, flags=SIGNALED)
     assert [wc.wr_id for wc in wait_for(cq, 100)] == list(range(100))
     cq.resize(1)
     assert 1 <= cq.cqe < 100
@@ -40,7 +40,7 @@ def test_a_larger_queue_keeps_what_it_holds(context: software.Context, kind: str
 def test_a_size_that_is_too_small_changes_nothing(context: software.Context) -> None:
     near, _ = make_pair(context)
     for number in range(10):
-        near.qp.post_send(WRITE, wr_id=number, flags=SIGNALED)
+        post_send(near.qp, WRITE, wr_id=number, flags=SIGNALED)
     wait_until(lambda: near.qp.query().sq_psn == 10)
     before = near.cq.cqe
     for size in (1, 9):
@@ -94,7 +94,7 @@ def test_polling_while_a_queue_is_resized(context: software.Context) -> None:
     resizing = threading.Thread(target=cq.resize, args=(1000,))
     resizing.start()
     assert inside.wait(PATIENCE_S)
-    near.post_send(WRITE, wr_id=3, flags=SIGNALED)
+    post_send(near, WRITE, wr_id=3, flags=SIGNALED)
     assert [wc.wr_id for wc in wait_for(cq)] == [3]
     go_on.set()
     resizing.join(PATIENCE_S)
@@ -118,11 +118,11 @@ def test_an_event_after_so_many_completions(context: software.Context) -> None:
     def comes_early() -> bool:
         start = time.monotonic()
         for _ in range(4):
-            near.qp.post_send(WRITE, flags=SIGNALED)
+            post_send(near.qp, WRITE, flags=SIGNALED)
         wait_until(lambda: near.qp.query().sq_psn % 5 == 4)
         taken = channel.get_event()
         assert taken is None or time.monotonic() - start >= 0.065
-        near.qp.post_send(WRITE, flags=SIGNALED)
+        post_send(near.qp, WRITE, flags=SIGNALED)
         if taken is None:
             assert select.select([channel], [], [], PATIENCE_S)[0]
             taken = channel.get_event()
@@ -139,7 +139,7 @@ def test_an_event_after_so_many_completions(context: software.Context) -> None:
 def test_an_event_after_some_time(context: software.Context) -> None:
     channel, near = moderated(context, 1000, 30_000)
     start = time.monotonic()
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     assert select.select([channel], [], [], PATIENCE_S)[0]
     assert time.monotonic() - start >= 0.030
     assert channel.get_event() is near.cq
@@ -150,7 +150,7 @@ def test_moderation_ends(context: software.Context) -> None:
     channel, near = moderated(context, 1000, 0)
     near.cq.modify(0, 0)
     near.cq.request_notify()
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     assert select.select([channel], [], [], PATIENCE_S)[0]
     assert channel.get_event() is near.cq
     near.cq.ack_events()
@@ -162,31 +162,3 @@ def test_moderation_has_16_bits(inline: software.Context) -> None:
     for count, period_us in ((65536, 0), (0, 65536), (-1, 0)):
         with pytest.raises(OverflowError):
             cq.modify(count, period_us)
-
-
-def test_timestamps(context: software.Context, kind: str) -> None:
-    domain = make_domain(context, kind)
-    parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
-    cq = handles.CompletionQueue(context, 256, parent_domain=parent, timestamps=True)
-    near, far = (handles.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(2))
-    connect(near, far)
-    before = time.monotonic_ns()
-    for number in range(100):
-        near.post_send(WRITE, wr_id=number, flags=SIGNALED)
-    found = wait_for(cq, 100)
-    stamps = [wc.completion_timestamp for wc in found if wc.completion_timestamp is not None]
-    assert len(stamps) == 100
-    assert stamps == sorted(stamps)
-    assert before <= stamps[0]
-    assert stamps[-1] <= time.monotonic_ns()
-
-
-def test_without_timestamps() -> None:
-    with opened("inline") as context:
-        for extended in (False, True):
-            near, _ = make_pair(context, extended=extended)
-            near.qp.post_send(WRITE, flags=SIGNALED)
-            (completion,) = wait_for(near.cq)
-            assert completion.completion_timestamp is None
-            assert (completion.slid, completion.sl) == (0, 0)
-            assert (completion.imm_data, completion.invalidated_rkey) == (0, 0)

@@ -10,6 +10,7 @@ from aioverbs._core.handles import handles
 from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for
+from tests.raw_verbs import poll, post_recv, post_send
 from tests.waiting import wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
@@ -55,8 +56,8 @@ def test_an_event_for_the_next_completion(channel: handles.CompletionChannel, pa
     assert near.cq.channel is channel
     assert channel.get_event() is None
     near.cq.request_notify()
-    near.qp.post_send(WRITE, flags=SIGNALED)
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     assert next_event(channel) is near.cq
     near.cq.ack_events()
     settle(near, 2)
@@ -68,12 +69,12 @@ def test_no_event_without_request_nor_for_what_is_there(
     channel: handles.CompletionChannel, pair: tuple[End, End]
 ) -> None:
     near, _ = pair
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     wait_until(lambda: near.qp.query().sq_psn == 1)
     near.cq.request_notify()
     assert channel.get_event() is None
     settle(near)
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     assert next_event(channel) is near.cq
     near.cq.ack_events()
 
@@ -81,26 +82,26 @@ def test_no_event_without_request_nor_for_what_is_there(
 def test_solicited_only(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     near, far = pair
     for _ in range(3):
-        far.qp.post_recv()
+        post_recv(far.qp)
     far.cq.request_notify(solicited_only=True)
-    near.qp.post_send(SEND)
+    post_send(near.qp, SEND)
     settle(far)
     assert channel.get_event() is None
-    near.qp.post_send(SEND, flags=SendFlags.SOLICITED)
+    post_send(near.qp, SEND, flags=SendFlags.SOLICITED)
     assert next_event(channel) is far.cq
     # An error is always worth an event.
     far.cq.request_notify(solicited_only=True)
-    near.qp.post_send(SEND, [near.sge(0, 1)])
+    post_send(near.qp, SEND, [near.sge(0, 1)])
     assert next_event(channel) is far.cq
     far.cq.ack_events(2)
 
 
 def test_a_wish_for_any_outdoes_one_for_solicited(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     near, far = pair
-    far.qp.post_recv()
+    post_recv(far.qp)
     far.cq.request_notify()
     far.cq.request_notify(solicited_only=True)
-    near.qp.post_send(SEND)
+    post_send(near.qp, SEND)
     assert next_event(channel) is far.cq
     far.cq.ack_events()
 
@@ -110,11 +111,11 @@ def test_a_channel_of_many_queues(context: software.Context, channel: handles.Co
     ends = [make_end(domain, channel=channel) for _ in range(6)]
     for near, far in zip(ends[::2], ends[1::2], strict=True):
         connect(near.qp, far.qp)
-        far.qp.post_recv()
+        post_recv(far.qp)
     for end in ends:
         end.cq.request_notify()
     for near in ends[::2]:
-        near.qp.post_send(SEND, flags=SIGNALED)
+        post_send(near.qp, SEND, flags=SIGNALED)
     woken = {next_event(channel) for _ in ends}
     assert woken == {end.cq for end in ends}
     assert not readable(channel)
@@ -132,14 +133,14 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
     connect(qp, other.qp)
     for _ in range(3):
         near.cq.request_notify()
-        qp.post_send(WRITE, flags=SIGNALED)
+        post_send(qp, WRITE, flags=SIGNALED)
         assert next_event(channel) is near.cq
         succeed(near.cq)
     qp.destroy()
     for left in (3, 2, 1):
         with pytest.raises(BusyResourceError, match=f"{left} of its events were not acknowledged"):
             near.cq.destroy()
-        assert near.cq.poll() == []
+        assert poll(near.cq) == []
         near.cq.ack_events(1)
     with pytest.raises(ValueError, match="0 events"):
         near.cq.ack_events()
@@ -153,7 +154,7 @@ def test_events_that_nobody_took_go_with_the_queue(
     near, far = make_end(domain, channel=channel), make_end(domain)
     connect(near.qp, far.qp)
     near.cq.request_notify()
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     assert readable(channel, PATIENCE_S)
     with pytest.raises(BusyResourceError):
         channel.destroy()
@@ -178,13 +179,13 @@ def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
             near.cq.request_notify()
             far = make_end(domain)
             connect(near.qp, far.qp)
-            near.qp.post_send(WRITE, flags=SIGNALED)
+            post_send(near.qp, WRITE, flags=SIGNALED)
             succeed(near.cq)
             assert readable(channel, PATIENCE_S)
             near.qp.destroy()
             far.qp.destroy()
-            busy.qp.post_send(
-                WRITE, [busy.sge()], flags=SIGNALED, remote_addr=target.region.address, rkey=target.region.rkey
+            post_send(
+                busy.qp, WRITE, [busy.sge()], flags=SIGNALED, remote_addr=target.region.address, rkey=target.region.rkey
             )
             refused: list[BusyResourceError] = []
 

@@ -16,11 +16,12 @@ from aioverbs._core.handles import handles, parent_domain
 from tests.core.allocators import Recording
 from tests.core.pairs import connect, make_end, make_pair
 from tests.core.contexts import open_context
+from tests.raw_verbs import post_send
 
 def busy(mode="engine-delayed", delay_ns=20_000_000, count=100):
     near, far = make_pair(open_context(mode, delay_ns), "thread domain", size=1 << 20)
     for _ in range(count):
-        near.qp.post_send(
+        post_send(near.qp,
             SendOpcode.RDMA_WRITE, [near.sge()], remote_addr=far.region.address, rkey=far.region.rkey
         )
     return near, far
@@ -48,7 +49,7 @@ SCRIPTS = {
         domain = parent_domain.ParentDomain(handles.ProtectionDomain(open_context("engine")), None, Recording())
         near, far = make_end(domain), make_end(domain)
         connect(near.qp, far.qp)
-        near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+        post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
     """,
     "memory that is freed": """
         near, far = busy()
@@ -88,7 +89,7 @@ SCRIPTS = {
         from aioverbs._core.software import software
         atexit.unregister(software._halt_devices)
         software._halt_devices()
-        near.qp.post_send(SendOpcode.RDMA_WRITE)
+        post_send(near.qp, SendOpcode.RDMA_WRITE)
         destroy_all(handles.open_handles())
         assert handles.open_handles() == []
     """,

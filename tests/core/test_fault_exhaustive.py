@@ -31,6 +31,7 @@ from tests.core.allocators import Recording
 from tests.core.contexts import MODES, children, opened
 from tests.core.pairs import to_init, to_rtr, to_rts
 from tests.core.transports import QKEY, start_ud, start_xrc_receiver
+from tests.raw_verbs import bind_window, poll, post_recv, post_send
 from tests.waiting import wait_until
 
 SIGNALED = SendFlags.SIGNALED
@@ -57,7 +58,7 @@ class Scene:
         """Take so many successes, with one call: they are held until all are there."""
         wait_until(lambda: self.context.faults.held() == count)
         assert self.context.faults.release() == count
-        found = cq.poll(count)
+        found = poll(cq, count)
         assert [completion.status for completion in found] == [WcStatus.SUCCESS] * count
 
     def event(self, event_type: EventType, element: handles.Handle) -> None:
@@ -111,29 +112,29 @@ class Scene:
 
         data, room = (region.address + 200, 8, region.lkey), (region.address, 128, region.lkey)
         memory[200:208] = b"a scene."
-        qp.post_recv([room])
-        qp.post_send(SendOpcode.SEND, [data], flags=SIGNALED)
+        post_recv(qp, [room])
+        post_send(qp, SendOpcode.SEND, [data], flags=SIGNALED)
         self.taken(ex, 2)
         assert memory[:8] == b"a scene."
 
         keys = window.rkey, second.rkey
-        qp.bind_window(window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
-        qp.bind_window(second, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
+        bind_window(qp, window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
+        bind_window(qp, second, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
         assert window.rkey != keys[0]
-        qp.post_send(SendOpcode.LOCAL_INV, invalidate_rkey=second.rkey, flags=SIGNALED)
+        post_send(qp, SendOpcode.LOCAL_INV, invalidate_rkey=second.rkey, flags=SIGNALED)
         self.taken(ex, 3)
 
         srq.modify(max_wr=32)
         srq.modify(limit=1)
         assert srq.query().limit == 1
-        srq.post_recv([room])
-        ud.post_send(SendOpcode.SEND, [data], ah=ah, remote_qpn=ud.qp_num, remote_qkey=QKEY, flags=SIGNALED)
+        post_recv(srq, [room])
+        post_send(ud, SendOpcode.SEND, [data], ah=ah, remote_qpn=ud.qp_num, remote_qkey=QKEY, flags=SIGNALED)
         self.taken(ex, 2)
         self.event(EventType.SRQ_LIMIT_REACHED, srq)
 
-        xrc_srq.post_recv([room])
+        post_recv(xrc_srq, [room])
         cq.request_notify()
-        sender.post_send(SendOpcode.SEND, [data], remote_srqn=xrc_srq.number, flags=SIGNALED)
+        post_send(sender, SendOpcode.SEND, [data], remote_srqn=xrc_srq.number, flags=SIGNALED)
         self.taken(cq, 2)
         assert channel.get_event() is cq
         cq.ack_events()

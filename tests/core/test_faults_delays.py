@@ -9,6 +9,7 @@ from aioverbs import QpState, SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import make_pair, succeed, wait_for
+from tests.raw_verbs import poll, post_send
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
@@ -31,11 +32,11 @@ def test_late_and_in_order(mode: str, kind: str) -> None:
         context.faults.jitter(40_000_000)
         begin = time.monotonic()
         for wr_id in range(12):
-            near.qp.post_send(WRITE, wr_id=wr_id, flags=SIGNALED)
+            post_send(near.qp, WRITE, wr_id=wr_id, flags=SIGNALED)
         assert [completion.wr_id for completion in wait_for(near.cq, 12)] == list(range(12))
         assert time.monotonic() - begin > 0.01  # the latest of twelve
         context.faults.jitter(0)
-        near.qp.post_send(WRITE, flags=SIGNALED)
+        post_send(near.qp, WRITE, flags=SIGNALED)
         succeed(near.cq)
         assert context.faults.records() == []
 
@@ -47,8 +48,8 @@ def test_as_late_as_can_be(most: int) -> None:
         context.set_delay((1 << 64) - 1)
         context.faults.jitter(most)
         for _ in range(4):
-            near.qp.post_send(WRITE, flags=SIGNALED)
+            post_send(near.qp, WRITE, flags=SIGNALED)
         time.sleep(0.02)
-        assert near.cq.poll() == []
+        assert poll(near.cq) == []
         near.qp.modify(QpState.ERR)
         assert {completion.status for completion in wait_for(near.cq, 4)} == {WcStatus.WR_FLUSH_ERR}

@@ -26,6 +26,7 @@ from tests.core.family import make_all
 from tests.core.pairs import connect, make_domain, make_end, make_pair, next_event, succeed, wait_for
 from tests.core.test_faults_messages import again, make_patient_pair, write
 from tests.core.transports import way_to
+from tests.raw_verbs import bind_window, poll, post_recv, post_send
 from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
@@ -48,7 +49,7 @@ class TestPort:
             event = next_event(context)
             assert (event.event_type, event.port_num, event.element) == (EventType.PORT_ERR, 1, None)
             event.ack()
-            near.qp.post_send(WRITE, wr_id=1)
+            post_send(near.qp, WRITE, wr_id=1)
             assert wait_for(near.cq)[0].status is WcStatus.RETRY_EXC_ERR
         finally:
             context.faults.set_port(True)
@@ -83,7 +84,7 @@ class TestPort:
         context.faults.set_port(False)
         try:
             write(near, far, 1, 4)
-            assert near.cq.poll() == []
+            assert poll(near.cq) == []
         finally:
             context.faults.set_port(True)
         succeed(near.cq)
@@ -95,13 +96,13 @@ class TestPort:
 class TestBreaking:
     def test_a_queue_pair(self, context: software.Context, kind: str) -> None:
         near, far = make_pair(context, kind)
-        far.qp.post_recv(wr_id=5)
+        post_recv(far.qp, wr_id=5)
         context.faults.break_queue_pair(far.qp)
         expect(context, EventType.QP_FATAL, far.qp)
         (flushed,) = wait_for(far.cq)
         assert (flushed.wr_id, flushed.status) == (5, WcStatus.WR_FLUSH_ERR)
         assert far.qp.query().qp_state is QpState.ERR
-        near.qp.post_send(WRITE)
+        post_send(near.qp, WRITE)
         assert wait_for(near.cq)[0].status is WcStatus.RETRY_EXC_ERR
         assert context.get_async_event() is None
 
@@ -115,7 +116,7 @@ class TestBreaking:
         assert context.get_async_event() is None  # it breaks once
         succeed(near.cq)
         with pytest.raises(VerbsError, match="failed: EIO"):
-            near.cq.poll()
+            poll(near.cq)
         write(near, far, 2)
         expect(context, EventType.QP_FATAL, near.qp)
 
@@ -124,12 +125,12 @@ class TestBreaking:
         srq = handles.SharedReceiveQueue(domain, 4)
         near, far = make_end(domain), make_end(domain, srq=srq)
         connect(near.qp, far.qp)
-        srq.post_recv([far.sge(0, 8)])
+        post_recv(srq, [far.sge(0, 8)])
         context.faults.break_shared_receive_queue(srq)
         expect(context, EventType.SRQ_ERR, srq)
-        near.qp.post_send(SEND, [near.sge(0, 8)])
+        post_send(near.qp, SEND, [near.sge(0, 8)])
         assert wait_for(near.cq)[0].status is WcStatus.RNR_RETRY_EXC_ERR
-        assert far.cq.poll() == []
+        assert poll(far.cq) == []
 
     @pytest.mark.once
     def test_objects_of_others_and_closed_ones(self, context: software.Context) -> None:
@@ -191,7 +192,7 @@ class TestLosingTheDevice:
             "ibv_open_xrcd": lambda: parent_domain.XrcDomain(context),
             "ibv_reg_mr": lambda: handles.MemoryRegion(pd, bytearray(8)),
             "ibv_alloc_mw": lambda: handles.MemoryWindow(pd, MwType.TYPE_2),
-            "ibv_bind_mw": lambda: near.qp.bind_window(window, near.region, 0, 8, AccessFlags.REMOTE_READ),
+            "ibv_bind_mw": lambda: bind_window(near.qp, window, near.region, 0, 8, AccessFlags.REMOTE_READ),
             "ibv_create_comp_channel": lambda: handles.CompletionChannel(context),
             "ibv_create_cq": lambda: handles.CompletionQueue(context, 4),
             "ibv_create_cq_ex": lambda: handles.CompletionQueue(context, 4, parent_domain=domain),
@@ -203,13 +204,13 @@ class TestLosingTheDevice:
             "ibv_modify_srq": lambda: srq.modify(limit=1),
             "ibv_query_srq": srq.query,
             "ibv_get_srq_num": lambda: srq.number,
-            "ibv_post_srq_recv": srq.post_recv,
+            "ibv_post_srq_recv": lambda: post_recv(srq),
             "ibv_create_qp": lambda: handles.QueuePair(domain, near.cq, near.cq),
             "ibv_create_qp_ex": lambda: handles.QueuePair(xrc_domain=xrc_domain, qp_type=10),
             "ibv_query_qp": near.qp.query,
             "ibv_modify_qp": lambda: near.qp.modify(QpState.ERR),
-            "ibv_post_send": lambda: near.qp.post_send(WRITE),
-            "ibv_post_recv": near.qp.post_recv,
+            "ibv_post_send": lambda: post_send(near.qp, WRITE),
+            "ibv_post_recv": lambda: post_recv(near.qp),
             "ibv_create_ah": lambda: handles.AddressHandle(pd, way),
         }
         for verb, call in calls.items():
@@ -222,7 +223,7 @@ class TestLosingTheDevice:
         assert len(allocator.live) == held
         # What had come before is still to be taken; nothing more comes.
         succeed(near.cq)
-        assert near.cq.poll() == far.cq.poll() == []
+        assert poll(near.cq) == poll(far.cq) == []
         assert channel.get_event() is None
         assert context.get_async_event() is None
         destroy_all(opened)
@@ -246,7 +247,7 @@ class TestLosingTheDevice:
         context.faults.lose_device()
         expect(context, EventType.DEVICE_FATAL, None)
         context.faults.clear()
-        assert near.cq.poll() == far.cq.poll() == []
+        assert poll(near.cq) == poll(far.cq) == []
         assert context.faults.held() == 0
 
     def test_it_is_lost_for_one_context(self, context: software.Context) -> None:

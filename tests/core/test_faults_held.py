@@ -11,6 +11,7 @@ from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import CAPABILITIES, connect_to, make_domain, make_pair, make_queue, succeed, wait_for
 from tests.core.test_xrc import make_receiver, make_sender, make_target
+from tests.raw_verbs import poll, post_recv, post_send
 from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
@@ -18,7 +19,7 @@ WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNAL
 
 def post(qp: handles.QueuePair, *wr_ids: int) -> None:
     for wr_id in wr_ids:
-        qp.post_send(WRITE, wr_id=wr_id, flags=SIGNALED)
+        post_send(qp, WRITE, wr_id=wr_id, flags=SIGNALED)
 
 
 def wait_held(context: software.Context, count: int) -> None:
@@ -27,7 +28,7 @@ def wait_held(context: software.Context, count: int) -> None:
 
 def wr_ids(cq: handles.CompletionQueue) -> list[int]:
     """What is in a queue; nothing is on its way to it."""
-    return [completion.wr_id for completion in cq.poll(64)]
+    return [completion.wr_id for completion in poll(cq, 64)]
 
 
 def test_held_and_released(context: software.Context, kind: str) -> None:
@@ -60,8 +61,8 @@ def test_of_one_queue_pair_both_ways(context: software.Context, kind: str) -> No
     near, far = make_pair(context, kind)
     context.faults.hold(far.qp)
     context.faults.hold(far.qp)  # is held already
-    far.qp.post_recv([far.sge(0, 8)], wr_id=10)
-    near.qp.post_send(SEND, [near.sge(0, 8)], wr_id=1, flags=SIGNALED)
+    post_recv(far.qp, [far.sge(0, 8)], wr_id=10)
+    post_send(near.qp, SEND, [near.sge(0, 8)], wr_id=1, flags=SIGNALED)
     succeed(near.cq)
     post(far.qp, 2)
     wait_held(context, 2)
@@ -92,7 +93,7 @@ def test_flushed_ones_come_behind(context: software.Context, kind: str) -> None:
     post(near.qp, 2)
     wait_held(context, 2)
     context.faults.unhold()
-    assert [(completion.wr_id, completion.status) for completion in near.cq.poll()] == [
+    assert [(completion.wr_id, completion.status) for completion in poll(near.cq)] == [
         (1, WcStatus.SUCCESS),
         (2, WcStatus.WR_FLUSH_ERR),
     ]
@@ -155,7 +156,7 @@ def release_all(context: software.Context, kind: str, seed: int, *, shuffled: bo
             wait_held(context, held)  # so that they come in this order
     assert [plan.release(1, shuffled=shuffled) for _ in range(10)] == [1] * 10
     assert plan.release(shuffled=shuffled) == 22
-    found = cq.poll(64)
+    found = poll(cq, 64)
     plan.unhold()
     for number, qp in enumerate(qps):
         assert [completion.wr_id for completion in found if numbers[completion.qp_num] == number] == list(range(8))

@@ -23,6 +23,7 @@ from tests.core.pairs import (
     wait_for,
 )
 from tests.core.transports import QKEY, make_uc_pair, make_ud_pair, way_to
+from tests.raw_verbs import poll, post_recv, post_send
 from tests.waiting import wait_until
 
 SEND, WRITE, SIGNALED = SendOpcode.SEND, SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
@@ -31,7 +32,8 @@ FAILURES = [status for status in WcStatus if status]
 
 
 def write(near: End, far: End, wr_id: int, length: int = 8) -> None:
-    near.qp.post_send(
+    post_send(
+        near.qp,
         WRITE,
         [near.sge(0, length)],
         wr_id=wr_id,
@@ -59,7 +61,7 @@ def make_patient_pair(context: software.Context, kind: str = "plain", timeout: i
 def again(near: End, far: End) -> None:
     for end in (near, far):
         end.qp.modify(QpState.RESET)
-        assert end.cq.poll() == []
+        assert poll(end.cq) == []
     connect(near.qp, far.qp)
 
 
@@ -68,9 +70,9 @@ class TestRequests:
         near, far = make_pair(context, kind)
         near.memory[:8] = b"arrives?"
         context.faults.fail_request(WcStatus.LOC_QP_OP_ERR, near.qp, first=2, vendor_err=77)
-        far.qp.post_send(WRITE, flags=SIGNALED)  # another queue pair's are not counted
+        post_send(far.qp, WRITE, flags=SIGNALED)  # another queue pair's are not counted
         succeed(far.cq)
-        near.qp.post_send(WRITE, wr_id=1, flags=SIGNALED)
+        post_send(near.qp, WRITE, wr_id=1, flags=SIGNALED)
         write(near, far, 2)
         write(near, far, 3)
         good, failed, flushed = wait_for(near.cq, 3)
@@ -92,7 +94,7 @@ class TestRequests:
     def test_each_status(self, inline: software.Context, status: WcStatus) -> None:
         near, _ = make_pair(inline)
         inline.faults.fail_request(int(status), near.qp)
-        near.qp.post_send(WRITE, wr_id=1)  # it was not asked to complete, and does
+        post_send(near.qp, WRITE, wr_id=1)  # it was not asked to complete, and does
         assert statuses(near, 1) == [(1, status)]
         assert inline.faults.records() == [("request", near.qp.qp_num, 1, status)]
 
@@ -101,7 +103,7 @@ class TestRequests:
         context.faults.fail_request(WcStatus.GENERAL_ERR, first=2, every=2, times=2)
         found = []
         for end in (near, far, near, near):
-            end.qp.post_send(WRITE, flags=SIGNALED)
+            post_send(end.qp, WRITE, flags=SIGNALED)
             found += statuses(end, 1)
             if found[-1][1]:
                 again(near, far)
@@ -115,7 +117,7 @@ class TestRequests:
     def test_unreliable_ones_stop_their_queue_alone(self, context: software.Context, kind: str) -> None:
         near, _ = make_uc_pair(context, kind)
         context.faults.fail_request(WcStatus.LOC_PROT_ERR, near.qp)
-        near.qp.post_send(SEND, wr_id=1)
+        post_send(near.qp, SEND, wr_id=1)
         assert statuses(near, 1) == [(1, WcStatus.LOC_PROT_ERR)]
         assert near.qp.query().qp_state is QpState.SQE
 
@@ -133,7 +135,7 @@ class TestRequests:
         for use in (plan.lose_messages, plan.hold, lambda qp: plan.fail_request(WcStatus.FATAL_ERR, qp)):
             with pytest.raises(TypeError, match="QueuePair"):
                 use(nonsense)
-        near.qp.post_send(WRITE, flags=SIGNALED)
+        post_send(near.qp, WRITE, flags=SIGNALED)
         succeed(near.cq)
 
     @pytest.mark.once
@@ -151,7 +153,7 @@ class TestRequests:
             for use in uses:
                 with pytest.raises(ValueError, match=r"<QueuePair \d+ of soft0> is not of <Context of soft0>"):
                     use(stranger.qp)
-            stranger.qp.post_send(WRITE, flags=SIGNALED)
+            post_send(stranger.qp, WRITE, flags=SIGNALED)
             succeed(stranger.cq)
             stranger.qp.destroy()  # nothing keeps it
         near.qp.destroy()
@@ -167,8 +169,8 @@ class TestReceives:
     def test_each_status(self, inline: software.Context, status: WcStatus) -> None:
         near, far = make_pair(inline)
         inline.faults.fail_request(status, far.qp, receives=True, vendor_err=5)
-        far.qp.post_recv([far.sge(0, 8)], wr_id=1)
-        near.qp.post_send(SEND, [near.sge(0, 4)], wr_id=2)
+        post_recv(far.qp, [far.sge(0, 8)], wr_id=1)
+        post_send(near.qp, SEND, [near.sge(0, 4)], wr_id=2)
         received = wait_for(far.cq)[0]
         assert (received.wr_id, received.status, received.vendor_err) == (1, status, 5)
         told = WcStatus.REM_INV_REQ_ERR if status is WcStatus.LOC_LEN_ERR else WcStatus.REM_OP_ERR
@@ -181,12 +183,17 @@ class TestReceives:
         near.memory[:4] = b"near"
         context.faults.fail_request(WcStatus.LOC_PROT_ERR, receives=True, first=2)
         for wr_id in (10, 11, 12):
-            far.qp.post_recv([far.sge(100, 8)], wr_id=wr_id)
+            post_recv(far.qp, [far.sge(100, 8)], wr_id=wr_id)
         write(near, far, 1)  # comes for none
-        near.qp.post_send(SEND, [near.sge(0, 2)], wr_id=2, flags=SIGNALED)
+        post_send(near.qp, SEND, [near.sge(0, 2)], wr_id=2, flags=SIGNALED)
         assert statuses(near, 2) == [(1, WcStatus.SUCCESS), (2, WcStatus.SUCCESS)]
-        near.qp.post_send(
-            WRITE_WITH_IMM, [near.sge(0, 4)], wr_id=3, remote_addr=far.region.address + 200, rkey=far.region.rkey
+        post_send(
+            near.qp,
+            WRITE_WITH_IMM,
+            [near.sge(0, 4)],
+            wr_id=3,
+            remote_addr=far.region.address + 200,
+            rkey=far.region.rkey,
         )
         assert statuses(near, 1) == [(3, WcStatus.REM_OP_ERR)]
         assert statuses(far, 3) == [
@@ -201,10 +208,16 @@ class TestReceives:
         for make in (make_uc_pair, make_ud_pair):
             near, far = make(context, kind)
             context.faults.fail_request(WcStatus.LOC_LEN_ERR, far.qp, receives=True)
-            far.qp.post_recv([far.sge(0, 64)], wr_id=1)
+            post_recv(far.qp, [far.sge(0, 64)], wr_id=1)
             way = handles.AddressHandle(near.pd, way_to(context)) if make is make_ud_pair else None
-            near.qp.post_send(
-                SEND, [near.sge(0, 4)], ah=way, remote_qpn=far.qp.qp_num if way else 0, remote_qkey=QKEY, flags=SIGNALED
+            post_send(
+                near.qp,
+                SEND,
+                [near.sge(0, 4)],
+                ah=way,
+                remote_qpn=far.qp.qp_num if way else 0,
+                remote_qkey=QKEY,
+                flags=SIGNALED,
             )
             succeed(near.cq)
             assert statuses(far, 1) == [(1, WcStatus.LOC_LEN_ERR)]
@@ -217,8 +230,8 @@ class TestReceives:
         near, far = make_end(domain), make_end(domain, srq=srq)
         connect(near.qp, far.qp)
         context.faults.fail_request(WcStatus.LOC_ACCESS_ERR, far.qp, receives=True)
-        srq.post_recv([far.sge(0, 8)], wr_id=1)
-        near.qp.post_send(SEND, [near.sge(0, 4)], wr_id=2)
+        post_recv(srq, [far.sge(0, 8)], wr_id=1)
+        post_send(near.qp, SEND, [near.sge(0, 4)], wr_id=2)
         assert statuses(near, 1) == [(2, WcStatus.REM_OP_ERR)]
         assert statuses(far, 1) == [(1, WcStatus.LOC_ACCESS_ERR)]
         event = next_event(context)
@@ -231,9 +244,9 @@ class TestLosses:
         near, far = make_patient_pair(context, kind)
         near.memory[:8] = b"at last!"
         context.faults.lose_messages(near.qp, first=2, times=3)
-        far.qp.post_send(WRITE, flags=SIGNALED)
+        post_send(far.qp, WRITE, flags=SIGNALED)
         succeed(far.cq)
-        near.qp.post_send(WRITE, flags=SIGNALED)
+        post_send(near.qp, WRITE, flags=SIGNALED)
         succeed(near.cq)
         write(near, far, 2)
         succeed(near.cq)
@@ -253,7 +266,7 @@ class TestLosses:
         near, far = make_pair(context, kind)
         context.faults.lose_messages_at_random(1_000_000)
         for end in (near, far):
-            end.qp.post_send(WRITE, wr_id=1)
+            post_send(end.qp, WRITE, wr_id=1)
             assert statuses(end, 1) == [(1, WcStatus.RETRY_EXC_ERR)]
         context.faults.lose_messages_at_random(0)
         again(near, far)
@@ -265,14 +278,14 @@ class TestLosses:
         way = handles.AddressHandle(near.pd, way_to(context))
         context.faults.lose_messages(near.qp, first=1, every=2, times=2)
         for wr_id in range(4):
-            far.qp.post_recv([far.sge(0, 64)], wr_id=wr_id)
+            post_recv(far.qp, [far.sge(0, 64)], wr_id=wr_id)
         for number in range(4):
-            near.qp.post_send(
-                SEND, [near.sge(0, number)], ah=way, remote_qpn=far.qp.qp_num, remote_qkey=QKEY, flags=SIGNALED
+            post_send(
+                near.qp, SEND, [near.sge(0, number)], ah=way, remote_qpn=far.qp.qp_num, remote_qkey=QKEY, flags=SIGNALED
             )
             succeed(near.cq)
         assert [completion.byte_len - 40 for completion in wait_for(far.cq, 2)] == [1, 3]
-        assert far.cq.poll() == []
+        assert poll(far.cq) == []
 
     def test_at_random_and_again(self, context: software.Context) -> None:
         """The n-th attempts of a queue pair are lost by the seed, here and in another context."""
@@ -283,7 +296,7 @@ class TestLosses:
             plan.seed(seed)
             for _ in range(40):
                 for end in ends:
-                    end.qp.post_send(WRITE, flags=SIGNALED)
+                    post_send(end.qp, WRITE, flags=SIGNALED)
                 for end in ends:
                     succeed(end.cq)
             records = plan.records()[before:]

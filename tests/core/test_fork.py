@@ -14,6 +14,7 @@ from tests.core.contexts import MODES, open_context, opened
 from tests.core.family import Family, make_all
 from tests.core.pairs import PATIENCE_S, connect, make_domain, make_end, make_pair, succeed, wait_for
 from tests.core.test_handles_closed import IDENTITY, ask, public
+from tests.raw_verbs import post_send
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
@@ -23,7 +24,9 @@ def transfer(mode: str, kind: str = "thread domain") -> bytes:
     with opened(mode) as context:
         near, far = make_pair(context, kind)
         near.memory[:5] = b"moved"
-        near.qp.post_send(WRITE, [near.sge(0, 5)], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
+        post_send(
+            near.qp, WRITE, [near.sge(0, 5)], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey
+        )
         succeed(near.cq)
         return bytes(far.memory[:5])
 
@@ -73,7 +76,7 @@ def test_nothing_is_made_of_what_was_inherited(context: software.Context) -> Non
 def test_the_child_opens_its_own(context: software.Context, kind: str, inner: str) -> None:
     near, far = make_pair(context, kind)
     assert in_child(lambda: transfer(inner, kind)) == b"moved"
-    near.qp.post_send(WRITE, flags=SIGNALED)
+    post_send(near.qp, WRITE, flags=SIGNALED)
     succeed(near.cq)
     assert far.memory == bytes(4096)
 
@@ -112,7 +115,8 @@ def test_requests_under_way_are_the_parent_s(kind: str, delay_ns: int) -> None:
         near.memory[:] = bytes(range(256)) * 16
         near.cq.request_notify()
         for number in range(100):
-            near.qp.post_send(
+            post_send(
+                near.qp,
                 WRITE,
                 [near.sge()],
                 wr_id=number,
@@ -172,7 +176,9 @@ def test_forks_from_threads_while_others_work(context: software.Context) -> None
 
     def work() -> None:
         while not stop.is_set():
-            near.qp.post_send(WRITE, [near.sge()], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey)
+            post_send(
+                near.qp, WRITE, [near.sge()], flags=SIGNALED, remote_addr=far.region.address, rkey=far.region.rkey
+            )
             succeed(near.cq)
             with allocating:
                 handles.MemoryRegion(near.pd, bytearray(8)).destroy()

@@ -8,6 +8,7 @@ from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import KINSHIPS, MEMBERS, Family, make, make_all
+from tests.raw_verbs import poll
 
 COUNTED = {
     "pds": 1,
@@ -41,7 +42,7 @@ def use(handle: handles.Handle) -> None:
         case handles.CompletionChannel():
             assert handle.get_event() is None
         case handles.CompletionQueue():
-            assert handle.poll() == []
+            assert poll(handle) == []
         case handles.MemoryWindow():
             assert handle.rkey != 0
         case handles.AddressHandle():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aioverbs import ClosedResourceError, QpState, SendOpcode, VerbsError
+from aioverbs import ClosedResourceError, QpState, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
@@ -52,18 +52,10 @@ MAKERS = {"adopt", "import_device", "import_pd", "open"}
 MODIFICATIONS: dict[type, tuple[int, ...]] = {handles.QueuePair: (QpState.INIT,), handles.CompletionQueue: (0, 0)}
 
 
-def a_window() -> handles.MemoryWindow:
-    """A memory window that is open, if there is one."""
-    windows = [handle for handle in handles.open_handles() if isinstance(handle, handles.MemoryWindow)]
-    return windows[0] if windows else handles.MemoryWindow.__new__(handles.MemoryWindow)
-
-
 # Arguments of those methods that need some.
 CALLS: dict[str, Callable[[Any], object]] = {
     "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
-    "post_send": lambda qp: qp.post_send(SendOpcode.SEND),
     "begin_modify": lambda qp: qp.begin_modify(QpState.INIT).end(),
-    "bind_window": lambda qp: qp.bind_window(a_window(), None, 0, 0, 0),
     "resize": lambda cq: cq.resize(1),
     "set_delay": lambda context: context.set_delay(0),
     "table_slot": lambda context: context.table_slot("alloc_pd"),

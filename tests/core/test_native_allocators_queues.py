@@ -26,6 +26,7 @@ from tests.core.allocators import CQ, QP, RECORD, Recording
 from tests.core.children import in_child
 from tests.core.pairs import PATIENCE_S, connect, make_end, succeed
 from tests.core.pieces import all_kinds, huge_pages_free
+from tests.raw_verbs import post_send
 
 SRQ = 1 << 32 | 4
 TYPES = {CQ: "completion queue", RECORD: "doorbell record", QP: "queue pair", SRQ: "shared receive queue"}
@@ -68,7 +69,8 @@ def test_queues(
     assert {kind.resource_type: kind.kind for kind in allocator.usage()} == TYPES
 
     near.memory[:5] = b"moved"
-    near.qp.post_send(
+    post_send(
+        near.qp,
         SendOpcode.RDMA_WRITE,
         [near.sge(0, 5)],
         flags=SendFlags.SIGNALED,
@@ -114,7 +116,7 @@ def test_the_default(context: software.Context, td: parent_domain.ThreadDomain |
     domain = domain_of(context, allocator, td)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
-    near.qp.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
+    post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
     succeed(near.cq)
     assert domain.held == 0
     usage = allocator.usage()

@@ -14,6 +14,7 @@ from tests.core.allocators import Recording
 from tests.core.contexts import open_context, opened
 from tests.core.family import make_all
 from tests.core.pairs import make_pair
+from tests.raw_verbs import post_send
 from tests.waiting import wait_until
 
 
@@ -105,7 +106,8 @@ def test_requests_under_way_outlive_every_reference() -> None:
             near, far = make_pair(context)
             region = handles.MemoryRegion(far.pd, seen, 7)
             near.memory[:8] = b"arrived!"
-            near.qp.post_send(
+            post_send(
+                near.qp,
                 SendOpcode.RDMA_WRITE,
                 [near.sge(0, 8)],
                 flags=SendFlags.SIGNALED,

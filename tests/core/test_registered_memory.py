@@ -12,6 +12,7 @@ from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from tests.core.contexts import children
 from tests.core.pairs import ALL_ACCESS, make_pair, wait_for
+from tests.raw_verbs import post_send
 
 READABLE = AccessFlags.REMOTE_READ
 
@@ -70,7 +71,7 @@ def test_writable_buffers(pd: handles.ProtectionDomain, memory: Any) -> None:
 def test_read_only_memory_is_for_reading(context: software.Context) -> None:
     near, far = make_pair(context)
     region = handles.MemoryRegion(far.pd, b"constant", READABLE)
-    near.qp.post_send(4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
+    post_send(near.qp, 4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
     wait_for(near.cq)
     assert near.memory[:8] == b"constant"
     for access in (AccessFlags.LOCAL_WRITE, ALL_ACCESS):

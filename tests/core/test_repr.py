@@ -2,15 +2,10 @@
 
 import re
 
-import pytest
-
-from aioverbs import SendFlags, SendOpcode
-from aioverbs._core.handles import handles, parent_domain
-from aioverbs._core.software import software
+from aioverbs._core.handles import parent_domain
 from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
-from tests.core.pairs import make_pair, succeed
 
 OPEN = {
     "context": r"<Context of soft0>",
@@ -38,14 +33,6 @@ def test_handles() -> None:
     assert {name: repr(family[name]) for name in OPEN} == {
         name: text.replace(">", " (closed)>") for name, text in before.items()
     }
-
-
-def test_a_completion(inline: software.Context) -> None:
-    near, far = make_pair(inline)
-    near.qp.post_send(SendOpcode.RDMA_WRITE, wr_id=0xABC, flags=SendFlags.SIGNALED, remote_addr=far.region.address)
-    assert repr(succeed(near.cq)) == f"<WorkCompletion 0xabc: SUCCESS, queue pair {near.qp.qp_num}>"
-    with pytest.raises(TypeError, match=r"come from CompletionQueue\.poll"):
-        handles.WorkCompletion()
 
 
 def test_use_default() -> None:

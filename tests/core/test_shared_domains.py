@@ -9,6 +9,7 @@ from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import connect, make_end, succeed, wait_for
+from tests.raw_verbs import post_send
 
 KEY = 0xFEDCBA9876543210
 
@@ -25,7 +26,8 @@ def test_regions_of_one_instance_serve_queue_pairs_of_another(context: software.
         near.memory[:6] = b"shared"
         # The peer's context has the queue pair, this one the memory.
         mine = make_end(pd)
-        near.qp.post_send(
+        post_send(
+            near.qp,
             SendOpcode.RDMA_WRITE,
             [near.sge(0, 6)],
             remote_addr=mine.region.address,
@@ -35,7 +37,8 @@ def test_regions_of_one_instance_serve_queue_pairs_of_another(context: software.
         succeed(near.cq)
         assert mine.memory[:6] == b"shared"
         # And a local key of the other instance.
-        far.qp.post_send(
+        post_send(
+            far.qp,
             SendOpcode.RDMA_WRITE,
             [near.sge(0, 6)],
             remote_addr=far.region.address,
@@ -52,8 +55,8 @@ def test_a_domain_of_its_own_is_still_closed_to_others(context: software.Context
     near, far = make_end(pd), make_end(pd)
     stranger = make_end(handles.ProtectionDomain(context))
     connect(near.qp, far.qp)
-    near.qp.post_send(
-        SendOpcode.RDMA_WRITE, [near.sge(0, 6)], remote_addr=stranger.region.address, rkey=stranger.region.rkey
+    post_send(
+        near.qp, SendOpcode.RDMA_WRITE, [near.sge(0, 6)], remote_addr=stranger.region.address, rkey=stranger.region.rkey
     )
     assert wait_for(near.cq)[0].status is WcStatus.REM_ACCESS_ERR
 

@@ -11,6 +11,7 @@ from aioverbs.attributes import SrqAttributes
 from tests.core.allocators import Recording
 from tests.core.pairs import End, connect, make_domain, make_end, next_event, succeed, wait_for
 from tests.core.transports import GRH_BYTES, QKEY, start_ud, way_to
+from tests.raw_verbs import poll, post_recv, post_send
 
 SEND, SIGNALED = SendOpcode.SEND, SendFlags.SIGNALED
 
@@ -31,11 +32,11 @@ def test_receives_are_taken_in_the_order_of_messages(context: software.Context, 
     srq, pairs = make_star(context, kind)
     memory = pairs[0][1]
     for wr_id in range(4):
-        srq.post_recv([memory.sge(16 * wr_id, 16)], wr_id=wr_id)
+        post_recv(srq, [memory.sge(16 * wr_id, 16)], wr_id=wr_id)
     for number in range(4):
         near, far = pairs[number % 2]
         near.memory[:1] = bytes([65 + number])
-        near.qp.post_send(SEND, [near.sge(0, 1)])
+        post_send(near.qp, SEND, [near.sge(0, 1)])
         completion = succeed(far.cq)
         assert (completion.wr_id, completion.qp_num) == (number, far.qp.qp_num)
     assert memory.memory[0:64:16] == b"ABCD"
@@ -47,7 +48,7 @@ def test_who_has_one_has_no_receive_queue(inline: software.Context) -> None:
     assert far.qp.srq is srq
     assert (far.qp.capabilities.max_recv_wr, far.qp.capabilities.max_recv_sge) == (0, 0)
     with pytest.raises(VerbsError, match="ibv_post_recv failed: EINVAL"):
-        far.qp.post_recv()
+        post_recv(far.qp)
 
 
 def test_datagrams_too(context: software.Context) -> None:
@@ -56,9 +57,9 @@ def test_datagrams_too(context: software.Context) -> None:
     near, far = make_end(domain, qp_type=QpType.UD), make_end(domain, qp_type=QpType.UD, srq=srq)
     start_ud(near.qp)
     start_ud(far.qp)
-    srq.post_recv([far.sge()])
+    post_recv(srq, [far.sge()])
     way = handles.AddressHandle(domain, way_to(context))
-    near.qp.post_send(SEND, [near.sge(0, 3)], ah=way, remote_qpn=far.qp.qp_num, remote_qkey=QKEY)
+    post_send(near.qp, SEND, [near.sge(0, 3)], ah=way, remote_qpn=far.qp.qp_num, remote_qkey=QKEY)
     assert succeed(far.cq).byte_len == GRH_BYTES + 3
 
 
@@ -80,24 +81,24 @@ def test_a_full_one_refuses(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=4)
     near, far = pairs[0]
     for _ in range(4):
-        srq.post_recv([far.sge(0, 8)])
+        post_recv(srq, [far.sge(0, 8)])
     with pytest.raises(VerbsError, match="ibv_post_srq_recv failed: ENOMEM"):
-        srq.post_recv()
-    near.qp.post_send(SEND, [near.sge(0, 8)])
+        post_recv(srq)
+    post_send(near.qp, SEND, [near.sge(0, 8)])
     succeed(far.cq)
-    srq.post_recv()
+    post_recv(srq)
 
 
 def test_the_limit_is_told_once(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, limit=2)
     near, far = pairs[0]
     for _ in range(4):
-        srq.post_recv([far.sge(0, 8)])
+        post_recv(srq, [far.sge(0, 8)])
     for left in (3, 2):
-        near.qp.post_send(SEND, [near.sge(0, 8)])
+        post_send(near.qp, SEND, [near.sge(0, 8)])
         succeed(far.cq)
         assert context.get_async_event() is None, left
-    near.qp.post_send(SEND, [near.sge(0, 8)])
+    post_send(near.qp, SEND, [near.sge(0, 8)])
     succeed(far.cq)
     event = next_event(context)
     assert event.event_type is EventType.SRQ_LIMIT_REACHED
@@ -105,12 +106,12 @@ def test_the_limit_is_told_once(context: software.Context, kind: str) -> None:
     assert event.port_num is None
     event.ack()
     assert srq.query().limit == 0
-    near.qp.post_send(SEND, [near.sge(0, 8)])
+    post_send(near.qp, SEND, [near.sge(0, 8)])
     succeed(far.cq)
     assert context.get_async_event() is None
     srq.modify(limit=1)  # as few are left already: at once, or with the next message
-    srq.post_recv([far.sge(0, 8)])
-    near.qp.post_send(SEND, [near.sge(0, 8)])
+    post_recv(srq, [far.sge(0, 8)])
+    post_send(near.qp, SEND, [near.sge(0, 8)])
     succeed(far.cq)
     event = next_event(context)
     assert event.element is srq
@@ -121,16 +122,16 @@ def test_a_larger_size(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind, 1, depth=4)
     near, far = pairs[0]
     for number in range(4):
-        srq.post_recv([far.sge(number, 1)], wr_id=number)
+        post_recv(srq, [far.sge(number, 1)], wr_id=number)
     srq.modify(max_wr=64, limit=3)
     assert srq.query().max_wr >= 64
     assert srq.query().limit == 3
     srq.modify(limit=0)
     for number in range(4, 64):
-        srq.post_recv([far.sge(number, 1)], wr_id=number)
+        post_recv(srq, [far.sge(number, 1)], wr_id=number)
     for number in range(64):
         near.memory[number] = number
-        near.qp.post_send(SEND, [near.sge(number, 1)])
+        post_send(near.qp, SEND, [near.sge(number, 1)])
         assert succeed(far.cq).wr_id == number
     assert far.memory[:64] == bytes(range(64))
 
@@ -139,12 +140,12 @@ def test_a_size_that_is_too_small_changes_nothing(context: software.Context, kin
     srq, pairs = make_star(context, kind, 1, depth=16)
     near, far = pairs[0]
     for number in range(16):
-        srq.post_recv([far.sge(0, 8)], wr_id=number)
+        post_recv(srq, [far.sge(0, 8)], wr_id=number)
     before = srq.query()
     with pytest.raises(VerbsError, match="ibv_modify_srq failed: E"):
         srq.modify(max_wr=2)
     assert srq.query() == before
-    near.qp.post_send(SEND, [near.sge(0, 8)])
+    post_send(near.qp, SEND, [near.sge(0, 8)])
     assert succeed(far.cq).wr_id == 0
 
 
@@ -193,7 +194,7 @@ def test_an_xrc_queue_has_a_limit_and_grows(context: software.Context) -> None:
     number = srq.number
     assert srq.query().limit == 2
     for _ in range(4):
-        srq.post_recv()
+        post_recv(srq)
     with pytest.raises(VerbsError, match="ibv_modify_srq failed: EINVAL"):
         srq.modify(max_wr=3, limit=5)
     with pytest.raises(BusyResourceError, match="1 open objects"):
@@ -201,7 +202,7 @@ def test_an_xrc_queue_has_a_limit_and_grows(context: software.Context) -> None:
     srq.modify(max_wr=64, limit=40)
     assert (srq.query().max_wr, srq.query().limit, srq.number) == (64, 40, number)
     for _ in range(60):
-        srq.post_recv()
+        post_recv(srq)
 
 
 def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: software.Context) -> None:
@@ -216,24 +217,24 @@ def test_the_last_receive_of_a_queue_pair_in_error(context: software.Context) ->
     """Nothing is flushed: an event tells that it takes nothing any more."""
     srq, pairs = make_star(context, "plain", 1)
     far = pairs[0][1]
-    srq.post_recv([far.sge(0, 8)])
+    post_recv(srq, [far.sge(0, 8)])
     far.qp.modify(QpState.ERR)
     event = next_event(context)
     assert event.event_type is EventType.QP_LAST_WQE_REACHED
     assert event.element is far.qp
     event.ack()
-    assert far.cq.poll() == []
+    assert poll(far.cq) == []
 
 
 def test_bad_memory_breaks_the_queue_pair_alone(context: software.Context, kind: str) -> None:
     srq, pairs = make_star(context, kind)
     (near, far), (other, whole) = pairs
-    srq.post_recv([(far.region.address, 8, far.region.lkey ^ 0xFF00)])
-    near.qp.post_send(SEND, [near.sge(0, 8)])
+    post_recv(srq, [(far.region.address, 8, far.region.lkey ^ 0xFF00)])
+    post_send(near.qp, SEND, [near.sge(0, 8)])
     assert wait_for(far.cq)[0].status is WcStatus.LOC_PROT_ERR
     assert wait_for(near.cq)[0].status is WcStatus.REM_OP_ERR
-    srq.post_recv([whole.sge(0, 8)])
-    other.qp.post_send(SEND, [other.sge(0, 8)], flags=SIGNALED)
+    post_recv(srq, [whole.sge(0, 8)])
+    post_send(other.qp, SEND, [other.sge(0, 8)], flags=SIGNALED)
     succeed(other.cq)
     succeed(whole.cq)
     while event := context.get_async_event():

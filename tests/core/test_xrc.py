@@ -14,6 +14,7 @@ from aioverbs.attributes import QpCapabilities
 from tests.core.contexts import opened
 from tests.core.pairs import ALL_ACCESS, CAPABILITIES, make_queue, succeed, wait_for
 from tests.core.transports import start_xrc_receiver, start_xrc_sender
+from tests.raw_verbs import poll, post_recv, post_send
 
 SEND, SIGNALED = SendOpcode.SEND, SendFlags.SIGNALED
 
@@ -37,7 +38,8 @@ class Sender:
 
     def send(self, srq: handles.SharedReceiveQueue, data: bytes) -> None:
         self.memory[: len(data)] = data
-        self.qp.post_send(
+        post_send(
+            self.qp,
             SEND,
             [(self.region.address, len(data), self.region.lkey)],
             remote_srqn=srq.number,
@@ -63,7 +65,7 @@ class Receiver:
     region: handles.MemoryRegion
 
     def post(self) -> None:
-        self.srq.post_recv([(self.region.address, 64, self.region.lkey)], wr_id=9)
+        post_recv(self.srq, [(self.region.address, 64, self.region.lkey)], wr_id=9)
 
 
 def make_receiver(context: software.Context, xrc_domain: parent_domain.XrcDomain) -> Receiver:
@@ -111,7 +113,7 @@ def test_queues_of_another_domain_are_not_reached(context: software.Context) -> 
     receiver.post()
     sender.send(receiver.srq, b"no")
     assert wait_for(sender.cq)[0].status is not WcStatus.SUCCESS
-    assert receiver.cq.poll() == []
+    assert poll(receiver.cq) == []
     assert receiver.memory == bytes(64)
     target.destroy()
 
@@ -121,7 +123,8 @@ def test_one_sided_requests_go_by_the_target_s_memory(context: software.Context)
     receiver, sender = make_receiver(context, xrc_domain), make_sender(context)
     make_target(xrc_domain, sender)
     sender.memory[:5] = b"write"
-    sender.qp.post_send(
+    post_send(
+        sender.qp,
         SendOpcode.RDMA_WRITE,
         [(sender.region.address, 5, sender.region.lkey)],
         remote_srqn=receiver.srq.number,
@@ -148,9 +151,9 @@ def test_depths_that_it_has_not(inline: software.Context) -> None:
     assert sender.qp.capabilities.max_recv_wr == sender.qp.capabilities.max_recv_sge == 0
     assert target.capabilities == target.query().cap == QpCapabilities(0, 0, 0, 0, 0)
     with pytest.raises(VerbsError, match="ibv_post_recv failed: EINVAL"):
-        sender.qp.post_recv()
+        post_recv(sender.qp)
     with pytest.raises(VerbsError, match="ibv_post_send failed: EINVAL"):
-        target.post_send(SEND)
+        post_send(target, SEND)
 
 
 class TestDomains:

@@ -11,6 +11,7 @@ from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from tests.core.pairs import CAPABILITIES, wait_for
 from tests.core.transports import QKEY, way_to
+from tests.raw_verbs import post_send
 
 RC, UC, UD, XRC_SEND, XRC_RECV = QpType.RC, QpType.UC, QpType.UD, QpType.XRC_SEND, QpType.XRC_RECV
 RESET, INIT, RTR, RTS, SQD, SQE, ERR = (
@@ -133,7 +134,7 @@ class Bench:
         if state is ERR:
             qp.modify(ERR)
         if state is SQE:
-            qp.post_send(SendOpcode.SEND, [(4096, 1, 0xFFFF_FF00)], ah=self.way if qp_type is UD else None)
+            post_send(qp, SendOpcode.SEND, [(4096, 1, 0xFFFF_FF00)], ah=self.way if qp_type is UD else None)
             assert wait_for(self.cq)[0].status is WcStatus.LOC_PROT_ERR
         assert qp.query().qp_state is state
         return qp

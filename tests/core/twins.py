@@ -7,6 +7,7 @@ from hypothesis import note
 
 from aioverbs import BusyResourceError, ClosedResourceError, SendFlags, VerbsError
 from aioverbs._core.handles import handles
+from tests import raw_verbs
 from tests.core.model import Channel, Context, Node, Pd, Queue, Region, Window
 from tests.core.model_queue_pairs import Bind, Qp, Receive, Send, SharedQueue
 from tests.core.twins_watching import Watcher
@@ -44,7 +45,8 @@ class Twins(Watcher):
             | SendFlags.SOLICITED * request.solicited
             | SendFlags.INLINE * (request.inline is not None)
         )
-        self.qp(qp).post_send(
+        raw_verbs.post_send(
+            self.qp(qp),
             request.opcode,
             request.sges,
             wr_id=request.wr_id,
@@ -62,7 +64,8 @@ class Twins(Watcher):
         )
 
     def _post_bind(self, qp: Qp, request: Bind) -> None:
-        self.qp(qp).bind_window(
+        raw_verbs.bind_window(
+            self.qp(qp),
             self.handle(request.window, handles.MemoryWindow),
             self.handle(request.region, handles.MemoryRegion) if request.region else None,
             request.remote_addr,
@@ -86,7 +89,7 @@ class Twins(Watcher):
     def post_recv(self, qp: Qp, receive: Receive) -> None:
         self.settle()
         note(f"queue pair {qp.number}: post {receive}")
-        error = errno_of(lambda: self.qp(qp).post_recv(receive.sges, wr_id=receive.wr_id))
+        error = errno_of(lambda: raw_verbs.post_recv(self.qp(qp), receive.sges, wr_id=receive.wr_id))
         assert error == self.fabric.post_recv(qp, receive), (qp.number, receive)
         self.under_way = qp
 
@@ -95,7 +98,7 @@ class Twins(Watcher):
         note(f"{self.srq(shared)}: post {receive}")
         if shared.xrc_domain:
             self.posted_to[receive.wr_id] = shared
-        error = errno_of(lambda: self.srq(shared).post_recv(receive.sges, wr_id=receive.wr_id))
+        error = errno_of(lambda: raw_verbs.post_recv(self.srq(shared), receive.sges, wr_id=receive.wr_id))
         assert error == self.fabric.post_shared(shared, receive), (shared, receive)
 
     # ---- destroying
@@ -147,7 +150,7 @@ class Twins(Watcher):
                 case handles.Context():
                     handle.query_device()
                 case handles.CompletionQueue():
-                    handle.poll()
+                    assert handle.cqe
                 case handles.QueuePair() | handles.SharedReceiveQueue():
                     handle.query()
                 case handles.MemoryRegion():

@@ -11,6 +11,7 @@ from aioverbs._core.software import software
 from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
+from tests.raw_verbs import Completion, poll
 
 PATIENCE_S = 10.0
 
@@ -34,7 +35,7 @@ class Watcher(Registry):
 
     def poll(self, queue: Queue, count: int) -> int:
         """Take up to so many completions and compare each with the next one that the model expects there."""
-        completions = self.cq(queue).poll(count)
+        completions = poll(self.cq(queue), count)
         note(f"poll for {count}: {completions}")
         for completion in completions:
             side = completion.wr_id & 1
@@ -51,7 +52,7 @@ class Watcher(Registry):
             self.done[kind, side, expected.status] += 1
         return len(completions)
 
-    def _compare(self, completion: handles.WorkCompletion, expected: Expected) -> None:
+    def _compare(self, completion: Completion, expected: Expected) -> None:
         assert (completion.wr_id, completion.status) == (expected.wr_id, expected.status), (completion, expected)
         if expected.opcode is not None:
             assert completion.opcode == expected.opcode

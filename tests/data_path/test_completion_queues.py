@@ -8,6 +8,7 @@ from aioverbs import Device, MessageModel, QpCapabilities, SendFlags, SendOpcode
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import PEERS, ends
 from tests.holding import hold, unhold
+from tests.raw_verbs import post_send
 
 SMALL = QpCapabilities(max_send_wr=8, max_recv_wr=4)
 
@@ -79,7 +80,7 @@ async def test_spins_are_counted(device: Device) -> None:
 async def test_completions_of_what_is_not_there_are_counted(device: Device) -> None:
     async with ends(device) as pair:
         for wr_id in (0, 1, 2**62, 2**63, 2**64 - 1):
-            pair.near.handle.post_send(SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED, wr_id=wr_id)
+            post_send(pair.near.handle, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED, wr_id=wr_id)
         await pair.write(b"x")
         assert pair.cq.statistics().late == 5
 

@@ -21,6 +21,7 @@ from tests.capabilities import Capability, needs
 from tests.data_path.ends import Ends, ends
 from tests.holding import hold, unhold
 from tests.pace import patience
+from tests.raw_verbs import post_send
 
 DEPTH = 8
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -53,7 +54,7 @@ def fill(pair: Ends, most: int = 4 * DEPTH) -> int:
     """
     for posted in range(most):
         try:
-            pair.near.handle.post_send(SendOpcode.RDMA_WRITE)
+            post_send(pair.near.handle, SendOpcode.RDMA_WRITE)
         except VerbsError as error:
             if error.errno != errno.ENOMEM:
                 raise

@@ -21,6 +21,7 @@ from tests.capabilities import Capability, needs
 from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, pair_on, until
 from tests.holding import hold
 from tests.pace import patience
+from tests.raw_verbs import post_send
 
 SIGNALED = 2  # of enum ibv_send_flags
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -173,7 +174,8 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
         hold(device, pair.near)  # of the next one there, not of the late one
         waiting = asyncio.create_task(outcomes(*([pair.write(8)] if taken else [])))
         await asyncio.sleep(0)
-        pair.far.handle.post_send(
+        post_send(
+            pair.far.handle,
             SendOpcode.RDMA_WRITE,
             [pair.source[:8].sge],
             wr_id=FIRST,

@@ -42,7 +42,7 @@ def calls_of(pair: Pair) -> list[Callable[[], object]]:
         lambda: pair.near.write_nowait(source, remote),
         lambda: pair.far.receive(source),
         lambda: pair.near.query(),
-        lambda: pair.cq.handle.poll(1),
+        lambda: pair.cq.handle.request_notify(),
     ]
 
 

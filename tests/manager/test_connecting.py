@@ -41,6 +41,7 @@ from tests.capabilities import Capability, capabilities, needs, qp_types
 from tests.core.pairs import succeed, wait_for
 from tests.holding import hold, unhold
 from tests.pace import patience
+from tests.raw_verbs import post_recv, post_send
 from tests.waiting import wait_until
 
 RESET, INIT, RTR, RTS, SQD, ERR = QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS, QpState.SQD, QpState.ERR
@@ -200,7 +201,7 @@ async def test_changes_while_it_drains(device: Device) -> None:
         near, far = of.near.local_endpoint(), of.far.local_endpoint()
         of.near.connect(far)
         of.far.connect(near, min_rnr_timer=31)  # half a second, in which it is told to wait
-        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge])
+        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
         wait_until(lambda: _begun(of.near))
         with pytest.raises(TransitionError, match=r"sq_draining: .* wait for EventType\.SQ_DRAINED"):
             of.near.to_sqd(timeout=9)
@@ -250,9 +251,9 @@ async def test_xrc_sends(device: Device) -> None:
     async with scene(device, XRC_SEND) as of:
         of.connect()
         assert of.srq is not None
-        of.srq.handle.post_recv([of.region[32:64].sge])
+        post_recv(of.srq.handle, [of.region[32:64].sge])
         of.region.buffer[:4] = b"sent"
-        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge], remote_srqn=of.srq.number)
+        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge], remote_srqn=of.srq.number)
         succeed(of.received.handle)
         assert bytes(of.region.buffer[32:36]) == b"sent"
 
@@ -266,11 +267,16 @@ async def test_datagrams_go_to_an_endpoint(device: Device) -> None:
         assert remote.qp_type is UD
         assert remote.qkey == of.far.query().qkey < 1 << 31, "the upper half of the keys is for privileged users"
         assert of.near.local_endpoint().qkey == 0x77
-        of.far.handle.post_recv([of.region[1024:2048].sge])
+        post_recv(of.far.handle, [of.region[1024:2048].sge])
         of.region.buffer[:4] = b"sent"
         ah = handles.AddressHandle(of.region.handle.pd, of.near.path_to(remote))
-        of.near.handle.post_send(
-            SendOpcode.SEND, [of.region[:4].sge], ah=ah, remote_qpn=remote.qp_num, remote_qkey=remote.qkey
+        post_send(
+            of.near.handle,
+            SendOpcode.SEND,
+            [of.region[:4].sge],
+            ah=ah,
+            remote_qpn=remote.qp_num,
+            remote_qkey=remote.qkey,
         )
         succeed(of.received.handle)
         ah.destroy()
@@ -350,9 +356,9 @@ async def test_a_receive_that_comes_late_is_waited_for(device: Device) -> None:
         of.near.connect(of.far.local_endpoint(), rnr_retry=7)  # as often as it takes
         of.far.connect(near, min_rnr_timer=26)
         of.region.buffer[:4] = b"late"
-        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge])
+        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
         await asyncio.sleep(0.01)
-        of.far.handle.post_recv([of.region[64:128].sge])
+        post_recv(of.far.handle, [of.region[64:128].sge])
         succeed(of.received.handle)
         assert bytes(of.region.buffer[64:68]) == b"late"
 
@@ -360,7 +366,7 @@ async def test_a_receive_that_comes_late_is_waited_for(device: Device) -> None:
 async def test_one_that_never_comes_ends_it(device: Device) -> None:
     async with scene(device) as of:
         of.connect()
-        of.near.handle.post_send(SendOpcode.SEND, [of.region[:4].sge])
+        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
         assert wait_for(of.sent.handle)[0].status is WcStatus.RNR_RETRY_EXC_ERR
         assert of.near.qp_state is RTS, "as it was last known"
         with pytest.raises(TransitionError, match="from ERR to RTS: there is no such transition"):

@@ -31,6 +31,7 @@ from tests.core.pairs import connect
 from tests.holding import hold, unhold
 from tests.manager.test_write import REMOTE, connected, ends, pair_on
 from tests.pace import patience
+from tests.raw_verbs import post_send
 from tests.waiting import until, wait_until
 
 TURN = 256  # completions are taken in one turn of the loop
@@ -85,7 +86,8 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
         await asyncio.sleep(0.01)
         target = pair.target.remote()
         for _ in range(2 * cq.cqe):
-            near.post_send(
+            post_send(
+                near,
                 SendOpcode.RDMA_WRITE,
                 [pair.source[:1].sge],
                 flags=SendFlags.SIGNALED,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from aioverbs import AccessFlags, Mtu, QpState, SendFlags, SendOpcode, VerbsError, WcFlags, WcStatus
 from aioverbs._core.handles import handles
 from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.raw_verbs import poll, post_recv, post_send
 
 GID_INDEX = 1
 PATIENCE_S = 3.0
@@ -267,14 +268,15 @@ class World:
         self.wr_id += 1
         end.posted[self.wr_id] = receive
         key = end.regions["all"].lkey + (BAD_KEY if receive.bad_key else 0)
-        end.qp.post_recv([(end.address(RECEIVES_AT + SLOT * receive.slot), receive.length, key)], wr_id=self.wr_id)
+        post_recv(end.qp, [(end.address(RECEIVES_AT + SLOT * receive.slot), receive.length, key)], wr_id=self.wr_id)
 
     def _post(self, sender: End, receiver: End, request: Request, flags: SendFlags) -> list[tuple[object, ...]]:
         """Post it; what there is to say if that is refused."""
         lkey = sender.regions["all"].lkey + (BAD_KEY if request.bad_lkey else 0)
         region = receiver.regions[request.region]
         try:
-            sender.qp.post_send(
+            post_send(
+                sender.qp,
                 request.opcode,
                 [(sender.address(offset), length, lkey) for offset, length in request.pieces],
                 wr_id=self.wr_id,
@@ -294,7 +296,7 @@ class World:
         failed = WcStatus.SUCCESS
         deadline = time.monotonic() + PATIENCE_S
         while ("refused", self.wr_id) not in [entry[:2] for entry in result.sends]:
-            for completion in end.send_cq.poll(16):
+            for completion in poll(end.send_cq, 16):
                 good = completion.status is WcStatus.SUCCESS
                 failed = failed or completion.status
                 # Of a failure only this much is valid.
@@ -311,7 +313,7 @@ class World:
         all_of_it = end.qp.query().qp_state is QpState.ERR
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            completions = end.recv_cq.poll(16)
+            completions = poll(end.recv_cq, 16)
             for completion in completions:
                 end.posted.pop(completion.wr_id, None)
                 good = completion.status is WcStatus.SUCCESS

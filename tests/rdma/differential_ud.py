@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from aioverbs import AccessFlags, QpState, SendFlags, SendOpcode, WcFlags, WcStatus
 from aioverbs._core.handles import handles
 from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.raw_verbs import poll, post_recv, post_send
 
 GID_INDEX = 1
 PATIENCE_S = 5.0
@@ -116,9 +117,10 @@ class World:
         source, target = self.members[datagram.source], self.members[datagram.target]
         for _ in range(min(datagram.receives, len(target.free))):
             slot = target.free.pop(0)
-            target.qp.post_recv([(target.region.address + MTU + SLOT * slot, SLOT, target.region.lkey)], wr_id=slot)
+            post_recv(target.qp, [(target.region.address + MTU + SLOT * slot, SLOT, target.region.lkey)], wr_id=slot)
         expected = datagram.welcome and len(target.free) < SLOTS
-        source.qp.post_send(
+        post_send(
+            source.qp,
             SendOpcode.SEND_WITH_IMM if datagram.with_imm else SendOpcode.SEND,
             [(source.region.address, datagram.length, source.region.lkey)] if datagram.length else [],
             wr_id=position,
@@ -129,7 +131,7 @@ class World:
             remote_qkey=datagram.qkey,
         )
         deadline = time.monotonic() + PATIENCE_S
-        while not (found := source.send_cq.poll(4)):
+        while not (found := poll(source.send_cq, 4)):
             assert time.monotonic() < deadline, f"datagram {position} was never sent"
         self.result.sends[datagram.source] += [(each.wr_id, each.status, each.opcode) for each in found]
         while expected and not self.receive(datagram.target):
@@ -140,7 +142,7 @@ class World:
     def receive(self, index: int) -> int:
         """Take what has arrived at a queue pair; how many."""
         member = self.members[index]
-        found = member.recv_cq.poll(8)
+        found = poll(member.recv_cq, 8)
         for each in found:
             member.free.append(each.wr_id)
             if each.status is not WcStatus.SUCCESS:

@@ -10,6 +10,7 @@ from aioverbs import AccessFlags, Mtu, QpState, WcStatus
 from aioverbs._core.handles import handles
 from aioverbs._providers import hardware, software
 from aioverbs.attributes import AddressVector, QpCapabilities
+from tests.raw_verbs import Completion, poll
 
 GID_INDEX = 1  # an IPv4 GID, RoCE v2, on kernel soft-RoCE and on the software device alike
 ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -72,15 +73,15 @@ class Pair:
         region = self.regions[side]
         return region.address + offset, length, region.lkey
 
-    def wait(self, side: int) -> handles.WorkCompletion:
+    def wait(self, side: int) -> Completion:
         """The next completion of one side, by polling."""
         deadline = time.monotonic() + 20
-        while not (found := self.queues[side].poll(1)):
+        while not (found := poll(self.queues[side], 1)):
             if time.monotonic() > deadline:
                 raise TimeoutError("no completion came")
         return found[0]
 
-    def succeed(self, side: int) -> handles.WorkCompletion:
+    def succeed(self, side: int) -> Completion:
         """The next completion of one side, which must be a success."""
         completion = self.wait(side)
         assert completion.status is WcStatus.SUCCESS

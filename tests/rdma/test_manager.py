@@ -327,7 +327,13 @@ class TestAdopting:
             pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # which nobody answers
             await asyncio.sleep(0)
             context.close()
-            for ask in (near.query, device.events, device.protection_domain, cq.handle.poll, near.local_endpoint):
+            for ask in (
+                near.query,
+                device.events,
+                device.protection_domain,
+                cq.handle.request_notify,
+                near.local_endpoint,
+            ):
                 with pytest.raises(LenderClosedError):
                     ask()
             with pytest.raises(LenderClosedError):

@@ -9,6 +9,7 @@ import pytest
 from aioverbs import SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._providers import hardware
+from tests.raw_verbs import post_recv, post_send
 from tests.rdma.seam import Pair, opened, rdma_devices
 
 
@@ -46,7 +47,8 @@ def test_queries(context: handles.Context, device: str) -> None:
 def test_write_and_read(pair: Pair) -> None:
     pair.memory[0][:4096] = bytes(range(256)) * 16
     for opcode, local in ((SendOpcode.RDMA_WRITE, 0), (SendOpcode.RDMA_READ, 8192)):
-        pair.qps[0].post_send(
+        post_send(
+            pair.qps[0],
             opcode,
             [pair.sge(0, local, 1000), pair.sge(0, local + 1000, 3096)],
             wr_id=1 << 63 | local,
@@ -60,9 +62,9 @@ def test_write_and_read(pair: Pair) -> None:
 
 def test_send_with_immediate_wakes_a_sleeper(pair: Pair) -> None:
     pair.queues[1].request_notify()
-    pair.qps[1].post_recv([pair.sge(1, 0, 64)], wr_id=7)
+    post_recv(pair.qps[1], [pair.sge(1, 0, 64)], wr_id=7)
     pair.memory[0][:5] = b"hello"
-    pair.qps[0].post_send(SendOpcode.SEND_WITH_IMM, [pair.sge(0, 0, 5)], flags=SendFlags.SIGNALED, imm_data=0x01020304)
+    post_send(pair.qps[0], SendOpcode.SEND_WITH_IMM, [pair.sge(0, 0, 5)], flags=SendFlags.SIGNALED, imm_data=0x01020304)
     pair.sleep(1)
     received = pair.succeed(1)
     assert (received.wr_id, received.byte_len, received.imm_data) == (7, 5, 0x01020304)
@@ -76,7 +78,8 @@ def test_atomics(pair: Pair) -> None:
         (SendOpcode.ATOMIC_FETCH_AND_ADD, 1, 0, 41),
         (SendOpcode.ATOMIC_CMP_AND_SWP, 42, 7, 42),
     ):
-        pair.qps[0].post_send(
+        post_send(
+            pair.qps[0],
             opcode,
             [pair.sge(0, 0, 8)],
             flags=SendFlags.SIGNALED,
@@ -92,7 +95,8 @@ def test_atomics(pair: Pair) -> None:
 
 def test_bad_rkey_breaks_the_queue_pair(pair: Pair) -> None:
     for wr_id in (1, 2):
-        pair.qps[0].post_send(
+        post_send(
+            pair.qps[0],
             SendOpcode.RDMA_WRITE,
             [pair.sge(0, 0, 8)],
             wr_id=wr_id,
@@ -141,7 +145,8 @@ def test_two_devices() -> None:
     with opened(names[0]) as near, opened(names[1]) as far:
         pair = Pair(handles.ProtectionDomain(near), handles.ProtectionDomain(far))
         pair.memory[0][:] = b"\x5a" * len(pair.memory[0])
-        pair.qps[0].post_send(
+        post_send(
+            pair.qps[0],
             SendOpcode.RDMA_WRITE,
             [pair.sge(0, 0, len(pair.memory[0]))],
             flags=SendFlags.SIGNALED,

@@ -17,6 +17,7 @@ import pytest
 
 from aioverbs import BusyResourceError, SendFlags, SendOpcode, VerbsError
 from aioverbs._core.handles import handles, parent_domain
+from tests.raw_verbs import post_send
 from tests.rdma.seam import Pair, opened, rdma_devices
 from tests.rdma.shim import CONTROL_PAGE, Shim
 
@@ -64,7 +65,8 @@ class Pages:
 def transfer(pair: Pair) -> None:
     """Prove that a pair works."""
     pair.memory[0][:8] = b"proof..."
-    pair.qps[0].post_send(
+    post_send(
+        pair.qps[0],
         SendOpcode.RDMA_WRITE,
         [pair.sge(0, 0, 8)],
         flags=SendFlags.SIGNALED,

@@ -39,9 +39,9 @@ async def test_objects_under_it_disable_internal_locking(device: Device) -> None
     concurrent access to that object from multiple user threads": so no other thread gets as far as the object."""
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
-        with pytest.raises(AffinityError, match="ibv_poll_cq"):
-            await asyncio.to_thread(queue.poll)
-        assert queue.poll() == []
+        with pytest.raises(AffinityError, match="ibv_resize_cq"):
+            await asyncio.to_thread(queue.resize, 4)
+        queue.resize(4)
         queue.destroy()
     assert device.statistics().overlaps == 0, "the device itself, which watches, saw nobody"
 
@@ -52,7 +52,7 @@ async def test_by_default_objects_are_safe_for_many_threads(device: Device) -> N
     async with device.protection_domain() as pd:
         queue = handles.CompletionQueue(device.handle, 4)
         qp = handles.QueuePair(pd.handle, queue, queue)
-        await asyncio.gather(*(asyncio.to_thread(queue.poll) for _ in range(16)), asyncio.to_thread(qp.query))
+        await asyncio.gather(*(asyncio.to_thread(queue.resize, 4) for _ in range(16)), asyncio.to_thread(qp.query))
         qp.destroy()
         queue.destroy()
 

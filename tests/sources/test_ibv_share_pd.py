@@ -10,6 +10,7 @@ from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.core.pairs import succeed
+from tests.raw_verbs import post_send
 from tests.rdma.seam import connect
 
 KEY = 0xFEDCBA9876543210
@@ -58,7 +59,8 @@ async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device
             near, far = handles.QueuePair(pd.handle, queue, queue), handles.QueuePair(pd.handle, queue, queue)
             connect(near, far)
             connect(far, near)
-            near.post_send(
+            post_send(
+                near,
                 SendOpcode.RDMA_WRITE,
                 [region[:4].sge],
                 flags=SendFlags.SIGNALED,

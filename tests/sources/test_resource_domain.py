@@ -34,7 +34,7 @@ async def test_safe(device: Device) -> None:
     for thread safety issues." """
     async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
-        await asyncio.gather(*(asyncio.to_thread(queue.poll) for _ in range(32)))
+        await asyncio.gather(*(asyncio.to_thread(queue.resize, 4) for _ in range(32)))
         queue.destroy()
     assert device.statistics().overlaps == 0
 
@@ -46,8 +46,8 @@ async def test_unsafe(device: Device) -> None:
     async with device.resource_domain(thread_model=ThreadModel.UNSAFE) as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         for _ in range(8):
-            assert await asyncio.to_thread(queue.poll) == []
-            assert queue.poll() == []
+            await asyncio.to_thread(queue.resize, 4)
+            queue.resize(4)
         await asyncio.to_thread(queue.destroy)
 
 
@@ -59,8 +59,8 @@ async def test_single(device: Device) -> None:
         first, second = (handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle) for _ in range(2))
         for queue in (first, second):
             with pytest.raises(AffinityError):
-                await asyncio.to_thread(queue.poll)
-            assert queue.poll() == []
+                await asyncio.to_thread(queue.resize, 4)
+            queue.resize(4)
         with pytest.raises(AffinityError, match="ibv_create_cq_ex"):
             await asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
         with pytest.raises(AffinityError, match="ibv_destroy_cq"):

@@ -394,7 +394,7 @@ cdef class Completer:
             table = queue.slots if queue is not None else NULL
         work = slots_find(table, wc.wr_id) if table != NULL else NULL
         if work == NULL:
-            self.late += 1              # of what was destroyed meanwhile, or of who posts by the handle
+            self.late += 1              # of what was destroyed meanwhile, or of who posts beside this
             return 0
         operation = <Operation>work
         return operation.queue._completed(operation, wc)

@@ -445,22 +445,51 @@ cdef class WorkQueue:
         return error
 
     cdef int _bind(self, Operation operation, request *made) noexcept:
+        # The window's new key is good when the request has completed.
         cdef _Extra extra = operation.extra
-        cdef v.ibv_mw_bind bind
+        cdef MemoryWindow window = extra.window
+        cdef MemoryRegion region = operation.keep
         cdef int error
-        memset(&bind, 0, sizeof(bind))
-        bind.wr_id = operation.number
-        bind.send_flags = made.send.send_flags | SIGNALED
-        bind.bind_info = extra.bind_info
         try:
-            error = (<QueuePair>self.handle)._bind(extra.window, operation.keep, &bind, None)
+            if window.context is not self.handle.context:
+                raise ValueError(f"{window!r} is of another context than {self.handle!r}")
+            window._enter()
+            try:
+                region._enter()
+                try:
+                    extra.bind_info.mr = region.pointer
+                    error = self._call_bind(window, &extra.bind_info, made)
+                finally:
+                    region._leave()
+            finally:
+                window._leave()
             if not error:
-                operation.value = RemoteRegion(
-                    extra.bind_info.addr, extra.bind_info.length, extra.window.pointer.rkey
-                )
+                operation.value = RemoteRegion(extra.bind_info.addr, extra.bind_info.length, window.pointer.rkey)
         except Exception as raised:     # the window is closed, or of another context
             operation._fail(raised)
             return EINVAL
+        return error
+
+    cdef int _call_bind(self, MemoryWindow window, v.ibv_mw_bind_info *bind_info, request *made) except? -1:
+        cdef v.ibv_qp *qp = (<QueuePair>self.handle).pointer
+        cdef v.ibv_mw_bind bind
+        cdef v.ibv_send_wr *bad = NULL
+        cdef uint32_t key = window.pointer.rkey
+        cdef int error
+        made.send.send_flags |= SIGNALED
+        if window.mw_type == <int>v.IBV_MW_TYPE_1:          # it has a verb of its own, and the device chooses the key
+            memset(&bind, 0, sizeof(bind))
+            bind.wr_id = made.send.wr_id
+            bind.send_flags = made.send.send_flags
+            bind.bind_info = bind_info[0]
+            return v.verbs_bind_mw(qp, window.pointer, &bind)
+        key = (key & 0xffffff00) | ((key + 1) & 0xff)       # the low byte is its owner's to choose
+        made.send.bind_mw.mw = window.pointer
+        made.send.bind_mw.rkey = key
+        made.send.bind_mw.bind_info = bind_info[0]
+        error = v.verbs_post_send(qp, &made.send, &bad)
+        if not error:
+            window.pointer.rkey = key   # providers leave this to their callers
         return error
 
     cdef int _take_all_scratch(self, Operation operation, request *made) except -1:

@@ -86,24 +86,6 @@ cdef class CompletionChannel(Handle):
             self._unuse()
 
 
-cdef class WorkCompletion:
-    """A completion: ``struct ibv_wc``. On an error only `wr_id`, `status`, `vendor_err` and `qp_num` mean anything.
-
-    `imm_data` comes with ``WcFlags.WITH_IMM``, `invalidated_rkey` with ``WcFlags.WITH_INV``, both in host order; 0
-    without. `completion_timestamp`, in the device's own ticks (of the software device: ``time.monotonic_ns``), is None
-    where the queue was not made with timestamps. `byte_len` counts the 40 bytes before a datagram, too.
-    """
-
-    def __init__(self):
-        raise TypeError("completions come from CompletionQueue.poll")
-
-    def __repr__(self):
-        return f"<WorkCompletion {self.wr_id:#x}: {self.status.name}, queue pair {self.qp_num}>"
-
-
-cdef object _statuses = {int(status): status for status in WcStatus}
-
-
 cdef class CompletionQueue(Handle):
     """A completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` where `extended` or a keyword after it is given.
 
@@ -113,10 +95,9 @@ cdef class CompletionQueue(Handle):
     :param cqe: how many completions it holds at least; `cqe` tells how many it does.
     :param channel: where its events arrive.
     :param comp_vector: which of the context's `num_comp_vectors` raises them.
-    :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
+    :param extended: it is polled by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
     :param parent_domain: takes locks and memory from there.
     :param single_threaded: takes no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
-    :param timestamps: completions carry the device's time; this needs, and implies, `extended`.
     :raises ValueError: `cqe` is less than 1, or a part is of another context.
     :raises VerbsError: with EINVAL where the device has no queue of that size or no such vector, with what a parent
         domain's allocator led to (what it raised is the cause), with EOPNOTSUPP where the provider lacks something.
@@ -132,7 +113,6 @@ cdef class CompletionQueue(Handle):
         bint extended=False,
         ProtectionDomain parent_domain=None,
         bint single_threaded=False,
-        bint timestamps=False,
         Affinity affinity=None,
     ):
         self._begin()
@@ -141,18 +121,17 @@ cdef class CompletionQueue(Handle):
         for part in (channel, parent_domain):
             if part is not None and (<Handle>part).context is not context:
                 raise ValueError(f"{part!r} is of another context")
-        extended = extended or timestamps
         use_ex = extended or single_threaded or parent_domain is not None
         verb = "ibv_create_cq_ex" if use_ex else "ibv_create_cq"
         self._belong(_common((channel, parent_domain), affinity), verb)
         try:
-            self._create(context, cqe, channel, comp_vector, extended, parent_domain, single_threaded, timestamps, verb)
+            self._create(context, cqe, channel, comp_vector, extended, parent_domain, single_threaded, verb)
         finally:
             self._belongs()
 
     def _create(
         self, context, cqe, channel, int comp_vector, bint extended, ProtectionDomain parent_domain,
-        bint single_threaded, bint timestamps, str verb,
+        bint single_threaded, str verb,
     ):
         cdef int error = 0
         use_ex = verb == "ibv_create_cq_ex"
@@ -160,7 +139,6 @@ cdef class CompletionQueue(Handle):
         self.context = context
         self.channel = channel
         self.parent_domain = parent_domain
-        self._timestamps = timestamps
         try:
             if use_ex:
                 error = self._create_extended(context, cqe, channel, comp_vector, parent_domain, single_threaded)
@@ -198,10 +176,7 @@ cdef class CompletionQueue(Handle):
         attr.comp_vector = comp_vector
         attr.wc_flags = (
             v.IBV_WC_EX_WITH_BYTE_LEN | v.IBV_WC_EX_WITH_IMM | v.IBV_WC_EX_WITH_QP_NUM | v.IBV_WC_EX_WITH_SRC_QP
-            | v.IBV_WC_EX_WITH_SLID | v.IBV_WC_EX_WITH_SL
         )
-        if self._timestamps:
-            attr.wc_flags |= v.IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
         if single:
             attr.comp_mask |= v.IBV_CQ_INIT_ATTR_MASK_FLAGS
             attr.flags = v.IBV_CREATE_CQ_ATTR_SINGLE_THREADED
@@ -321,106 +296,3 @@ cdef class CompletionQueue(Handle):
             gate_leave_many(&self._gate, count)
         finally:
             self._unuse()
-
-    def poll(self, int count=16):
-        """Take up to `count` completions, a list of `WorkCompletion`: ``ibv_poll_cq``, or ``ibv_start_poll`` and on.
-
-        :raises ValueError: `count` is less than 1.
-        :raises VerbsError: with EIO where the queue is broken and all that it still had was taken.
-        """
-        self._use("ibv_poll_cq")
-        try:
-            if count < 1:
-                raise ValueError(f"poll takes 1 completion at least, not {count}")
-            return self._poll(count)
-        finally:
-            self._unuse()
-
-    cdef list _poll(self, int count):
-        cdef v.ibv_wc wcs[POLL_BATCH]
-        cdef uint64_t timestamps[POLL_BATCH]
-        cdef uint64_t *stamps = timestamps if self._timestamps else NULL
-        cdef v.ibv_wc *wc
-        cdef WorkCompletion completion
-        cdef int wanted, found, error, i
-        result = []
-        while True:
-            wanted = min(count, POLL_BATCH)
-            error = 0
-            if self._resizing:
-                # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
-                with nogil:
-                    found = _take(self.pointer, self.extended_pointer, wanted, wcs, stamps, &error)
-            else:
-                found = _take(self.pointer, self.extended_pointer, wanted, wcs, stamps, &error)
-            if found < 0:
-                # The software device tells the error, others just fail.
-                error = -found if self.context.software else EIO
-            if error and found <= 0 and not result:
-                self._check("ibv_start_poll" if self.extended_pointer else "ibv_poll_cq", error)
-            for i in range(found):
-                wc = &wcs[i]
-                completion = WorkCompletion.__new__(WorkCompletion)
-                completion.wr_id = wc.wr_id
-                completion.status = _statuses.get(wc.status, wc.status)
-                completion.opcode = wc.opcode
-                completion.vendor_err = wc.vendor_err
-                completion.byte_len = wc.byte_len
-                if wc.wc_flags & v.IBV_WC_WITH_INV:
-                    completion.invalidated_rkey = wc.imm_data       # a union, in host order
-                elif wc.wc_flags & v.IBV_WC_WITH_IMM:
-                    completion.imm_data = v.ntohl(wc.imm_data)
-                completion.qp_num = wc.qp_num
-                completion.src_qp = wc.src_qp
-                completion.wc_flags = wc.wc_flags
-                completion.slid = wc.slid
-                completion.sl = wc.sl
-                if stamps:
-                    completion.completion_timestamp = stamps[i]
-                result.append(completion)
-            count -= wanted
-            if found < wanted or not count:
-                return result
-
-
-cdef inline int _take(
-    ibv_cq *cq, ibv_cq_ex *extended, int wanted, v.ibv_wc *wcs, uint64_t *stamps, int *error
-) noexcept nogil:
-    if extended:
-        return _take_extended(extended, wanted, wcs, stamps, error)
-    return v.verbs_poll_cq(cq, wanted, wcs)
-
-
-# No Python object is made or dropped between start_poll and end_poll: that could run a finalizer, which may use this
-# queue, or let another thread run, which would wait for the queue's lock while it keeps the GIL from this one.
-cdef int _take_extended(ibv_cq_ex *cq, int wanted, v.ibv_wc *wcs, uint64_t *stamps, int *error) noexcept nogil:
-    cdef v.ibv_poll_cq_attr attr
-    cdef v.ibv_wc *wc
-    cdef int found = 0, last
-    attr.comp_mask = 0
-    last = cq.start_poll(cq, &attr)
-    if last:
-        error[0] = 0 if last == ENOENT else last
-        return 0
-    while True:
-        wc = &wcs[found]
-        memset(wc, 0, sizeof(wc[0]))
-        wc.wr_id = cq.wr_id
-        wc.status = <v.ibv_wc_status>cq.status
-        wc.vendor_err = cq.read_vendor_err(cq)
-        wc.qp_num = cq.read_qp_num(cq)
-        if stamps:
-            stamps[found] = cq.read_completion_ts(cq)
-        if cq.status == 0:
-            wc.opcode = <v.ibv_wc_opcode>cq.read_opcode(cq)
-            wc.byte_len = cq.read_byte_len(cq)
-            wc.imm_data = cq.read_imm_data(cq)
-            wc.src_qp = cq.read_src_qp(cq)
-            wc.wc_flags = cq.read_wc_flags(cq)
-            wc.slid = cq.read_slid(cq)
-            wc.sl = cq.read_sl(cq)
-        found += 1
-        if found == wanted or cq.next_poll(cq):
-            break
-    cq.end_poll(cq)
-    return found

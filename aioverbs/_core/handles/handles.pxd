@@ -13,7 +13,6 @@ from aioverbs._core.abi.libibverbs cimport (
     ibv_cq_ex,
     ibv_mr,
     ibv_mw,
-    ibv_mw_bind,
     ibv_pd,
     ibv_qp,
     ibv_qp_init_attr,
@@ -167,25 +166,6 @@ cdef class CompletionQueue(Handle):
     cdef readonly ProtectionDomain parent_domain
     cdef int _unacknowledged            # events taken, counted by the functions of handles/handle_gate.h
     cdef int _resizing                  # calls under way, counted likewise
-    cdef bint _timestamps
-
-    cdef list _poll(self, int count)
-
-
-cdef class WorkCompletion:
-    cdef readonly object wr_id
-    cdef readonly object status
-    cdef readonly int opcode
-    cdef readonly uint32_t vendor_err
-    cdef readonly uint32_t byte_len
-    cdef readonly uint32_t imm_data
-    cdef readonly uint32_t qp_num
-    cdef readonly uint32_t src_qp
-    cdef readonly unsigned int wc_flags
-    cdef readonly uint32_t invalidated_rkey
-    cdef readonly uint16_t slid
-    cdef readonly uint8_t sl
-    cdef readonly object completion_timestamp
 
 
 cdef class SharedReceiveQueue(Handle):
@@ -216,6 +196,3 @@ cdef class QueuePair(Handle):
     cdef int _make(self, ibv_qp_init_attr *attr, tuple parts, str verb) except -1
     cdef int _create(self, ibv_qp_init_attr *attr) except? -1
     cdef int _create_in_xrc_domain(self, ibv_qp_init_attr *attr) except? -1
-    cdef int _check_way(self, AddressHandle ah) except -1
-    cdef int _bind(self, MemoryWindow window, MemoryRegion region, ibv_mw_bind *bind, rkey) except? -1
-    cdef int _post_bind(self, MemoryWindow window, ibv_mw_bind *bind, uint32_t key) except? -1

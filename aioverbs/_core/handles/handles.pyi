@@ -1,5 +1,4 @@
 from asyncio import AbstractEventLoop
-from collections.abc import Sequence
 from typing import Never, Protocol, final
 
 from typing_extensions import Buffer, TypedDict, Unpack, disjoint_base
@@ -12,7 +11,7 @@ from aioverbs.attributes import (
     QpCapabilities,
     SrqAttributes,
 )
-from aioverbs.types import AccessFlags, EventType, Mtu, MwType, QpState, QpType, SendOpcode, WcStatus
+from aioverbs.types import AccessFlags, EventType, Mtu, MwType, QpState, QpType
 
 class _Owner(Protocol):
     def close(self) -> object: ...
@@ -165,36 +164,6 @@ class CompletionChannel(Handle):
     def get_event(self) -> CompletionQueue | None: ...
 
 @disjoint_base
-class WorkCompletion:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def wr_id(self) -> int: ...
-    @property
-    def status(self) -> WcStatus: ...
-    @property
-    def opcode(self) -> int: ...
-    @property
-    def vendor_err(self) -> int: ...
-    @property
-    def byte_len(self) -> int: ...
-    @property
-    def imm_data(self) -> int: ...
-    @property
-    def qp_num(self) -> int: ...
-    @property
-    def src_qp(self) -> int: ...
-    @property
-    def wc_flags(self) -> int: ...
-    @property
-    def invalidated_rkey(self) -> int: ...
-    @property
-    def slid(self) -> int: ...
-    @property
-    def sl(self) -> int: ...
-    @property
-    def completion_timestamp(self) -> int | None: ...
-
-@disjoint_base
 class CompletionQueue(Handle):
     def __init__(
         self,
@@ -206,7 +175,6 @@ class CompletionQueue(Handle):
         extended: bool = False,
         parent_domain: ProtectionDomain | None = None,
         single_threaded: bool = False,
-        timestamps: bool = False,
         affinity: Affinity | None = None,
     ) -> None: ...
     @property
@@ -219,7 +187,6 @@ class CompletionQueue(Handle):
     def modify(self, moderate_count: int, moderate_period_us: int) -> None: ...
     def request_notify(self, solicited_only: bool = False) -> None: ...
     def ack_events(self, count: int = 1) -> None: ...
-    def poll(self, count: int = 16) -> list[WorkCompletion]: ...
 
 @disjoint_base
 class SharedReceiveQueue(Handle):
@@ -244,7 +211,6 @@ class SharedReceiveQueue(Handle):
     def number(self) -> int: ...
     def modify(self, max_wr: int | None = None, limit: int | None = None) -> None: ...
     def query(self) -> SrqAttributes: ...
-    def post_recv(self, sges: Sequence[tuple[int, int, int]] = (), *, wr_id: int = 0) -> None: ...
 
 class _Changes(TypedDict, total=False):
     path_mtu: Mtu | int | None
@@ -309,34 +275,3 @@ class QueuePair(Handle):
     def modify(self, qp_state: QpState | int | None = None, **attributes: Unpack[_Changes]) -> None: ...
     def begin_modify(self, qp_state: QpState | int | None = None, **attributes: Unpack[_Changes]) -> Modification: ...
     def query(self) -> QpAttributes: ...
-    def post_send(
-        self,
-        opcode: SendOpcode | int,
-        sges: Sequence[tuple[int, int, int]] = (),
-        *,
-        wr_id: int = 0,
-        flags: int = 0,
-        remote_addr: int = 0,
-        rkey: int = 0,
-        imm_data: int = 0,
-        compare_add: int = 0,
-        swap: int = 0,
-        invalidate_rkey: int = 0,
-        ah: AddressHandle | None = None,
-        remote_qpn: int = 0,
-        remote_qkey: int = 0,
-        remote_srqn: int = 0,
-    ) -> None: ...
-    def bind_window(
-        self,
-        window: MemoryWindow,
-        region: MemoryRegion | None,
-        address: int,
-        length: int,
-        access: AccessFlags | int,
-        *,
-        wr_id: int = 0,
-        flags: int = 0,
-        rkey: int | None = None,
-    ) -> None: ...
-    def post_recv(self, sges: Sequence[tuple[int, int, int]] = (), *, wr_id: int = 0) -> None: ...

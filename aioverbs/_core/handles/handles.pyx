@@ -58,15 +58,13 @@ from aioverbs.types import (
     PortState,
     QpState,
     QpType,
-    WcStatus,
 )
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.errno cimport EAGAIN, EBUSY, EINVAL, EIO, ENOENT, EOPNOTSUPP, errno
+from libc.errno cimport EAGAIN, EBUSY, EINVAL, EIO, EOPNOTSUPP, errno
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
@@ -110,15 +108,6 @@ cdef extern from "handles/running_loop.h":
     int running_loop_prepare()
     PyObject *running_loop_run()
     uint64_t running_loop_version()
-
-# A posted request of the software device is executed in the call. From this size on the copy takes longer than
-# giving the GIL away and back, and other threads may want to run meanwhile.
-cdef uint64_t RELEASE_GIL_BYTES = 65536
-
-cdef enum:
-    MAX_SGE = 256                       # more than any device has; the device's own limit is found by the verb
-    POLL_BATCH = 64
-
 
 # ---------------------------------------------------------------------------------------------------- the ledger
 
@@ -420,6 +409,5 @@ include "xrc.pxi"
 include "completion.pxi"
 include "shared_receive.pxi"
 include "queue_pair.pxi"
-include "posting.pxi"
 
 publish(defined_in(__name__), globals())

@@ -178,29 +178,3 @@ cdef class SharedReceiveQueue(Handle):
             self._unuse()
         self._check("ibv_query_srq", error)
         return SrqAttributes(max_wr=attr.max_wr, max_sge=attr.max_sge, limit=attr.srq_limit)
-
-    def post_recv(self, sges=(), *, uint64_t wr_id=0):
-        """Post a receive: ``ibv_post_srq_recv``.
-
-        :param sges: where a message goes, as ``(address, length, lkey)`` with the length in bytes, in order.
-        :param wr_id: what its completion will bear.
-        :raises ValueError: there are more entries than any device takes.
-        :raises VerbsError: with ENOMEM where it is full of receives whose completions were not polled, with EINVAL
-            where there are more entries than its `max_sge`.
-        """
-        cdef v.ibv_recv_wr wr
-        cdef v.ibv_recv_wr *bad = NULL
-        cdef v.ibv_sge *list_ = NULL
-        cdef uint64_t total = 0
-        cdef int error
-        memset(&wr, 0, sizeof(wr))
-        wr.wr_id = wr_id
-        self._use("ibv_post_srq_recv")
-        try:
-            list_ = _make_sges(sges, &wr.num_sge, &total)
-            wr.sg_list = list_
-            error = v.verbs_post_srq_recv(self.pointer, &wr, &bad)
-        finally:
-            PyMem_Free(list_)
-            self._unuse()
-        self._check("ibv_post_srq_recv", error)

@@ -1,7 +1,7 @@
 # Part of handles.pyx: memory windows.
 
 cdef class MemoryWindow(Handle):
-    """A memory window: ``ibv_alloc_mw``. `QueuePair.bind_window` binds it.
+    """A memory window: ``ibv_alloc_mw``. A work queue binds it.
 
     :param mw_type: a `MwType`. A window of type 1 is bound and unbound by a verb of its own. One of type 2 is bound by
         a work request, used through that queue pair alone, and unbound by invalidating its key (``LOCAL_INV`` here,

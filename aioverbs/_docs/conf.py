@@ -14,7 +14,7 @@ import aioverbs
 project = "aioverbs"
 copyright = "the authors of aioverbs"  # noqa: A001
 version = release = aioverbs.__version__
-extensions = ["sphinx.ext.autodoc", "myst_parser", "sphinx_click"]
+extensions = ["sphinx.ext.autodoc", "myst_parser", "sphinx_click", "sphinxcontrib.svgbob"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 nitpicky = True
 show_warning_types = True
@@ -25,6 +25,7 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 add_module_names = False
 toc_object_entries_show_parents = "hide"
+myst_enable_extensions = ["tasklist"]
 myst_heading_anchors = 3
 
 html_theme = "furo"

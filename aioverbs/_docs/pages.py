@@ -8,6 +8,7 @@ The README, the changelog, a page of the reference for each theme, and one for e
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import shutil
 import sys
@@ -23,6 +24,7 @@ __all__ = ["write"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
+_INCLUDE = re.compile(r"^```\{literalinclude\} (\S+)$", re.MULTILINE)
 _CONTENTS = """
 ```{{toctree}}
 :caption: {caption}
@@ -51,15 +53,18 @@ def write(folder: Path) -> None:
     for path in _all_examples():
         _page(folder / "examples" / f"{path.stem}.rst", _example(path))
         for each in _files(path):
-            copy = folder / "examples" / each.relative_to(EXAMPLES)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(each, copy)
+            _copy(each, folder / "examples" / each.relative_to(EXAMPLES))
     _page(folder / "examples" / "index.rst", _examples())
 
 
 def _page(path: Path, lines: Iterator[str]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def _copy(path: Path, copy: Path) -> None:
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, copy)
 
 
 def _title(text: str, under: str = "=") -> tuple[str, ...]:
@@ -82,11 +87,11 @@ def _markdown(folder: Path, name: str, page: str) -> list[str]:
             return f"](examples/{path.stem}.rst)"
         if not path.is_file():
             sys.exit(f"{name} has a link to {match[1]}, which is not there: correct it, or take it out")
-        copy = folder / target
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
+        _copy(path, folder / target)
         if path.suffix == ".md":
             found.append(target.removesuffix(".md"))
+            for included in _INCLUDE.findall(path.read_text()):
+                _copy(path.parent / included, folder / os.path.normpath(Path(target).parent / included))
         return match[0]
 
     text = _LINK.sub(link, (ROOT / name).read_text())

@@ -76,9 +76,11 @@ def test_the_readme_and_the_changelog_are_pages(sources: Path) -> None:
     assert "](examples/pool.py)" in readme
     assert "](examples/pool.rst)" in index
     assert (sources / "CHANGELOG.md").read_text() == (ROOT / "CHANGELOG.md").read_text()
-    for page in ("tests/verbs_matrix/verbs", "aioverbs/_docs/protocol"):
+    for page in ("tests/verbs_matrix/verbs", "aioverbs/_docs/protocol", "aioverbs/_docs/contributing"):
         assert (sources / f"{page}.md").is_file(), "the README has a link to it"
         assert f"\n{page}\n" in index
+    lock_order = "aioverbs/_core/soft/base/lock_order.h"
+    assert (sources / lock_order).read_text() == (ROOT / lock_order).read_text(), "the page for contributors shows it"
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:

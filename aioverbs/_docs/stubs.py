@@ -16,7 +16,8 @@ _PUBLIC = {
     "_Region": "MemoryRegion",
 }
 
-_NAMED_IN_FULL = ("asyncio", "types")  # where the page of a name is not known without
+# Where the page of a name is not known without, or where a public name is the same and means something else.
+_NAMED_IN_FULL = ("aioverbs._core.handles.handles", "asyncio", "types")
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ async def test_what_was_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ping_client, "_CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        message = f"^no connection to 127.0.0.1, port {port}: .*0.05 s"
+        message = f"^no connection to 127.0.0.1, port {port}: .*50 ms"
         async with (
             open_device("soft0") as device,
             device.resource_domain() as domain,

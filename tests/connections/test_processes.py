@@ -60,6 +60,7 @@ async def other(device: Device) -> AsyncIterator[Other]:
         try:
             async with asyncio.timeout(patience(20)):
                 status = await process.wait()
+                await process.stdout.read()  # to its end, which is that of its children: uvloop waits for no reader
         except TimeoutError:
             process.kill()
             raise

@@ -293,8 +293,11 @@ def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> No
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def demo(*, as_json: bool, **options: Any) -> None:
     console = Console(quiet=as_json, width=None if sys.stdout.isatty() else 160, highlight=False)
-    with _told():
-        outcome = asyncio.run(demonstrate(Plan(**options), console))
+    try:
+        with _told():
+            outcome = asyncio.run(demonstrate(Plan(**options), console))
+    except asyncio.CancelledError:
+        raise click.Abort from None
     if as_json:
         print(json.dumps({"verified": outcome.verified, **asdict(outcome), "tree": str(outcome.tree)}, indent=2))
     else:

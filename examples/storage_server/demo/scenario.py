@@ -99,9 +99,12 @@ async def demonstrate(plan: Plan, console: Console) -> Outcome:
     """Do it. All processes and files are gone when this returns, or raises.
 
     :param console: where progress is shown.
+    :raises asyncio.CancelledError: SIGINT or SIGTERM came.
     """
-    # As Ctrl-C does, by which asyncio.run cancels what is under way.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="storage-demo-")))
         plan.check(folder)

@@ -46,6 +46,8 @@ async def exchange(here: End, there: Other, qp: QueuePair, *, seed: int = 0, mos
         for each in (*said, back):
             await each
         assert bytes(local.buffer[half + 4096 : half + 4096 + at]) == data
+        while not all(echo.done() for echo in echoes):  # who only receives does not notice that a peer is silent
+            await qp.read(local[half : half + 8], remote[half : half + 8])
         for number, echo in enumerate(echoes):
             assert bytes((await echo).data) == data[number : number + 8]
     assert await there.look(0, min(at, 2000)) == data[:2000]

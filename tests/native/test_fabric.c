@@ -412,12 +412,13 @@ static void who_polls_reads(void)
  * written to his memory is at once. */
 static void answers_to_messages_wait(void)
 {
+    uint64_t enough = now_ns() + WAIT_S * 1000000000ull; /* fewer, where others want the processor as well */
     struct sender sender;
     unsigned int i, waited = 0;
 
     open_both();
     sender_open(&sender, a, &b->device.gids[0], 5);
-    for (i = 1; i <= 200; i++) {
+    for (i = 1; i <= 8 || (i <= 200 && now_ns() < enough); i++) {
         enum ibv_wr_opcode opcode = i % 4 ? IBV_WR_SEND : IBV_WR_RDMA_WRITE;
         uint64_t end = now_ns() + WAIT_S * 1000000000ull;
 

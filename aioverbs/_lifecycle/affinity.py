@@ -277,14 +277,16 @@ class OwnedContext(OwnedBlock[T]):
     ) -> None:
         super().__init__(name, may_begin)
         self._context = context
+        self._is_used = False  # also where entering failed: a generator begins once
 
     async def __aenter__(self) -> T:
-        if self._owner is not None:
+        if self._is_used:
             self._enter("__aenter__")
-            raise RuntimeError(f"{self!r} is for one block, which was entered: make another one for each block")
+            raise RuntimeError(f"{self!r} is for one block, which was begun: make another one for each block")
         return await super().__aenter__()
 
     async def _begin(self) -> T:
+        self._is_used = True
         return await self._context.__aenter__()
 
     async def _end(

@@ -403,8 +403,10 @@ class Acceptor:
             self._close_sockets()
             if manager is not None:
                 channel, listener = manager
-                await listener.aclose()
-                await channel.leave()
+                try:
+                    await listener.aclose()
+                finally:
+                    await channel.leave()
 
     def destroy(self) -> None:
         """What its connections are made on is being closed: where its loop is gone, too, its ports are closed.

@@ -278,7 +278,7 @@ def parse(data: bytes) -> tuple[int, Message]:
     """
     try:
         message = _decode(memoryview(data)[_NUMBER:])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last of arrays in arrays
         raise ProtocolError(f"{len(data)} bytes are no message: {error}") from error
     number = int.from_bytes(data[:_NUMBER], "little")
     short, carried = _split(message)

@@ -87,6 +87,25 @@ async def test_the_block_of_messages_of_a_shared_receive_queue(
             await anext(messages)
 
 
+@pytest.mark.once
+async def test_a_block_of_messages_is_begun_once(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.buffer_pool(64, 4) as pool,
+        domain.shared_receive_queue(4) as srq,
+    ):
+        block = srq.messages(pool)
+        async with block:
+            pass
+        with pytest.raises(RuntimeError, match="is for one block, which was begun: make another one"):
+            await block.__aenter__()
+        failed = srq.messages(pool, low=99)
+        with pytest.raises(ValueError, match="low"):
+            await failed.__aenter__()
+        with pytest.raises(RuntimeError, match="is for one block, which was begun: make another one"):
+            await failed.__aenter__()
+
+
 async def test_the_end_of_messages_of_a_loop_that_has_gone_waits_for_nobody(device: Device) -> None:
     """Its thread has ended and its loop stands still, so that the task that fills the queue never ends."""
     async with (

@@ -152,6 +152,8 @@ def said(*values: object) -> bytes:
         said(1, 1, bytes(15)),
         pack(1, Delete("ab"))[:-1] + b"\xff",
         pack(1, Reopen(1))[:-1] + b"\xcc\x01",  # a longer form of the same
+        pack(1, Reopen(1)) + b"\x91" * 10_000 + b"\x00",
+        bytes(4) + b"\x92\x1e" + b"\x91" * 10_000 + b"\x00",  # deeper than what reads it can go
     ],
 )
 def test_what_is_almost_a_message(data: bytes) -> None:

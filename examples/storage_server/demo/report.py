@@ -18,7 +18,8 @@ def print_report(console: Console, outcome: Outcome) -> None:
     table.add_row("reads of 4 KiB", f"{outcome.blocks:,}: {latencies}")
     table.add_row("the server counted", f"{outcome.flushes:,} flushes, {outcome.syncs:,} syncs of the disk")
     table.add_row("data by messages", f"{outcome.message_bytes:,} bytes: all others one-sidedly")
-    table.add_row("a wrong loop", f"AffinityError: {outcome.affinity_error}")
+    stopped = f"AffinityError: {outcome.affinity_error}" if outcome.affinity_error else "its call was not stopped"
+    table.add_row("a wrong loop", stopped)
     console.print()
     console.print(table)
     for each in outcome.wrong:

@@ -439,6 +439,13 @@ static void a_large_file_keeps_nobody_waiting(void)
         stay += files[i].stays;
         CHECK_EQ(open_descriptors(), open + stay);
     }
+    fd = raw_connect(b);
+    passed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    for (i = 0; i < 2; i++)
+        CHECK(send_with_descriptors(fd, hello + i, passed, 1));
+    EVENTUALLY(last_reason_is(b, "descriptors came that nobody asked for")); /* one of them is enough */
+    close(fd);
+    close(passed);
     close(other);
     EVENTUALLY(open_descriptors() == before);
     close_all();

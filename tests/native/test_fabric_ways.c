@@ -8,7 +8,9 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include "soft/base/epoch.h"
 #include "soft/fabric/stream.h"
+#include "soft/transport/completer.h"
 
 /* A device, and a peer whose listener lets in and says nothing: who sends waits for the connection. */
 struct scene {
@@ -173,6 +175,89 @@ static void repeated_while_it_drains(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
+static uint8_t theirs[4096]; /* what the peer lets read */
+
+static void post_read(struct scene *scene, struct ibv_mr *mr, uint64_t id)
+{
+    struct ibv_sge sge = {(uintptr_t)mr->addr, 64, mr->lkey};
+    struct ibv_send_wr wr = request(IBV_WR_RDMA_READ, id, &sge, 1);
+
+    wr.wr.rdma.rkey = 0x1234;
+    wr.wr.rdma.remote_addr = (uintptr_t)theirs;
+    CHECK_EQ(post(scene->end.qp, &wr), 0);
+}
+
+/* As the peer would answer the oldest read: with its data and a licence, or by an RNR NAK without a delay. */
+static void answer_read(struct scene *scene, bool well)
+{
+    struct soft_qp *qp = qp_of(scene);
+    struct soft_frame frame = {.kind = SOFT_FRAME_RESPONSE, .to = scene->end.qp->qp_num, .from = 17};
+    static const uint8_t data[64];
+    struct grace_reader *grace;
+
+    frame.opcode = well ? SOFT_FRAME_ACK : SOFT_FRAME_RNR;
+    frame.token = qp->req.token;
+    frame.psn = qp->req.window.first_psn;
+    if (well) {
+        frame.part = frame.size = sizeof(data);
+        frame.flags = SOFT_FRAME_LICENCE;
+        frame.address = (uintptr_t)theirs;
+        frame.compare_add = sizeof(theirs);
+    }
+    REQUIRE(grace_ready());
+    grace = grace_enter();
+    soft_answered(qp->link, &frame, data);
+    grace_leave(grace);
+}
+
+/* Although the peer let it read without asking meanwhile, what was refused is asked for again, and that ends. */
+static void a_read_is_refused_while_it_drains(void)
+{
+    struct scene scene = {0};
+    struct check_variant like = *variant;
+    const union ibv_gid *gid;
+    struct ibv_mr *mr;
+    unsigned int asked = 1;
+    void *memory = calloc(1, 4096);
+
+    REQUIRE(memory != NULL);
+    new_directory();
+    like.options.settings = &settings;
+    home_open_like(&scene.home, &like);
+    scene.peer = node_open();
+    atomic_store(&scene.peer->deaf, true);
+    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    gid = &scene.peer->device.gids[0];
+    TYPED_OPEN(&scene.end, &scene.home, .type = IBV_QPT_RC);
+    mr = soft_verbs.reg_mr(scene.home.base, memory, 4096, IBV_ACCESS_LOCAL_WRITE);
+    REQUIRE(mr != NULL);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(&scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
+    post_read(&scene, mr, 1); /* which brings up the link */
+    EVENTUALLY(atomic_load(&scene.peer->requests) == 1);
+    if (!qp_of(&scene)->req.asked.page) { /* the first one that asks for a licence is the next */
+        answer_read(&scene, true);
+        post_read(&scene, mr, 2);
+        asked++;
+        EVENTUALLY(atomic_load(&scene.peer->requests) == asked);
+    }
+    post_read(&scene, mr, 3);
+    asked++;
+    EVENTUALLY(atomic_load(&scene.peer->requests) == asked);
+    CHECK_EQ(modify(&scene, IBV_QPS_SQD, 0, gid), 0);
+    answer_read(&scene, true);
+    answer_read(&scene, false);
+    EVENTUALLY(atomic_load(&scene.peer->requests) == asked + 1);
+    CHECK_EQ(qp_to(scene.end.qp, IBV_QPS_ERR), 0);
+    end_close(&scene.end);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    free(memory);
+    home_close(&scene.home);
+    node_close(scene.peer);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
 /* ---- The end of the process ---------------------------------------------------------------------------------- */
 
 static atomic_bool halted;
@@ -229,4 +314,5 @@ static void halted_while_datagrams_wait(void)
     close_scene(&scene);
 }
 
-CHECK_MAIN(CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(halted_while_datagrams_wait))
+CHECK_MAIN(CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(a_read_is_refused_while_it_drains),
+           CASE(halted_while_datagrams_wait))

@@ -75,6 +75,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     stream->in_begin = stream->in_end = 0;
     stream->refusal = NULL;
     stream->rights = SOFT_RIGHTS_COME;
+    stream->discarded = false;
     if (!stream->in)
         stream->in = malloc(SOFT_IN_SIZE);
     if (!stream->out) {

@@ -81,8 +81,9 @@ struct soft_stream {
     uint64_t deadline;                 /* of the handshake; served and open: till then it gives way to nobody */
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    int came_fd;   /* came beside the first bytes: served: of leases; link: of licences; or -1 */
-    bool licensed; /* served: it gives licences. Link: it has them */
+    int came_fd;    /* came beside the first bytes: served: of leases; link: of licences; or -1 */
+    bool discarded; /* one came that is none of these: no other one may */
+    bool licensed;  /* served: it gives licences. Link: it has them */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
     uint8_t *in; /* SOFT_IN_SIZE bytes, of which [in_begin, in_end) are to be handled */
     uint32_t in_begin, in_end;

@@ -63,7 +63,7 @@ static void end_rights(struct soft_stream *stream)
  * a file that may be larger than what is asked for: the last close of one of gigabytes takes a second. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
-    int *kept = stream->stage == SOFT_GREETING ? &stream->came_fd : NULL;
+    int *kept = stream->stage == SOFT_GREETING && !stream->discarded ? &stream->came_fd : NULL;
     bool unwanted = false;
     ssize_t got;
 
@@ -74,6 +74,7 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
     if (kept && *kept >= 0 && !soft_sealed_is_small(*kept)) {
         soft_descriptor_discard(*kept);
         *kept = -1;
+        stream->discarded = true;
     }
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_END)
         stream->rights = SOFT_RIGHTS_ENDED;

@@ -105,6 +105,8 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
         licence_of(qp, wqe->rkey)->page = 0;
         return false;
     }
+    if (qp->req.waiting) /* for its way, that is: nothing is under way */
+        soft_progressed(qp);
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
         soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
         *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;

@@ -470,8 +470,8 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     struct soft_outgoing part;
     int error = EHOSTUNREACH;
 
-    /* Not where it was sent before: the peer counts it as one of the sequence. */
-    if (!request->offset && !soft_window_repeats(&qp->req.window) && soft_cached_read_may(qp, wqe, request->length)) {
+    /* Not where it was sent before: the peer counts it as one of the sequence, or refused it. */
+    if (!request->offset && !has_begun(qp) && soft_cached_read_may(qp, wqe, request->length)) {
         if (qp->req.window.reads && qp->req.window.sent - qp->req.window.taken == qp->req.window.reads)
             return false; /* it comes sooner when those before it, which are like it, are answered */
         if (!soft_is_under_way(qp) && soft_cached_read(qp, wqe, request, left))

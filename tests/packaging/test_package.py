@@ -97,3 +97,11 @@ def test_it_is_typed() -> None:
         name.endswith((".pyx", ".pxd", ".c", ".h")) or name.startswith(("aioverbs/_build", "aioverbs/_docs"))
         for name in files
     )
+
+
+@pytest.mark.parametrize("module", ["aioverbs.allocators", "aioverbs._core.handles.parent_domain"])
+def test_the_software_device_watches_forks_before_allocators(module: str) -> None:
+    """So `fork` takes locks of allocators first, as threads do: `pthread_atfork` reverses the order."""
+    found = run(f"import sys, {module}; print(*(each for each in sys.modules if each.startswith('aioverbs._core.')))")
+    order = found.split()
+    assert order.index("aioverbs._core.software.software") < order.index("aioverbs._core.alloc.allocators")

@@ -362,22 +362,29 @@ static void descriptors_that_are_not_accepted(void)
     close_all();
 }
 
-/* While the thread that closes them waits, nobody who comes can bring another one. */
-static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
+/* Has the thread that closes descriptors wait, until the other end is closed. */
+static void hold_up_closing(int *other)
 {
-    int ends[2], other, passed, fd;
-    uint8_t byte = 0;
-    unsigned int before, open;
+    int ends[2], passed = lingering(other);
 
-    open_all();
-    before = open_descriptors();
-    passed = lingering(&other);
     REQUIRE_EQ(socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, ends), 0);
     CHECK(send_with_descriptors(ends[0], NULL, passed, 1));
     close(passed);
     close(ends[0]);
     soft_descriptor_discard(ends[1]);
     EVENTUALLY(fcntl(ends[1], F_GETFD) < 0);
+}
+
+/* While the thread that closes them waits, nobody who comes can bring another one. */
+static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
+{
+    int other, fd;
+    uint8_t byte = 0;
+    unsigned int before, open;
+
+    open_all();
+    before = open_descriptors();
+    hold_up_closing(&other);
     while (!soft_descriptors_are_stuck()) {
         fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0);
         REQUIRE(fd >= 0);
@@ -410,19 +417,13 @@ static void a_large_file_keeps_nobody_waiting(void)
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
     unsigned int before, open, i, stay = 0;
     struct soft_hello said = {.flags = 0};
-    int ends[2], other, passed, fd;
+    int other, passed, fd;
 
     open_all();
     memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
     soft_hello_pack(&said, hello);
     before = open_descriptors();
-    passed = lingering(&other);
-    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, ends), 0);
-    CHECK(send_with_descriptors(ends[0], NULL, passed, 1));
-    close(passed);
-    close(ends[0]);
-    soft_descriptor_discard(ends[1]);
-    EVENTUALLY(fcntl(ends[1], F_GETFD) < 0);
+    hold_up_closing(&other);
     open = open_descriptors();
     for (i = 0; i < sizeof(files) / sizeof(files[0]); i++) {
         fd = raw_connect(b);

@@ -137,24 +137,41 @@ static void drained_before_it_began(void)
     close_scene(&scene);
 }
 
-/* The answer is lost while the queue drains: what had begun is sent again, and the queue is drained by its answer. */
-static void repeated_while_it_drains(void)
+/* A queue pair in RTS whose peer hears requests, and answers none as long as it is deaf. */
+static void open_unanswered(struct scene *scene)
 {
-    struct scene scene = {0};
     struct check_variant like = *variant;
     const union ibv_gid *gid;
 
     new_directory();
     like.options.settings = &settings;
-    home_open_like(&scene.home, &like);
-    scene.peer = node_open();
-    atomic_store(&scene.peer->deaf, true);
-    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    home_open_like(&scene->home, &like);
+    scene->peer = node_open();
+    atomic_store(&scene->peer->deaf, true);
+    REQUIRE_EQ(soft_fabric_listen(&scene->peer->device), 0);
+    gid = &scene->peer->device.gids[0];
+    TYPED_OPEN(&scene->end, &scene->home, .type = IBV_QPT_RC);
+    REQUIRE_EQ(modify(scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
+}
+
+/* Once its queue pair is closed. */
+static void close_unanswered(struct scene *scene)
+{
+    home_close(&scene->home);
+    node_close(scene->peer);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* The answer is lost while the queue drains: what had begun is sent again, and the queue is drained by its answer. */
+static void repeated_while_it_drains(void)
+{
+    struct scene scene = {0};
+    const union ibv_gid *gid;
+
+    open_unanswered(&scene);
     gid = &scene.peer->device.gids[0];
-    TYPED_OPEN(&scene.end, &scene.home, .type = IBV_QPT_RC);
-    REQUIRE_EQ(modify(&scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
-    REQUIRE_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
-    REQUIRE_EQ(modify(&scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
     CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
     EVENTUALLY(atomic_load(&scene.peer->requests) == 1);
     CHECK_EQ(modify(&scene, IBV_QPS_SQD, 0, gid), 0);
@@ -170,9 +187,7 @@ static void repeated_while_it_drains(void)
     EXPECT(scene.end.send_cq, 2, IBV_WC_SUCCESS);
     CHECK_EQ(atomic_load(&scene.peer->requests), 4);
     end_close(&scene.end);
-    home_close(&scene.home);
-    node_close(scene.peer);
-    CHECK_EQ(rmdir(directory()), 0);
+    close_unanswered(&scene);
 }
 
 static uint8_t theirs[4096]; /* what the peer lets read */
@@ -214,26 +229,14 @@ static void answer_read(struct scene *scene, bool well)
 static void a_read_is_refused_while_it_drains(void)
 {
     struct scene scene = {0};
-    struct check_variant like = *variant;
-    const union ibv_gid *gid;
     struct ibv_mr *mr;
     unsigned int asked = 1;
     void *memory = calloc(1, 4096);
 
     REQUIRE(memory != NULL);
-    new_directory();
-    like.options.settings = &settings;
-    home_open_like(&scene.home, &like);
-    scene.peer = node_open();
-    atomic_store(&scene.peer->deaf, true);
-    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
-    gid = &scene.peer->device.gids[0];
-    TYPED_OPEN(&scene.end, &scene.home, .type = IBV_QPT_RC);
+    open_unanswered(&scene);
     mr = soft_verbs.reg_mr(scene.home.base, memory, 4096, IBV_ACCESS_LOCAL_WRITE);
     REQUIRE(mr != NULL);
-    REQUIRE_EQ(modify(&scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
-    REQUIRE_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
-    REQUIRE_EQ(modify(&scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
     post_read(&scene, mr, 1); /* which brings up the link */
     EVENTUALLY(atomic_load(&scene.peer->requests) == 1);
     if (!qp_of(&scene)->req.asked.page) { /* the first one that asks for a licence is the next */
@@ -245,7 +248,7 @@ static void a_read_is_refused_while_it_drains(void)
     post_read(&scene, mr, 3);
     asked++;
     EVENTUALLY(atomic_load(&scene.peer->requests) == asked);
-    CHECK_EQ(modify(&scene, IBV_QPS_SQD, 0, gid), 0);
+    CHECK_EQ(qp_to(scene.end.qp, IBV_QPS_SQD), 0);
     answer_read(&scene, true);
     answer_read(&scene, false);
     EVENTUALLY(atomic_load(&scene.peer->requests) == asked + 1);
@@ -253,9 +256,7 @@ static void a_read_is_refused_while_it_drains(void)
     end_close(&scene.end);
     CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
     free(memory);
-    home_close(&scene.home);
-    node_close(scene.peer);
-    CHECK_EQ(rmdir(directory()), 0);
+    close_unanswered(&scene);
 }
 
 /* ---- The end of the process ---------------------------------------------------------------------------------- */

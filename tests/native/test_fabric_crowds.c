@@ -260,25 +260,35 @@ static void accept_late(struct node *node)
     soft_mutex_give(&fabric->progress);
 }
 
-/* Those who have said who they are, and nothing more, leave most of the process's descriptors to it. Who comes after
- * them waits, of which the user is told where it does not end by itself, and is let in by the first one that no queue
- * pair is connected to. */
-static void idle_peers_leave_descriptors(void)
+/* Two devices of a process that may have so many descriptors, where queue pairs are connected to all peers. Return what
+ * the limit was. */
+static struct rlimit open_both_within(rlim_t most)
 {
-    enum { LIMIT = 200, MOST = LIMIT / 4, HIGHEST = 2 * MOST + 100 };
     struct rlimit before, limit;
-    int fds[MOST], fd;
-    unsigned int i;
 
-    REQUIRE(HIGHEST <= LIMIT && grace_ready());
     REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-    limit = (struct rlimit){LIMIT, before.rlim_max};
+    limit = (struct rlimit){most, before.rlim_max};
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
     new_directory();
     a = node_open();
     b = node_open();
     REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
     atomic_store(&b->expects, true);
+    return before;
+}
+
+/* Those who have said who they are, and nothing more, leave most of the process's descriptors to it. Who comes after
+ * them waits, of which the user is told where it does not end by itself, and is let in by the first one that no queue
+ * pair is connected to. */
+static void idle_peers_leave_descriptors(void)
+{
+    enum { LIMIT = 200, MOST = LIMIT / 4, HIGHEST = 2 * MOST + 100 };
+    struct rlimit before;
+    int fds[MOST], fd;
+    unsigned int i;
+
+    REQUIRE(HIGHEST <= LIMIT && grace_ready());
+    before = open_both_within(LIMIT);
     for (i = 0; i < MOST; i++)
         fds[i] = raw_open(b);
     EVENTUALLY(stats_of(b).accepted == MOST);
@@ -337,19 +347,12 @@ static int raw_open_directly(const struct node *to)
 static void direct_peers_leave_descriptors(void)
 {
     enum { LIMIT = 200, MOST = LIMIT / 4 / 2 };
-    struct rlimit before, limit;
+    struct rlimit before;
     unsigned int open, i;
     int fds[MOST], fd;
 
     REQUIRE(grace_ready());
-    REQUIRE_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-    limit = (struct rlimit){LIMIT, before.rlim_max};
-    REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
-    new_directory();
-    a = node_open();
-    b = node_open();
-    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
-    atomic_store(&b->expects, true);
+    before = open_both_within(LIMIT);
     fds[0] = raw_open_directly(b); /* the page of licences is made */
     open = open_descriptors();
     for (i = 1; i < MOST; i++)

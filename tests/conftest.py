@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-pytest_plugins = ["aioverbs.testing"]
+pytest_plugins = ["aioverbs.testing", "tests.ways"]
 if "AIOVERBS_TEST_ROUND" in os.environ:  # set by tests/flaky/run.py
     pytest_plugins.append("tests.flaky.plugin")
 
@@ -37,7 +37,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def _loop_factories() -> Mapping[str, LoopFactory]:
-    """The event loops that every async test runs on; AIOVERBS_TEST_LOOPS names fewer."""
+    """The event loops that async tests run on; AIOVERBS_TEST_LOOPS names fewer."""
     factories: dict[str, LoopFactory] = {}
     for name in os.environ.get("AIOVERBS_TEST_LOOPS", "asyncio,uvloop").split(","):
         if name == "uvloop":
@@ -53,7 +53,7 @@ LOOP_FACTORIES = _loop_factories()
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, LoopFactory]:
-    """Each async test is run once per loop."""
+    """Each async test can run on each of them: see `tests.ways`."""
     return LOOP_FACTORIES
 
 
@@ -72,27 +72,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == "summary":
                 terminalreporter.write_line(f"{report.nodeid}: {value}")
-
-
-# A test that is marked `once` is run with the first value of each of these parameters.
-_LOOPS_AND_EXECUTIONS = ("_asyncio_loop_factory", "aioverbs_device", "context", "device", "direct", "loop_name")
-
-
-def _is_repetition(item: pytest.Item) -> bool:
-    """Return whether a test marked `once` would run here with another loop or execution than the first."""
-    if (
-        not isinstance(item, pytest.Function)
-        or item.get_closest_marker("once") is None
-        or not hasattr(item, "callspec")
-    ):
-        return False
-    values, indices = item.callspec.params, item.callspec.indices
-    return any(indices.get(name, 0) > 0 and values[name] != "rdma" for name in _LOOPS_AND_EXECUTIONS)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the repetitions of tests that are marked `once`."""
-    repetitions = [item for item in items if _is_repetition(item)]
-    if repetitions:
-        config.hook.pytest_deselected(items=repetitions)
-        items[:] = [item for item in items if not _is_repetition(item)]

@@ -11,8 +11,6 @@ from tests.bench import rdma
 from tests.bench.measuring import Limit, Result
 from tests.bench.table import missed
 
-pytestmark = pytest.mark.once
-
 LIMITS = {"to_c": Limit(at_most=1.3), "per_s": Limit(at_least=1e6)}
 
 

@@ -3,8 +3,6 @@
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 
 
@@ -18,7 +16,6 @@ def directives(source: Path) -> set[str]:
     return found
 
 
-@pytest.mark.once
 def test_every_extension_says_that_it_needs_no_gil() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     sources = [each for module in project["tool"]["setuptools"]["ext-modules"] for each in module["sources"]]

@@ -192,7 +192,6 @@ async def test_what_comes_back_is_something_else() -> None:
 # ---- Who is not there, or not that
 
 
-@pytest.mark.once
 async def test_what_was_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ping_client, "_CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:

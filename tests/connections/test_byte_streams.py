@@ -47,7 +47,6 @@ async def test_bytes(device: Device) -> None:
             await near.receive(0)
 
 
-@pytest.mark.once
 async def test_small_pieces_of_a_message_leave_others_their_turns(device: Device) -> None:
     async with pair(device) as ends:
         near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()

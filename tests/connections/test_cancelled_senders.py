@@ -50,7 +50,6 @@ def fill(connection: Connection, source: MemoryRegion, target: Granted) -> list[
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.once
 async def test_a_message_that_was_sent_is_not_withdrawn_with_the_next(device: Device) -> None:
     async with (
         pair(device, NARROW) as ends,
@@ -77,7 +76,6 @@ async def test_a_message_that_was_sent_is_not_withdrawn_with_the_next(device: De
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.once
 async def test_a_write_is_not_withdrawn_where_the_message_goes_that_tells_of_it(device: Device) -> None:
     async with (
         pair(device, NARROW) as ends,
@@ -116,7 +114,6 @@ class InUse:
         return self._verb(*args, **options)
 
 
-@pytest.mark.once
 async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +133,6 @@ async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
         assert not to_error.left
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("error", [ConcurrentAccessError, BusyResourceError])
 async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_later(
     device: Device, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -169,7 +165,6 @@ async def test_a_block_with_a_grant_raises_what_was_raised_in_it(device: Device)
         assert grant.revoked
 
 
-@pytest.mark.once
 async def test_connections_are_made_beside_a_completion_queue_that_broke(device: Device) -> None:
     """It is closed when the last of its connections is gone."""
     async with pair(device) as ends:
@@ -188,7 +183,6 @@ async def test_connections_are_made_beside_a_completion_queue_that_broke(device:
         await until(lambda: cq.closed)
 
 
-@pytest.mark.once
 async def test_a_shorter_time_cuts_a_server_short_that_is_being_stopped(device: Device) -> None:
     async def handler(_: Connection) -> None:
         await asyncio.Event().wait()
@@ -217,7 +211,6 @@ class With:
         return getattr(self._whole, name)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("error", [ConcurrentAccessError, lambda _: VerbsError("ibv_poll_cq", errno.EIO)])
 async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more_raises(
     device: Device, error: type[Exception]
@@ -235,7 +228,6 @@ async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more
         assert drain.left < 3
 
 
-@pytest.mark.once
 async def test_closing_while_another_thread_is_inside(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sent is delivered, the peer is told that no more comes, and all of it is closed."""
     async with pair(device) as ends:

@@ -194,7 +194,6 @@ async def test_one_that_is_forgotten(device: Device) -> None:
         await far.aclose()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
 def test_its_loop_is_gone(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Who closes the device on another loop closes it at the first attempt, whatever was waited for on that loop."""
@@ -227,7 +226,6 @@ def test_its_loop_is_gone(factory: Callable[[], asyncio.AbstractEventLoop]) -> N
         gc.collect()
 
 
-@pytest.mark.once
 def test_closing_one_whose_loop_is_gone() -> None:
     """Its peer is told nothing, and all of it is closed."""
 
@@ -252,7 +250,6 @@ def test_closing_one_whose_loop_is_gone() -> None:
         gc.collect()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("model", [None, ThreadModel.SAFE, ThreadModel.UNSAFE], ids=str)
 async def test_it_is_of_its_loop_on_any_domain(device: Device, model: ThreadModel | None) -> None:
     """Also where the verbs of its domain are anybody's; None is a protection domain."""
@@ -450,7 +447,6 @@ async def test_open_and_close_again_and_again(device: Device) -> None:
         assert len(seen) == 1
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_a_device_that_is_lost_is_named_as_one_that_is_removed(device: Device) -> None:
     async with (

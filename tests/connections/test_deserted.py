@@ -17,8 +17,6 @@ from tests.connections.serving import echo
 from tests.listening import own_address
 from tests.pace import patience
 
-pytestmark = pytest.mark.once
-
 HOST = own_address()  # at which no other process takes a port that was given up
 
 

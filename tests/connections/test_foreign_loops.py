@@ -14,9 +14,6 @@ from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until
 
-pytestmark = pytest.mark.once
-
-
 ALL = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 Call = Callable[[], Awaitable[object]]
 

@@ -5,12 +5,8 @@ What the parent listens at, and who is connected there, goes on.
 
 import sys
 
-import pytest
-
 from tests.pace import patience
 from tests.running import run
-
-pytestmark = pytest.mark.once
 
 # It is ended at once: asyncio's own end of the child's loop takes what wakes the parent's from other threads.
 PARENT = """

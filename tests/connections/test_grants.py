@@ -62,7 +62,6 @@ async def test_read_write_and_atomics(device: Device, region: AccessFlags) -> No
         await grant.revoke()
 
 
-@pytest.mark.once
 async def test_immediate_data_that_there_is_not(device: Device) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL | ALL) as memory:
         await ends.near.grant(memory, ALL)
@@ -76,7 +75,6 @@ async def test_immediate_data_that_there_is_not(device: Device) -> None:
         assert ends.far.qp.statistics().sends.posted == posted, "nor was anything written"
 
 
-@pytest.mark.once
 async def test_nothing_is_written_that_no_message_may_tell_of(device: Device) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL | ALL) as memory:
         await ends.near.grant(memory, ALL)
@@ -318,7 +316,6 @@ async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
         assert grant.revoked
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("access", [AccessFlags(0), LOCAL, LOCAL | READ, AccessFlags.MW_BIND])
 async def test_what_cannot_be_granted(device: Device, access: AccessFlags) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:

@@ -113,7 +113,6 @@ async def test_messages_without_credits(device: Device, frames: Callable[[], Fra
         await talk()
 
 
-@pytest.mark.once
 async def test_more_than_a_handshake(device: Device) -> None:
     """Where that goes over the queue pair: before the secret was proved nothing else is kept."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
@@ -127,7 +126,6 @@ async def test_more_than_a_handshake(device: Device) -> None:
         assert len(far.inbox) <= 4
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 async def test_messages_by_writes_with_immediate_data(device: Device, early: bool) -> None:
     """Their receives have what another message left there, which may be another peer's: nobody is given that."""
@@ -148,7 +146,6 @@ async def test_messages_by_writes_with_immediate_data(device: Device, early: boo
                 await ends.far.receive()
 
 
-@pytest.mark.once
 async def test_what_fails_inside_breaks_one_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     """An error in what takes messages in does not come out of others' awaits, and is not lost either."""
     async with pair(device) as ends, beside(ends) as talk:
@@ -218,7 +215,6 @@ async def test_grants_that_nobody_asked_for_before_they_were_revoked(device: Dev
         assert not news._news
 
 
-@pytest.mark.once
 async def test_a_number_that_is_granted_again_too_early(device: Device) -> None:
     """Answers that wait for a credit are one for each number, and no more."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:

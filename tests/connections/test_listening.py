@@ -326,7 +326,6 @@ async def test_connections_of_two_devices(device: Device) -> None:
         await talks(listener, domain)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("wrong", [{"secret": b""}, {"max_handshakes": 0}, {"handshake_timeout_s": 0}])
 async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
     async with device.resource_domain() as domain:
@@ -337,7 +336,6 @@ async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
                 await connect(HOST, 1, domain=domain, **wrong)
 
 
-@pytest.mark.once
 async def test_transports_that_cannot_be(device: Device, tmp_path: Path) -> None:
     server, client = contexts(tmp_path)
     async with device.resource_domain() as domain:

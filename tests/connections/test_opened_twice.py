@@ -10,8 +10,6 @@ from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
 from tests.pace import patience
 
-pytestmark = pytest.mark.once
-
 AGAIN = "cannot be opened again: make a new one"
 
 

@@ -179,7 +179,6 @@ async def test_killed_again_and_again(device: Device) -> None:
 
 
 @pytest.mark.stops_processes
-@pytest.mark.once
 async def test_one_that_stands_still_for_a_while(device: Device) -> None:
     """For longer than queue pairs repeat by themselves, in the middle of messages and of reads."""
     async with other(device) as there, talking(device, there, b"echo") as (connection, _):

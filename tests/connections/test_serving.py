@@ -52,7 +52,6 @@ async def test_a_handler_for_each(device: Device) -> None:
         assert server.statistics().accepted == 6
 
 
-@pytest.mark.once
 async def test_one_that_was_not_opened_has_no_end_to_wait_for(device: Device) -> None:
     """Neither does who asks on another loop keep the owner from waiting."""
     async with device.resource_domain() as domain:
@@ -200,7 +199,6 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
         await near[0].aclose()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("turns", range(6))
 async def test_it_stops_where_all_tasks_of_its_loop_are_cancelled(device: Device, turns: int) -> None:
     """As programs do at their ends."""
@@ -220,7 +218,6 @@ async def test_it_stops_where_all_tasks_of_its_loop_are_cancelled(device: Device
             await near.abort()
 
 
-@pytest.mark.once
 async def test_a_domain_or_a_pool(device: Device) -> None:
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match="one of these"):
@@ -281,7 +278,6 @@ async def test_what_waiting_does_not_mend(device: Device) -> None:
         assert caught.value.reason == Reason.SECRET
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize(
     "number",
@@ -312,7 +308,6 @@ async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
     assert refused == (("TEMPORARY", 1),)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
 async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, number: int) -> None:
@@ -328,7 +323,6 @@ async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, nu
         assert caught.value.reason == Reason.DEVICE
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("at", [1, 2], ids=["near", "far"])
 async def test_reconnecting_waits_for_the_address_of_a_port(
@@ -354,7 +348,6 @@ async def test_reconnecting_waits_for_the_address_of_a_port(
     assert "has no GID" in text
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("end", ["near", "far"])
 @pytest.mark.parametrize("in_the_verb", [False, True])

@@ -8,8 +8,6 @@ from aioverbs import BufferPool, ConnectionSettings, Device
 from aioverbs._connection.shared_queues import lease_block
 from aioverbs._lifecycle.turns import OPENING, spend
 
-pytestmark = pytest.mark.once
-
 SMALL = ConnectionSettings(buffer_size=4096)
 LARGE = ConnectionSettings(buffer_size=1 << 20)
 """With a block that is registered beside the loop."""

@@ -43,8 +43,6 @@ from tests.descriptors import descriptors, descriptors_at_first
 from tests.manager.connection_manager import StubIdentifier, connection_manager
 from tests.pace import patience
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(autouse=True)
 def _rdma_cm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

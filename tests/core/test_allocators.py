@@ -24,7 +24,6 @@ def domain_of(
     return parent_domain.ParentDomain(handles.ProtectionDomain(context), td, allocator)
 
 
-@pytest.mark.once
 def test_what_a_domain_tells(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     pd, allocator = handles.ProtectionDomain(context), Recording()
     domain = parent_domain.ParentDomain(pd, td, allocator)

@@ -82,7 +82,6 @@ def turns_bad(bad: Answer, at: int) -> Answer:
     return answer
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["cq", "its record", "qp", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad(
@@ -115,7 +114,6 @@ def test_bad(
     handles.QueuePair(domain, cq, cq)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("at", [0, 1], ids=["queue", "its record"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_a_shared_receive_queue(
@@ -133,7 +131,6 @@ def test_bad_for_a_shared_receive_queue(
     handles.SharedReceiveQueue(domain, 100)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("which", ["cq", "srq"])
 @pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
 def test_bad_for_another_size(
@@ -168,7 +165,6 @@ def test_bad_for_another_size(
     assert [piece.freed for piece in allocator.pieces] == asked == [1] * len(asked)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()], ids=repr)
 @pytest.mark.parametrize("which", ["cq", "qp", "srq", "resize_cq", "modify_srq"])
 def test_what_interrupts_it_goes_on_as_itself(
@@ -197,7 +193,6 @@ def test_what_interrupts_it_goes_on_as_itself(
     calls[which]()
 
 
-@pytest.mark.once
 def test_the_same_address_twice(context: software.Context) -> None:
     """Memory that is in use is not given back for having been offered again."""
     allocator = Recording()
@@ -234,7 +229,6 @@ def test_free_that_raises(context: software.Context, monkeypatch: pytest.MonkeyP
     assert [piece.freed for piece in allocator.pieces] == [1] * 4
 
 
-@pytest.mark.once
 def test_an_allocator_without_methods(context: software.Context) -> None:
     nothing: Any = object()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, nothing)
@@ -267,7 +261,6 @@ def test_a_cause_is_its_own_thread_s(context: software.Context) -> None:
     assert causes == {"one": "one", "other": "other"}
 
 
-@pytest.mark.once
 def test_a_failure_inside_of_a_success(context: software.Context) -> None:
     """An allocator that copes with a failure of its own leaves no cause behind for the next one."""
     inner = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))

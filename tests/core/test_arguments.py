@@ -188,7 +188,6 @@ FRACTIONS: dict[str, Call] = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("call", FRACTIONS.values(), ids=FRACTIONS)
 def test_what_is_no_integer_is_not_cut_off(there: Objects, call: Call) -> None:
     counts, qp = there.context.counts(), there.qp.query()

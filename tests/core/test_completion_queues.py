@@ -52,7 +52,6 @@ def test_a_size_that_is_too_small_changes_nothing(context: software.Context) -> 
     assert [wc.wr_id for wc in wait_for(near.cq, 10)] == list(range(10))
 
 
-@pytest.mark.once
 def test_another_size_s_memory_comes_from_the_allocator(context: software.Context) -> None:
     refusing = False
 

@@ -9,8 +9,6 @@ from aioverbs._core.handles import handles
 from aioverbs._core.software import software
 from aioverbs.types import AccessFlags
 
-pytestmark = pytest.mark.once
-
 
 def test_a_region_of_a_process_that_may_lock_no_memory() -> None:
     context = software.Context.open()

@@ -132,7 +132,6 @@ class TestBreaking:
         assert wait_for(near.cq)[0].status is WcStatus.RNR_RETRY_EXC_ERR
         assert poll(far.cq) == []
 
-    @pytest.mark.once
     def test_objects_of_others_and_closed_ones(self, context: software.Context) -> None:
         domain = make_domain(context, "plain")
         end, srq = make_end(domain), handles.SharedReceiveQueue(domain, 4)

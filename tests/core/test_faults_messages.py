@@ -138,7 +138,6 @@ class TestRequests:
         post_send(near.qp, WRITE, flags=SIGNALED)
         succeed(near.cq)
 
-    @pytest.mark.once
     def test_queue_pairs_of_others_and_closed_ones(self, context: software.Context) -> None:
         near, _ = make_pair(context)
         plan = context.faults

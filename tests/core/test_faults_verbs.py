@@ -28,7 +28,6 @@ def outcomes(context: software.Context, count: int) -> list[int]:
     return [outcome(context.query_device) for _ in range(count)]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("strike", "calls"),
     [
@@ -51,7 +50,6 @@ def test_which_calls(context: software.Context, strike: dict[str, int], calls: s
     assert context.faults.records() == [FaultRecord("verb", "query_device", number, errno.EIO) for number in struck]
 
 
-@pytest.mark.once
 def test_the_error_is_the_verb_s(context: software.Context) -> None:
     context.faults.fail("alloc_pd", errno.ENOSPC)
     with pytest.raises(VerbsError, match="ibv_alloc_pd failed: ENOSPC") as caught:
@@ -61,7 +59,6 @@ def test_the_error_is_the_verb_s(context: software.Context) -> None:
     handles.ProtectionDomain(context)
 
 
-@pytest.mark.once
 def test_all_verbs_counted_together(context: software.Context) -> None:
     context.faults.fail(None, errno.ENOMEM, first=2, every=2, times=2)
     query, port, gid, pkey = context.query_device, context.query_port, context.query_gid, context.query_pkey
@@ -74,7 +71,6 @@ def test_all_verbs_counted_together(context: software.Context) -> None:
     ]
 
 
-@pytest.mark.once
 def test_the_oldest_rule_decides_and_each_counts_for_itself(context: software.Context) -> None:
     assert outcome(context.query_device) == 0  # before the rules: not counted
     context.faults.fail("query_device", errno.EIO, first=3)
@@ -83,7 +79,6 @@ def test_the_oldest_rule_decides_and_each_counts_for_itself(context: software.Co
     assert outcomes(context, 4) == [errno.EPERM, errno.EIO, errno.EPERM, 0]
 
 
-@pytest.mark.once
 def test_a_plan_is_one_context_s(context: software.Context) -> None:
     with opened("inline") as other:
         context.faults.fail("query_device", errno.EIO)
@@ -102,7 +97,6 @@ def drawn(context: software.Context, seed: int) -> list[list[int]]:
     return [list(calls) for calls in zip(*both, strict=True)]
 
 
-@pytest.mark.once
 def test_at_random_and_again(context: software.Context) -> None:
     """The same seed and the same calls: the same failures and records, in this context and in another."""
     context.faults.fail_at_random(250_000, errno.ENFILE)
@@ -127,7 +121,6 @@ def test_at_random_and_again(context: software.Context) -> None:
     context.faults.clear()
 
 
-@pytest.mark.once
 def test_the_ends_of_chance(context: software.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     assert outcomes(context, 20) == [errno.EIO] * 20
@@ -137,7 +130,6 @@ def test_the_ends_of_chance(context: software.Context) -> None:
     assert outcomes(context, 20) == [0] * 20
 
 
-@pytest.mark.once
 def test_a_rule_comes_before_chance(context: software.Context) -> None:
     context.faults.fail_at_random(1_000_000, errno.EIO)
     context.faults.fail("query_device", errno.EPERM, first=2)
@@ -148,7 +140,6 @@ def test_a_rule_comes_before_chance(context: software.Context) -> None:
 # ---- counting, records, and the end of a plan
 
 
-@pytest.mark.once
 def test_counting(context: software.Context) -> None:
     plan = context.faults
     outcomes(context, 3)
@@ -177,7 +168,6 @@ def test_records_are_kept_up_to_a_number(inline: software.Context) -> None:
     assert [record.ordinal for record in inline.faults.records()] == list(range(1, KEPT + 1))
 
 
-@pytest.mark.once
 def test_clearing_ends_all_and_forgets_no_record(context: software.Context) -> None:
     context.faults.fail("query_device", errno.EIO, times=0)
     context.faults.fail_at_random(1_000_000, errno.EPERM)

@@ -86,7 +86,6 @@ def test_the_family_has_every_kind(inline: software.Context) -> None:
     }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("parent", "child"), KINSHIPS)
 def test_a_parent_with_a_child_refuses_and_works_on(context: software.Context, parent: str, child: str) -> None:
     family: Family = {"context": context}

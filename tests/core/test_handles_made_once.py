@@ -11,8 +11,6 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children
 from tests.core.family import make_all
 
-pytestmark = pytest.mark.once
-
 
 def construct(handle: handles.Handle, *arguments: object) -> None:
     operator.methodcaller("__init__", *arguments)(handle)

@@ -140,7 +140,6 @@ def provider(context: software.Context) -> Iterator[Provider]:
     assert context.counts()["pds"] == 0
 
 
-@pytest.mark.once
 def test_an_instance_among_others_is_unimported(context: software.Context, provider: Provider) -> None:
     lease = Lease(last=False)
     pd = handles.ProtectionDomain.import_pd(context, 5, lease)
@@ -159,7 +158,6 @@ def test_an_instance_among_others_is_unimported(context: software.Context, provi
         _ = pd.handle
 
 
-@pytest.mark.once
 def test_the_last_one_is_deallocated(context: software.Context, provider: Provider) -> None:
     pd = handles.ProtectionDomain(context)
     assert pd.handle >= 0
@@ -174,7 +172,6 @@ def test_the_last_one_is_deallocated(context: software.Context, provider: Provid
     assert lease.left == [(True, True), (True, False)]
 
 
-@pytest.mark.once
 def test_what_another_process_left_behind_keeps_only_the_domain(context: software.Context, provider: Provider) -> None:
     pd = handles.ProtectionDomain.import_pd(context, 5, Lease(last=True))
     provider.fails = errno.EBUSY
@@ -183,7 +180,6 @@ def test_what_another_process_left_behind_keeps_only_the_domain(context: softwar
     provider.fails = 0
 
 
-@pytest.mark.once
 def test_what_cannot_be_imported(context: software.Context, provider: Provider) -> None:
     lease = Lease(last=True)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: ENOENT"):
@@ -192,7 +188,6 @@ def test_what_cannot_be_imported(context: software.Context, provider: Provider) 
     assert provider.calls == ["import 404"]
 
 
-@pytest.mark.once
 def test_the_software_device_has_none(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: EOPNOTSUPP"):

@@ -132,7 +132,6 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
     return found
 
 
-@pytest.mark.once
 def test_exhaustion(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     """The verb fails with the allocator's errno, and its reason is the cause."""
     for allocator, text in without_memory().values():
@@ -170,7 +169,6 @@ def test_a_cause_is_told_once(inline: software.Context) -> None:
         assert caught.value.__cause__ is None
 
 
-@pytest.mark.once
 def test_one_allocator_for_many_domains_and_buffers(context: software.Context) -> None:
     allocator = RecordingAllocator(ArenaAllocator())
     first, second = domain_of(context, allocator), domain_of(context, allocator)
@@ -272,7 +270,6 @@ def test_many_threads(context: software.Context, make: Callable[[], NativeAlloca
 # ------------------------------------------------------------------------------------------ recording one in Python
 
 
-@pytest.mark.once
 def test_recording_an_allocator_in_python(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
     inner = Recording()
     allocator = RecordingAllocator(inner)

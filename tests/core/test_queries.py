@@ -14,7 +14,6 @@ from tests.core.contexts import opened
 from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
 
 
-@pytest.mark.once
 def test_device(context: software.Context) -> None:
     attributes = context.query_device()
     assert attributes.node_guid == attributes.sys_image_guid
@@ -26,7 +25,6 @@ def test_device(context: software.Context) -> None:
     assert attributes.max_qp_rd_atom == attributes.max_qp_init_rd_atom == 16
 
 
-@pytest.mark.once
 def test_port(context: software.Context) -> None:
     port = context.query_port()
     assert port == context.query_port(1)
@@ -37,7 +35,6 @@ def test_port(context: software.Context) -> None:
     assert (port.gid_tbl_len, port.pkey_tbl_len) == (2, 1)
 
 
-@pytest.mark.once
 def test_tables(context: software.Context) -> None:
     # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
     assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
@@ -58,7 +55,6 @@ def test_a_process_has_gids_of_its_own(context: software.Context) -> None:
     assert not {*ours} & {*in_child(gids)}
 
 
-@pytest.mark.once
 def test_what_a_context_is(context: software.Context) -> None:
     assert context.name == "soft0"
     assert context.software
@@ -80,7 +76,6 @@ def test_granted_capabilities(inline: software.Context) -> None:
     assert handles.QueuePair(pd, cq, cq).capabilities.max_send_wr == 16
 
 
-@pytest.mark.once
 def test_a_queue_pair_tells_what_it_was_told(context: software.Context) -> None:
     qp = make_pair(context)[0].qp
     qp.modify(QpState.RESET)
@@ -113,7 +108,6 @@ def test_a_queue_pair_tells_what_it_was_told(context: software.Context) -> None:
     assert (told.timeout, told.retry_cnt, told.rnr_retry) == (31, 7, 6)
 
 
-@pytest.mark.once
 def test_a_missing_attribute_changes_nothing(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     cq = handles.CompletionQueue(context, 1)

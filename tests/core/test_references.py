@@ -4,8 +4,6 @@ import gc
 import weakref
 from collections.abc import Callable
 
-import pytest
-
 from aioverbs import SendFlags, SendOpcode
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
@@ -41,7 +39,6 @@ def test_destroyed_ones_go() -> None:
     assert [reference() for reference in references] == [None] * len(references)
 
 
-@pytest.mark.once
 def test_a_handle_keeps_what_it_was_made_from(context: software.Context) -> None:
     def make() -> handles.QueuePair:
         cq = handles.CompletionQueue(context, 4, handles.CompletionChannel(context))
@@ -55,7 +52,6 @@ def test_a_handle_keeps_what_it_was_made_from(context: software.Context) -> None
     assert qp.send_cq.channel.get_event() is None
 
 
-@pytest.mark.once
 def test_registered_memory_stays_while_its_region_is_open(context: software.Context) -> None:
     class Memory(bytearray):
         pass
@@ -71,7 +67,6 @@ def test_registered_memory_stays_while_its_region_is_open(context: software.Cont
     assert reference() is None
 
 
-@pytest.mark.once
 def test_an_allocator_stays_while_the_provider_holds_its_memory(context: software.Context) -> None:
     class Kept(Recording):
         pass
@@ -89,7 +84,6 @@ def test_an_allocator_stays_while_the_provider_holds_its_memory(context: softwar
     assert allocator.live == []
 
 
-@pytest.mark.once
 def test_what_a_failed_constructor_left_goes(context: software.Context) -> None:
     bare = handles.QueuePair.__new__(handles.QueuePair)
     reference = weakref.ref(bare)

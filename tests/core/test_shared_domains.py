@@ -61,7 +61,6 @@ def test_a_domain_of_its_own_is_still_closed_to_others(context: software.Context
     assert wait_for(near.cq)[0].status is WcStatus.REM_ACCESS_ERR
 
 
-@pytest.mark.once
 def test_what_is_not_given_out(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     share = software.share(pd, KEY)
@@ -81,7 +80,6 @@ def test_what_is_not_given_out(context: software.Context) -> None:
     assert context.counts()["mrs"] == before["mrs"]
 
 
-@pytest.mark.once
 def test_the_domain_goes_with_its_last_instance(context: software.Context) -> None:
     first = handles.ProtectionDomain(context)
     share = software.share(first, KEY)
@@ -94,7 +92,6 @@ def test_the_domain_goes_with_its_last_instance(context: software.Context) -> No
         software.open_shared(context, share, KEY)
 
 
-@pytest.mark.once
 def test_an_instance_is_a_handle_as_any(context: software.Context) -> None:
     share = software.share(handles.ProtectionDomain(context), KEY)
     instance = software.open_shared(context, share, KEY)

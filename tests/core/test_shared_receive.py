@@ -149,7 +149,6 @@ def test_a_size_that_is_too_small_changes_nothing(context: software.Context, kin
     assert succeed(far.cq).wr_id == 0
 
 
-@pytest.mark.once
 def test_memory_comes_from_the_parent_domain_s_allocator(context: software.Context) -> None:
     allocator = Recording()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
@@ -163,7 +162,6 @@ def test_memory_comes_from_the_parent_domain_s_allocator(context: software.Conte
     assert allocator.live == []
 
 
-@pytest.mark.once
 def test_an_allocator_that_fails_is_the_cause(context: software.Context) -> None:
     refusing = False
 
@@ -187,7 +185,6 @@ def test_an_allocator_that_fails_is_the_cause(context: software.Context) -> None
     assert srq.query().max_wr == 8
 
 
-@pytest.mark.once
 def test_an_xrc_queue_has_a_limit_and_grows(context: software.Context) -> None:
     pd, cq = handles.ProtectionDomain(context), handles.CompletionQueue(context, 16)
     srq = handles.SharedReceiveQueue(pd, 4, limit=2, xrc_domain=handles.XrcDomain(context), cq=cq)

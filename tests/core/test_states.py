@@ -43,7 +43,6 @@ def test_transitions(bench: Bench, qp_type: QpType, before: QpState) -> None:
             assert bench.attempt(qp_type, before, after, needed ^ {name}) == good, (after, name)
 
 
-@pytest.mark.once
 def test_a_state_that_it_is_not_in(bench: Bench) -> None:
     """`cur_qp_state` is what the caller believes: where he is wrong, nothing is done."""
     for qp_type in (RC, UC, UD, XRC_SEND, XRC_RECV):

@@ -136,7 +136,6 @@ def test_one_sided_requests_go_by_the_target_s_memory(context: software.Context)
     assert receiver.memory[:6] == b"write\0"
 
 
-@pytest.mark.once
 def test_numbers_are_distinct(context: software.Context) -> None:
     xrc_domain = parent_domain.XrcDomain(context)
     receivers = [make_receiver(context, xrc_domain) for _ in range(4)]
@@ -184,7 +183,6 @@ class TestDomains:
         with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
             parent_domain.XrcDomain(inline, file, 0)
 
-    @pytest.mark.once
     def test_it_stays_while_something_is_associated(self, context: software.Context, file: int) -> None:
         xrc_domain = parent_domain.XrcDomain(context, file)
         target = handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)

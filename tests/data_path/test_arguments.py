@@ -98,7 +98,6 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("call", "error", "match"), WRONG.values(), ids=WRONG)
 async def test_what_is_wrong(
     device: Device, call: Callable[[Ends], object], error: type[Exception], match: str
@@ -111,7 +110,6 @@ async def test_what_is_wrong(
         await pair.write(b"well")
 
 
-@pytest.mark.once
 async def test_memory_that_the_device_may_not_write_to(device: Device) -> None:
     async with ends(device) as pair, pair.domain.register(64, AccessFlags.REMOTE_READ) as region:
         for call in (lambda: pair.near.read(region, _remote(pair, 64)), lambda: pair.far.receive(region)):
@@ -121,7 +119,6 @@ async def test_memory_that_the_device_may_not_write_to(device: Device) -> None:
         await pair.near.write(region, _remote(pair, 64))
 
 
-@pytest.mark.once
 async def test_memory_of_another_protection_domain(device: Device) -> None:
     async with ends(device) as pair, device.protection_domain() as pd, pd.register(64, ACCESS) as region:
         for call in (
@@ -135,7 +132,6 @@ async def test_memory_of_another_protection_domain(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-@pytest.mark.once
 async def test_memory_that_is_closed(device: Device) -> None:
     async with ends(device) as pair:
         async with pair.domain.register(64, ACCESS) as region:
@@ -150,7 +146,6 @@ async def test_memory_that_is_closed(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-@pytest.mark.once
 async def test_windows_that_cannot_be_bound(device: Device) -> None:
     async with ends(device) as pair, pair.domain.register(64, AccessFlags.LOCAL_WRITE) as region:
         async with pair.domain.memory_window(MwType.TYPE_2) as window:
@@ -166,7 +161,6 @@ async def test_windows_that_cannot_be_bound(device: Device) -> None:
         assert pair.near.statistics().sends.posted == 0
 
 
-@pytest.mark.once
 async def test_where_datagrams_go(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         with pytest.raises(ValueError, match="say where the datagram goes, by `to`"):
@@ -327,7 +321,6 @@ async def test_a_shared_instance_is_as_good(device: Device) -> None:
         assert bytes(here.buffer[:2]) == b"ok"
 
 
-@pytest.mark.once
 async def test_a_message_longer_than_the_port_takes(device: Device) -> None:
     """Of many pieces, which may be one place: no device has that much memory registered for it."""
     most = device.port().max_msg_sz
@@ -345,7 +338,6 @@ async def test_a_message_longer_than_the_port_takes(device: Device) -> None:
             await pair.near.write(pair.source[:8], _remote(pair))
 
 
-@pytest.mark.once
 async def test_a_read_into_more_pieces_than_the_device_scatters_to(device: Device) -> None:
     """Some devices have fewer pieces for reads than for the rest, as it is made believe here."""
     async with ends(device) as pair:

@@ -86,7 +86,6 @@ HERE = [in_task, in_callback]
 THERE = [in_loop, in_thread]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.SAFE], ids=lambda model: model.name)
 @pytest.mark.parametrize("where", HERE + THERE)
 async def test_another_one_is_refused(device: Device, where: Callable[..., Any], model: ThreadModel) -> None:
@@ -131,7 +130,6 @@ async def test_a_task_that_was_cancelled_has_left(device: Device) -> None:
         await pair.settle()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
 async def test_two_loops_at_once(device: Device, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Anybody may await it, but one of them."""
@@ -163,7 +161,6 @@ async def test_two_loops_at_once(device: Device, factory: Callable[[], asyncio.A
         assert refused[0].endswith(AWAITED)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("where", THERE)
 async def test_one_that_nobody_awaits_yet(device: Device, where: Callable[..., Any]) -> None:
     """It is its owner's: neither used up by others nor ended."""
@@ -180,7 +177,6 @@ async def test_one_that_nobody_awaits_yet(device: Device, where: Callable[..., A
         assert (await operation).byte_len == 8
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("attempt", TRIES)
 async def test_a_part_of_a_batch_stays_one(device: Device, attempt: str) -> None:
     async with ends(device) as pair:
@@ -228,7 +224,6 @@ async def _awaited(awaitable: Delegating) -> Any:
 # ---- While it begins
 
 
-@pytest.mark.once
 @pytest.mark.skipif("asyncio" not in LOOP_FACTORIES, reason="a method of the loop is replaced")
 async def test_what_runs_while_an_await_begins(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop's own code may be anybody's: it finds the operation taken, and an error leaves it as it was."""
@@ -264,7 +259,6 @@ async def test_what_runs_while_an_await_begins(device: Device, monkeypatch: pyte
 # ---- Messages
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("where", THERE)
 async def test_what_others_ask_of_messages(device: Device, where: Callable[..., Any]) -> None:
     """Before the end, and after it, when what came is still given: nothing is taken from their owner."""

@@ -150,7 +150,6 @@ async def test_the_last_one_fails(device: Device) -> None:
         assert (caught.value.index, caught.value.errors[0]) == (1, None)
 
 
-@pytest.mark.once
 async def test_too_large_and_empty(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_wr=4)) as pair:
         with pytest.raises(ValueError, match="there is nothing in the batch"):
@@ -198,7 +197,6 @@ async def test_its_parts_are_not_awaited(device: Device) -> None:
         assert part.result() is None
 
 
-@pytest.mark.once
 async def test_a_block_that_fails_posts_nothing(device: Device) -> None:
     async with ends(device) as pair:
 
@@ -229,7 +227,6 @@ async def test_the_verb_refuses_it(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-@pytest.mark.once
 async def test_closed_before_it_was_posted(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()

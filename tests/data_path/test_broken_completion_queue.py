@@ -169,7 +169,6 @@ async def test_receives_of_a_shared_receive_queue(device: Device) -> None:
         assert bytes(buffer) == OTHERS
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(device: Device) -> None:
     """Queue pairs of other processes may take them, which nobody here can reset."""
@@ -190,7 +189,6 @@ async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(devi
         assert pool.statistics().under_dma == 0
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_a_queue_pair_of_another_loop(device: Device) -> None:
     """The completion queue is anybody's, and watched by one loop; the queue pair is reset by another one, its own."""

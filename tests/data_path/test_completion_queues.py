@@ -13,7 +13,6 @@ from tests.raw_verbs import post_send
 SMALL = QpCapabilities(max_send_wr=8, max_recv_wr=4)
 
 
-@pytest.mark.once
 async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
     async with device.protection_domain() as pd, pd.completion_queue(15) as cq:
         depth = cq.statistics().depth
@@ -103,7 +102,6 @@ async def test_a_completion_of_a_request_that_ended_before(device: Device, monke
         assert pair.nothing_is_left()
 
 
-@pytest.mark.once
 async def test_what_cannot_be(device: Device) -> None:
     async with device.protection_domain() as pd:
         for model in (MessageModel.DEFAULT, MessageModel.HIGH_BANDWIDTH):
@@ -116,7 +114,6 @@ async def test_what_cannot_be(device: Device) -> None:
             pd.completion_queue(0)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN, Capability.CQ_MODERATION)
 async def test_events_are_moderated_for_bandwidth(device: Device) -> None:
     async with device.protection_domain() as pd:

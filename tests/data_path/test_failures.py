@@ -170,7 +170,6 @@ async def test_misuse(
         await pair.near.read(pair.source[:8], pair.target.remote()[:8])
 
 
-@pytest.mark.once
 async def test_reads_that_were_not_agreed_on(device: Device) -> None:
     """Some devices would let them wait for ever: they are refused, and nothing is broken by that."""
     async with ends(device) as pair:

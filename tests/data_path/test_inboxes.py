@@ -26,7 +26,6 @@ from tests.pace import patience
 from tests.waiting import until, wait_until
 
 
-@pytest.mark.once
 async def test_a_message_that_is_dropped_unawaited_goes_to_who_waits(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         messages = box.qp.messages()
@@ -45,7 +44,6 @@ async def test_a_message_that_is_dropped_unawaited_goes_to_who_waits(device: Dev
             assert bytes(message.data) == b"hello"
 
 
-@pytest.mark.once
 async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_not_wait_yet(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         messages = box.qp.messages()
@@ -60,7 +58,6 @@ async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_no
                 assert bytes(message.data) == b"hello"
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "how",
     ["by a request", "by a request, and that is known", "by its user", "by its receives' queue", "by its sends' queue"],
@@ -99,7 +96,6 @@ async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Devic
             message.release()
 
 
-@pytest.mark.once
 async def test_messages_that_arrived_before_the_queue_broke_are_given_first(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair, depth=2) as box:
         messages = box.qp.messages()
@@ -113,7 +109,6 @@ async def test_messages_that_arrived_before_the_queue_broke_are_given_first(devi
             await anext(messages)
 
 
-@pytest.mark.once
 async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_posted(device: Device) -> None:
     async with (
         ends(device) as pair,
@@ -144,7 +139,6 @@ async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_po
                 buffer.release()
 
 
-@pytest.mark.once
 async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothing_is_posted(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -160,7 +154,6 @@ async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothi
         assert isinstance(waiting.exception(), BrokenResourceError)
 
 
-@pytest.mark.once
 async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancelled(device: Device) -> None:
     count = 600  # more than are awaited before others have their turn
     async with (
@@ -198,7 +191,6 @@ async def shared(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePai
         yield srq, far
 
 
-@pytest.mark.once
 async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Device) -> None:
     """Where nothing is posted: there is no receive whose end would tell."""
     async with ends(device) as pair, pair.far_domain.buffer_pool(64, 2, limit=2) as pool, shared(pair) as (srq, far):
@@ -223,7 +215,6 @@ async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Devi
             message.release()
 
 
-@pytest.mark.once
 async def test_a_shared_queue_is_filled_when_other_threads_have_left(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +238,6 @@ async def test_a_shared_queue_is_filled_when_other_threads_have_left(
         assert len(refused) == 3
 
 
-@pytest.mark.once
 async def test_what_cannot_be_taken_in_while_another_thread_changes_the_state(device: Device) -> None:
     """It is moved to ERR after that, also where no receive is left that would see to it."""
 

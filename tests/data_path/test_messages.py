@@ -82,7 +82,6 @@ async def test_in_their_order(device: Device, qp_type: QpType) -> None:
                     break
 
 
-@pytest.mark.once
 async def test_a_write_with_immediate_data_brings_no_bytes(device: Device) -> None:
     """They are where it wrote them; where it was received there is an earlier message, or nothing."""
     async with ends(device) as pair, Postbox(pair, depth=1, size=32) as box:
@@ -112,7 +111,6 @@ class Meanwhile:
         return posted
 
 
-@pytest.mark.once
 async def test_what_was_posted_is_not_posted_twice_where_another_could_not_be(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair, depth=2) as box:
         messages, kept = box.qp.messages(), []
@@ -229,7 +227,6 @@ async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None
             assert box.qp.statistics().receives.under_way == 4
 
 
-@pytest.mark.once
 async def test_what_cannot_be(device: Device) -> None:
     async with ends(device) as pair:
         with pytest.raises(ValueError, match="make it with receive_depth and receive_size"):

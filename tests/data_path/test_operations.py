@@ -156,7 +156,6 @@ ABSENT: list[tuple[QpType, str, Callable[[Ends], object]]] = [
 ]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("qp_type", "opcode", "call"), ABSENT, ids=[f"{qp_type.name}-{opcode}" for qp_type, opcode, _ in ABSENT]
 )
@@ -170,7 +169,6 @@ async def test_what_a_type_has_not(
         assert pair.nothing_is_left()
 
 
-@pytest.mark.once
 async def test_no_windows_for_datagrams(device: Device) -> None:
     async with ends(device, QpType.UD) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
         with pytest.raises(ValueError, match="is of type UD, which has no BIND_MW"):
@@ -178,7 +176,6 @@ async def test_no_windows_for_datagrams(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_xrc_has_receives_in_shared_queues_only(device: Device) -> None:
     async with ends(device, QpType.XRC_SEND) as pair:

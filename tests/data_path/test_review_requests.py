@@ -15,7 +15,6 @@ class Short(list[RegionSlice]):
         return 1
 
 
-@pytest.mark.once
 async def test_what_does_not_fit_is_refused(device: Device) -> None:
     async with (
         device.resource_domain() as domain,

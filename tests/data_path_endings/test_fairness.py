@@ -33,7 +33,6 @@ async def test_callbacks_run_beside_endless_writes(device: Device, model: Messag
         await pair.check_idle()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "what", ["lease", "cache", "register", "run", "queue pair", "loop domain", "loop domain, open already"]
 )

@@ -170,7 +170,6 @@ async def test_who_waits_on_another_loop_than_that_which_takes_what_completes(de
         await waiting
 
 
-@pytest.mark.once
 async def test_what_waits_for_a_place_that_comes_back_on_another_loop(device: Device) -> None:
     """It is posted by its owner: whoever takes what completes there may not."""
     async with (
@@ -205,7 +204,6 @@ async def test_what_waits_for_a_place_that_comes_back_on_another_loop(device: De
             await asyncio.wait_for(write, PATIENCE_S)
 
 
-@pytest.mark.once
 async def test_what_is_posted_together_and_completes_where_another_loop_watches(device: Device) -> None:
     """At the end of that loop's turn; by its owner."""
     async with (

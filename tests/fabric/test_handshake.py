@@ -17,8 +17,6 @@ from tests.fabric.two import end
 from tests.pace import patience
 from tests.waiting import until
 
-pytestmark = pytest.mark.once
-
 OTHER = 2
 MAGIC = b"aioverbs"
 HEAD = struct.Struct("<8sHHI")  # magic, version, flags; of a WELCOME: refused

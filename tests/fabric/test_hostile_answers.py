@@ -34,8 +34,6 @@ from tests.listening import own_address
 from tests.soft_context import soft_context
 from tests.waiting import until
 
-pytestmark = pytest.mark.once  # C code: the loop does not matter to it
-
 LARGE = 4 << 20  # more than a socket and both of its ends keep
 AHEAD = range(1, 300)  # more than there are places in the completion queue of `ends`
 NEVER: dict[str, Any] = {"timeout": 0}  # nothing is sent again, however long somebody stands still

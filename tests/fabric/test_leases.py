@@ -27,7 +27,6 @@ from tests.fabric.test_hostile_answers import outcomes
 from tests.pace import patience
 from tests.waiting import until
 
-pytestmark = pytest.mark.once  # C code: the loop does not matter to it
 inline = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 engine = pytest.mark.parametrize("device", ["direct-engine"], indirect=True)
 

@@ -10,8 +10,6 @@ from tests.capabilities import Capability, needs
 from tests.manager.held import Helpers
 from tests.waiting import until
 
-pytestmark = pytest.mark.once
-
 
 async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
     async with (

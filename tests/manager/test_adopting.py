@@ -71,7 +71,6 @@ async def test_it_serves_like_one_of_ours(device: Device) -> None:
         assert theirs.pointer
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS, Capability.OBJECT_COUNTS)
 async def test_what_is_lent_is_not_destroyed(device: Device) -> None:
     before = device.statistics()
@@ -101,7 +100,6 @@ async def test_it_is_kept_as_long_as_it_is_used(device: Device) -> None:
         still.close()
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> None:
     with lending(device) as theirs:
@@ -120,7 +118,6 @@ async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> 
 # ---- What cannot be adopted
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 async def test_closed_ones(device: Device) -> None:
     with lending(device) as theirs:
@@ -134,7 +131,6 @@ async def test_closed_ones(device: Device) -> None:
             await device.adopt_protection_domain(theirs).open()
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 async def test_those_of_others(device: Device) -> None:
     async with open_device("soft0") as another:
@@ -153,7 +149,6 @@ async def test_those_of_others(device: Device) -> None:
                     await pd.adopt_memory_region(mr, REMOTE).open()
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: Any = "mlx5_0"
@@ -172,7 +167,6 @@ async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> N
         await device.adopt_protection_domain(wrong).open()
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 @pytest.mark.parametrize(
     "kind", [laid_out(3), laid_out(4, weak_references=1)], ids=["too small", "weak references elsewhere"]
@@ -185,7 +179,6 @@ async def test_objects_that_look_different(device: Device, monkeypatch: pytest.M
         await device.adopt_protection_domain(theirs).open()
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 async def test_pointers_that_lead_elsewhere(device: Device) -> None:
     with lending(device) as theirs, lending(device) as other:
@@ -243,7 +236,6 @@ async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
             assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-@pytest.mark.once
 @needs(Capability.STAND_INS)
 async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
     with lending(device) as theirs:

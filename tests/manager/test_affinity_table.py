@@ -32,7 +32,7 @@ from tests.manager.affinity_scene import PLACES, Made, Scene, scene
 from tests.manager.affinity_works import works
 from tests.pace import patience
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 # What each caller asks, of open objects and again of closed ones: a little less than it is now. Who adds to the public
 # names may raise it; where it falls, something is not asked any more.

@@ -70,7 +70,6 @@ async def refuses(pool: BufferPool) -> None:
 # ---- What a buffer is
 
 
-@pytest.mark.once
 async def test_a_lease(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(100, 4, access=REMOTE) as pool:
         assert (pool.size, pool.access, pool.owner) == (100, REMOTE, None)
@@ -93,7 +92,6 @@ async def test_a_lease(pd: ProtectionDomain) -> None:
         )
 
 
-@pytest.mark.once
 async def test_buffers_are_apart_and_aligned(pd: ProtectionDomain) -> None:
     for alignment, stride in ((1, 100), (64, 128), (mmap.PAGESIZE, mmap.PAGESIZE)):
         async with pd.buffer_pool(100, 3, limit=5, alignment=alignment) as pool:
@@ -109,7 +107,6 @@ async def test_buffers_are_apart_and_aligned(pd: ProtectionDomain) -> None:
                 buffer.release()
 
 
-@pytest.mark.once
 async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
@@ -134,7 +131,6 @@ async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) 
             assert repr(buffer) == "<LeasedBuffer of 64 bytes (released)>"
 
 
-@pytest.mark.once
 async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
     makers: tuple[tuple[Callable[[], BufferPool], str], ...] = (
         (lambda: pd.buffer_pool(0, 1), "size of a buffer pool is 1 at least, not 0"),
@@ -153,7 +149,6 @@ async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
     await refuses(pool)
 
 
-@pytest.mark.once
 async def test_numpy_without_copies(pd: ProtectionDomain) -> None:
     numpy = pytest.importorskip("numpy")
     async with pd.buffer_pool(64, 1) as pool, pool.lease() as buffer:
@@ -163,7 +158,6 @@ async def test_numpy_without_copies(pd: ProtectionDomain) -> None:
         assert array.ctypes.data == buffer.address
 
 
-@pytest.mark.once
 async def test_every_domain_makes_pools(device: Device) -> None:
     async with device.resource_domain() as domain, domain.buffer_pool(64, 1) as pool:
         with pool.lease_nowait() as buffer:
@@ -440,7 +434,6 @@ async def test_it_grows_up_to_its_limit(pd: ProtectionDomain) -> None:
         assert pool.statistics().slabs == 3
 
 
-@pytest.mark.once
 async def test_slabs_of_an_allocator(pd: ProtectionDomain) -> None:
     allocator = RecordingAllocator(SharedPageAllocator())
     async with pd.buffer_pool(64, 1, limit=3, allocator=allocator) as pool:
@@ -631,7 +624,6 @@ async def test_warnings_that_are_errors_do_not_keep_it_open(pd: ProtectionDomain
     buffer.release()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_an_opening_that_fails_leaves_nothing(pd: ProtectionDomain, device: Device) -> None:
     device.faults.fail("reg_mr", errno.ENOMEM)

@@ -100,7 +100,6 @@ def port_mtu(device: Device) -> Mtu:
 # ---- By hand
 
 
-@pytest.mark.once
 @every_type
 async def test_each_step_by_hand(device: Device, qp_type: QpType) -> None:
     async with scene(device, qp_type) as of:
@@ -187,7 +186,6 @@ async def test_what_is_of_the_peer_one_by_one(device: Device) -> None:
         await of.near.write(of.region[:8], of.region.remote()[8:16])
 
 
-@pytest.mark.once
 async def test_a_remote_endpoint_and_more(device: Device) -> None:
     async with scene(device) as of:
         of.near.to_init()
@@ -283,7 +281,6 @@ async def test_datagrams_go_to_an_endpoint(device: Device) -> None:
         assert bytes(of.region.buffer[1024 + GRH_BYTES : 1028 + GRH_BYTES]) == b"sent"
 
 
-@pytest.mark.once
 async def test_connecting_from_init_keeps_what_was_said_there(device: Device) -> None:
     async with scene(device) as of:
         of.near.to_init(qp_access_flags=READ)
@@ -318,7 +315,6 @@ async def test_connected_once_more(device: Device, way: str) -> None:
 # ---- What two ends agree on
 
 
-@pytest.mark.once
 async def test_what_is_told_of_an_end(device: Device) -> None:
     has = device.attributes()
     asks, serves = has.max_qp_init_rd_atom, has.max_qp_rd_atom
@@ -335,7 +331,6 @@ async def test_what_is_told_of_an_end(device: Device) -> None:
             assert told == of.near.local_endpoint() == Endpoint.from_bytes(bytes(told))
 
 
-@pytest.mark.once
 async def test_a_peer_that_can_less(device: Device) -> None:
     async with scene(device) as of:
         less = replace(of.far.local_endpoint(), max_rd_atomic=2, max_dest_rd_atomic=4, mtu=Mtu.MTU_1024)
@@ -411,7 +406,6 @@ class OnPort(Connectable):
         return cast(handles.QueuePair, SimpleNamespace(context=self.port, qp_num=5))
 
 
-@pytest.mark.once
 async def test_infiniband_and_a_port_without_a_gid(device: Device) -> None:
     gid = bytes(range(16))
     there = OnPort(Port(gid, 7, LinkLayer.INFINIBAND, device.handle))
@@ -504,7 +498,6 @@ def _come_to(of: Scene, state: QpState) -> None:
     assert of.near.query().qp_state is state
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> None:
     faults = device.faults
@@ -526,7 +519,6 @@ async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> N
             assert of.near.qp_state is mistake.state
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_a_device_that_refuses(device: Device) -> None:
     async with scene(device) as of:
@@ -570,7 +562,6 @@ async def test_to_error_ends_what_is_under_way(device: Device) -> None:
         of.near.to_reset()
 
 
-@pytest.mark.once
 async def test_what_is_closed_has_no_states(device: Device) -> None:
     async with scene(device) as of:
         remote = of.far.local_endpoint()

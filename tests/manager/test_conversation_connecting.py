@@ -17,8 +17,6 @@ from aioverbs.rdma_cm.state_machine import Conversation, Stage
 from tests.manager.held import Helpers
 from tests.waiting import until
 
-pytestmark = pytest.mark.once
-
 
 class Manager:
     """An identifier whose peer is the queue pair itself."""

@@ -16,8 +16,6 @@ from aioverbs._verbs.device import devices, open_device
 from aioverbs.rdma_cm import Channel
 from tests.listening import own_address
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,6 @@ async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
             await asyncio.to_thread(td.handle.destroy)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @names
 async def test_a_thread_domain_degrades_and_says_so_once(
@@ -75,7 +74,6 @@ async def test_a_thread_domain_degrades_and_says_so_once(
     assert device.statistics().native_thread_domains == 0
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_other_errors_are_errors(device: Device) -> None:
     device.faults.fail("alloc_td", errno.EIO)
@@ -84,7 +82,6 @@ async def test_other_errors_are_errors(device: Device) -> None:
     assert device.statistics().native_thread_domains == 0
 
 
-@pytest.mark.once
 async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
     async with open_device("soft0", max_native_thread_domains=2) as device:
         for _ in range(3):
@@ -99,7 +96,6 @@ async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixtu
 # ---- Parent domains
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain(context="mine") as domain:
@@ -115,7 +111,6 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
             handle.destroy()
 
 
-@pytest.mark.once
 async def test_resources_are_made_from_resources(device: Device) -> None:
     """Anything else is refused when it is given, not by an error from deep inside."""
     async with device.protection_domain() as pd, pd.completion_queue(4) as cq:
@@ -132,7 +127,6 @@ async def test_resources_are_made_from_resources(device: Device) -> None:
                 pd.queue_pair(cq, srq=given)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
 async def test_a_parent_domain_degrades(device: Device, number: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,7 +318,6 @@ async def test_the_end_of_a_loop_leaves_its_domain_to_who_closes_it(device: Devi
     assert said == []
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_what_is_closed_is_native_no_more(device: Device) -> None:
     async with device.resource_domain(allocator=DefaultAllocator()) as domain:

@@ -29,7 +29,6 @@ from tests.waiting import until
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
-@pytest.mark.once
 async def test_the_loop_goes_on_and_nobody_else_uses_it(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
@@ -59,7 +58,6 @@ async def test_the_loop_goes_on_and_nobody_else_uses_it(device: Device, helpers:
         assert bytes(region.buffer[8:16]) == b"as ever."
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helpers, times: int) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
@@ -77,7 +75,6 @@ async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helper
         assert qp.closed
 
 
-@pytest.mark.once
 async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: Device, helpers: Helpers) -> None:
     """A server has 128 peers on their way, and lets go of each after half a second, and of its verb after a second."""
     safe = device.resource_domain(thread_model=ThreadModel.SAFE)  # helpers that are released at once overlap
@@ -94,7 +91,6 @@ async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: D
             await qp.aclose()
 
 
-@pytest.mark.once
 async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbour_lookup, "_HELPERS", 8)
     async with device.resource_domain() as domain, domain.completion_queue(1024) as cq:
@@ -113,7 +109,6 @@ async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: py
             await qp.aclose()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
@@ -137,7 +132,6 @@ class NoMoreThreads(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.once
 async def test_no_thread_can_be_started(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         with monkeypatch.context() as patched:
@@ -154,7 +148,6 @@ async def test_no_thread_can_be_started(device: Device, helpers: Helpers, monkey
         await establishing
 
 
-@pytest.mark.once
 async def test_connections(device: Device, helpers: Helpers) -> None:
     """Handshakes wait for their own helpers, and others go on."""
 
@@ -170,7 +163,6 @@ async def test_connections(device: Device, helpers: Helpers) -> None:
         assert await ends.far.receive() == b"hello"
 
 
-@pytest.mark.once
 def test_a_modification_is_one_verb() -> None:
     with opened("inline") as context:
         pd = handles.ProtectionDomain(context)
@@ -199,7 +191,6 @@ def test_a_modification_is_one_verb() -> None:
             qp.begin_modify(QpState.INIT)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("calls", [False, True])
 def test_a_modification_that_is_dropped_is_over(calls: bool) -> None:
     with opened("inline") as context:

@@ -15,8 +15,6 @@ from tests.manager.held import Helpers
 from tests.pace import patience
 from tests.waiting import until
 
-pytestmark = pytest.mark.once
-
 
 @contextlib.asynccontextmanager
 async def held_up(

@@ -41,7 +41,6 @@ def establish(qp: QueuePair, peer: QueuePair) -> "asyncio.Task[None]":
     return asyncio.create_task(qp.establish(peer.local_endpoint(), ACCESS))
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("lost", ["completion queue", "device"])
 async def test_receives_end_where_it_breaks(device: Device, helpers: Helpers, lost: str) -> None:
@@ -73,7 +72,6 @@ async def test_receives_end_where_it_breaks(device: Device, helpers: Helpers, lo
         assert not len(region.pins)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_what_arrives_before_the_verb_returns(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer is in RTS already, and sends more than there are receives."""
@@ -118,7 +116,6 @@ async def test_what_arrives_before_the_verb_returns(device: Device, monkeypatch:
         await events.aclose()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_a_receive_waits_for_a_place(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowVerb(device, monkeypatch)
@@ -146,7 +143,6 @@ async def test_a_receive_waits_for_a_place(device: Device, monkeypatch: pytest.M
         await receives[1]
 
 
-@pytest.mark.once
 async def test_a_message_is_forgotten_or_released(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
@@ -176,7 +172,6 @@ async def test_a_message_is_forgotten_or_released(device: Device, helpers: Helpe
         await until(lambda: qp.statistics().receives.under_way == 2)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_closing_waits(device: Device, helpers: Helpers, cancelled: bool) -> None:
     async with (
@@ -210,7 +205,6 @@ async def test_closing_waits(device: Device, helpers: Helpers, cancelled: bool) 
             assert isinstance(each, Exception)
 
 
-@pytest.mark.once
 async def test_nobody_comes_before_its_owner(device: Device, helpers: Helpers) -> None:
     """The verb is over, and who establishes was not told yet."""
     helpers.after = True
@@ -224,7 +218,6 @@ async def test_nobody_comes_before_its_owner(device: Device, helpers: Helpers) -
         assert qp.query().qp_state is qp.qp_state is QpState.RTS
 
 
-@pytest.mark.once
 async def test_it_goes_on_by_hand_after_a_cancellation(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
@@ -246,7 +239,6 @@ async def test_it_goes_on_by_hand_after_a_cancellation(device: Device, helpers: 
         assert qp.query().max_rd_atomic == connected.query().max_rd_atomic
 
 
-@pytest.mark.once
 async def test_a_connection_that_meets_it(device: Device) -> None:
     async with pair(device) as ends:
         far = ends.far._traffic
@@ -270,7 +262,6 @@ async def test_a_connection_that_meets_it(device: Device) -> None:
         await until(lambda: far.qp.query().qp_state is QpState.ERR)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("cancels", [True, False])
 def test_the_loop_ends(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
     """As `asyncio.run` ends it, which cancels all tasks; or it is closed in the middle of them."""

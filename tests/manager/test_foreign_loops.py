@@ -29,7 +29,6 @@ from tests.pace import patience
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.once,
     # The software device's, where any loop may use the domain as well as where one owns it.
     needs(Capability.FAULT_PLAN),
 ]
@@ -87,7 +86,6 @@ async def test_the_block_of_messages_of_a_shared_receive_queue(
             await anext(messages)
 
 
-@pytest.mark.once
 async def test_a_block_of_messages_is_begun_once(device: Device) -> None:
     async with (
         device.resource_domain() as domain,

@@ -151,7 +151,6 @@ async def test_no_call_is_carried_to_the_parent() -> None:
     assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_what_is_waited_for_there_says_so(device: Device) -> None:
     """Who waits is not left to wait for what only the parent hears of."""
@@ -177,7 +176,6 @@ async def test_what_is_waited_for_there_says_so(device: Device) -> None:
         await begun.aclose()
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_nothing_is_done_where_a_child_closes_an_xrc_domain_that_is_in_use(device: Device) -> None:
     async with (
@@ -189,7 +187,6 @@ async def test_nothing_is_done_where_a_child_closes_an_xrc_domain_that_is_in_use
         in_child(lambda: asyncio.run(xrc_domain.aclose()))
 
 
-@pytest.mark.once
 async def test_a_child_cannot_drop_what_a_cache_keeps(device: Device) -> None:
     kept = bytearray(64)
     async with device.protection_domain() as pd:
@@ -207,7 +204,6 @@ async def test_a_child_cannot_drop_what_a_cache_keeps(device: Device) -> None:
         kept += b"it can be resized"
 
 
-@pytest.mark.once
 async def test_who_is_in_a_block_of_a_cache_leaves_it_in_the_child(device: Device) -> None:
     async with device.protection_domain() as pd:
         block = pd.cache.region(bytearray(64))

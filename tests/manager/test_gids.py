@@ -166,7 +166,6 @@ def test_a_verb_that_pyverbs_says_failed(
     assert (caught.value.errno, caught.value.__cause__) == (number, error)
 
 
-@pytest.mark.once
 async def test_what_the_device_has(device: Device) -> None:
     found = gid_table(device.handle, 1)
     assert [device.handle.query_gid(1, each.index) for each in found] == [each.gid for each in found]
@@ -200,7 +199,6 @@ async def test_queue_pairs_send_from_it_or_from_another_one(device: Device) -> N
                 assert bytes(region.buffer[32:34]) == data
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("index", [-1, 1000])
 async def test_one_that_the_port_cannot_have(device: Device, index: int) -> None:
     """It is refused for good, and not tried again as a device that fails is."""
@@ -233,7 +231,6 @@ async def test_datagrams_are_sent_from_it(device: Device) -> None:
         assert (await receive).byte_len == 8
 
 
-@pytest.mark.once
 async def test_one_that_is_not_there(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         empty = len(gid_table(device.handle, 1))
@@ -248,7 +245,6 @@ async def test_one_that_is_not_there(device: Device) -> None:
             await domain.address_handle(Endpoint(bytes(range(16)), 1, 2, Mtu.MTU_1024), port=2).open()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_a_table_that_cannot_be_read(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:

@@ -15,8 +15,6 @@ from aioverbs.rdma_cm import cm_id
 from aioverbs.rdma_cm.cm_id import Identifier
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher, EventChannel
 
-pytestmark = pytest.mark.once
-
 PEER, OTHER = ("10.77.0.2", 7174), ("10.77.0.3", 7174)
 RESPONSE, REJECTED = CmEventType.CONNECT_RESPONSE, CmEventType.REJECTED
 

@@ -85,7 +85,6 @@ async def test_without_a_block(device: Device, make: Callable[[Device], Resource
     assert not verbs_left(device)
 
 
-@pytest.mark.once
 @every_kind
 async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[[Device], Resource]) -> None:
     other = await open_device("soft0").open()
@@ -98,7 +97,6 @@ async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[
     assert resource.state is State.NEW
 
 
-@pytest.mark.once
 @every_kind
 async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
@@ -260,7 +258,6 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make:
         assert not verbs_left(device)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
     pd = device.protection_domain()
@@ -326,7 +323,6 @@ async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> Non
     assert not verbs_left(device)
 
 
-@pytest.mark.once
 async def test_the_tree(device: Device) -> None:
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
         tree = device.resources()
@@ -341,7 +337,6 @@ async def test_the_tree(device: Device) -> None:
     assert device.resources().children == ()
 
 
-@pytest.mark.once
 def test_the_tree_is_shown_as_it_is() -> None:
     """A label has words of a peer's, which are nobody's markup."""
     shown = io.StringIO()
@@ -349,7 +344,6 @@ def test_the_tree_is_shown_as_it_is() -> None:
     assert "Connection with [/x], open, opened at here:1" in shown.getvalue()
 
 
-@pytest.mark.once
 async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
     line = sys._getframe().f_lineno
     async with (
@@ -376,7 +370,6 @@ async def test_what_is_closed_is_no_garbage(device: Device, make: Callable[[Devi
         gc.enable()
 
 
-@pytest.mark.once
 async def test_rich_prints_the_tree(device: Device) -> None:
     console = Console(record=True, width=300, file=io.StringIO())
     async with device.protection_domain() as pd, pd.parent_domain():

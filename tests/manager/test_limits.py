@@ -13,8 +13,6 @@ from aioverbs.attributes import DeviceAttributes
 from tests.capabilities import Capability, capabilities
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.once
-
 
 @pytest_asyncio.fixture
 async def domain(device: Device) -> AsyncIterator[ResourceDomain]:

@@ -54,7 +54,6 @@ BUFFERS: dict[str, Callable[[Path], "Buffer | int"]] = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
 async def test_whatever_has_the_buffer_protocol(
     device: Device, tmp_path: Path, make: Callable[[Path], "Buffer | int"]
@@ -102,7 +101,6 @@ def numpy(make: str, *arguments: object) -> Any:
     return getattr(pytest.importorskip("numpy"), make)(*arguments)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("make", SHAPED.values(), ids=SHAPED)
 async def test_arrays_of_any_shape_are_bytes(device: Device, make: Callable[[], "Buffer"]) -> None:
     array = make()
@@ -115,7 +113,6 @@ async def test_arrays_of_any_shape_are_bytes(device: Device, make: Callable[[], 
         assert bytes(region[size - 8 :].buffer) == b"the end."
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("read_only", [True, False])
 async def test_arrays_of_numpy_that_cannot_be_written_or_lie_apart(device: Device, read_only: bool) -> None:
     array = numpy("zeros", (8, 16))
@@ -129,7 +126,6 @@ async def test_arrays_of_numpy_that_cannot_be_written_or_lie_apart(device: Devic
             await pd.register(unfit).open()
 
 
-@pytest.mark.once
 async def test_read_only_memory_is_read(device: Device) -> None:
     async with device.protection_domain() as pd:
         async with pd.register(bytes(64), AccessFlags.REMOTE_READ) as region:
@@ -138,7 +134,6 @@ async def test_read_only_memory_is_read(device: Device) -> None:
             await pd.register(bytes(64)).open()
 
 
-@pytest.mark.once
 async def test_memory_stays_where_it_is(device: Device) -> None:
     memory, mapping = bytearray(64), mmap.mmap(-1, 4096)
     async with device.protection_domain() as pd:
@@ -157,7 +152,6 @@ async def test_a_parent_domain_registers_for_its_protection_domain(device: Devic
         assert await asyncio.to_thread(lambda: region.handle.lkey) == region.lkey, "anybody may use it"
 
 
-@pytest.mark.once
 async def test_closed_ones_have_no_keys(device: Device) -> None:
     async with device.protection_domain() as pd:
         async with pd.register(64) as region:
@@ -176,7 +170,6 @@ async def test_closed_ones_have_no_keys(device: Device) -> None:
                 ask()
 
 
-@pytest.mark.once
 async def test_wrong_memory(device: Device) -> None:
     async with device.protection_domain() as pd:
         with pytest.raises(ValueError, match="1 byte at least, not 0"):
@@ -188,7 +181,6 @@ async def test_wrong_memory(device: Device) -> None:
             await pd.register("text").open()  # type: ignore[arg-type]
 
 
-@pytest.mark.once
 @needs(Capability.NO_ON_DEMAND_PAGING)
 async def test_no_paging_on_demand(device: Device) -> None:
     async with device.protection_domain() as pd:
@@ -225,7 +217,6 @@ async def test_a_cancelled_registration_leaves_nothing(device: Device) -> None:
     assert region.closed
 
 
-@pytest.mark.once
 async def test_slices_are_inside(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(100) as region:
         for whole in (region, region[:], region.remote()):
@@ -312,7 +303,6 @@ async def test_shared_protection_domains(device: Device) -> None:
             other.shared_protection_domain(1, 1 << 64)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("key", [1.5, 1.0, "1", b"1", None])
 async def test_keys_are_integers(device: Device, key: Any) -> None:
     """A key is not truncated or converted to one that others may guess, and no error shows it."""
@@ -331,7 +321,6 @@ async def test_keys_are_integers(device: Device, key: Any) -> None:
             pd.import_memory_region(key)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "make", [SharedPageAllocator, HugePageAllocator, ArenaAllocator], ids=lambda make: make.__name__
 )
@@ -350,7 +339,6 @@ async def test_memory_of_an_allocator(device: Device, make: Callable[[], Allocat
             assert bytes(region.buffer) == bytes(5000)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_allocators_that_have_nothing(device: Device) -> None:
     async with device.protection_domain() as pd:

@@ -108,7 +108,6 @@ def devices_seen() -> set[int]:
     return {each["id"] for each in told["devices"]}
 
 
-@pytest.mark.once
 async def test_what_was_closed_is_not_there(device_name: str) -> None:
     async with open_device(device_name) as device:
         number = device._life.serial
@@ -117,7 +116,6 @@ async def test_what_was_closed_is_not_there(device_name: str) -> None:
     assert number not in snapshot._devices
 
 
-@pytest.mark.once
 async def test_a_sample_has_an_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.protection_domain() as pd, pd.register(64), pd.register(64), pd.register(64):
         monkeypatch.setattr(snapshot, "MOST", 3)
@@ -325,7 +323,6 @@ async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 # ---- By the environment
 
 
-@pytest.mark.once
 async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(monitor_module, "_seen_to", False)
     for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):

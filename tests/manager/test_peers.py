@@ -158,7 +158,6 @@ async def opened(device: Device) -> None:
     await device.open()
 
 
-@pytest.mark.once
 async def test_a_handler_of_signals_asks_in_the_middle(device: Device) -> None:
     """In the thread that is at it already."""
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -195,7 +194,6 @@ async def test_an_address_that_is_taken(directory: Path, port: int) -> None:
         pass
 
 
-@pytest.mark.once
 async def test_a_directory_of_others(directory: Path, port: int) -> None:
     os.chmod(directory, 0o777)
     with pytest.raises(VerbsError, match=r"can be written by others: chmod 0700 it"):
@@ -203,14 +201,12 @@ async def test_a_directory_of_others(directory: Path, port: int) -> None:
     os.chmod(directory, 0o700)
 
 
-@pytest.mark.once
 async def test_others_have_none(device: Device) -> None:
     began = datetime.now(UTC)
     assert device.peers() == ()
     assert not [each for each in device.refusals() if each.time >= began]  # those of before are the process's
 
 
-@pytest.mark.once
 async def test_in_one_process_there_is_no_fabric(directory: Path) -> None:
     async with open_device("soft0") as device:
         assert not soft_context(device).has_fabric

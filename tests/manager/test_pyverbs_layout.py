@@ -11,8 +11,6 @@ from aioverbs._core.handles import pyverbs_bridge
 from aioverbs._providers import hardware
 from tests.manager.pyverbs_objects import laid_out
 
-pytestmark = pytest.mark.once
-
 NAME = "mlx5_9"
 
 

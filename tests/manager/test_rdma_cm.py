@@ -49,7 +49,6 @@ print("librdmacm" in open("/proc/self/maps").read())
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.once
 @pytest.mark.skipif(DEVICE.exists(), reason="there is a connection manager: tests/rdma")
 async def test_no_connection_manager() -> None:
     channel = Channel()
@@ -93,7 +92,6 @@ def test_limits_of_a_listener() -> None:
         Channel().listener(backlog=0)
 
 
-@pytest.mark.once
 async def test_another_loop_takes_nothing_from_a_listener() -> None:
     """Neither while it listens, where peers may be waiting, nor what belongs to its owner afterwards: it just ends."""
     listener: Any = Channel().listener(None, 0)
@@ -119,7 +117,6 @@ async def test_another_loop_takes_nothing_from_a_listener() -> None:
     await asyncio.to_thread(asyncio.run, end())
 
 
-@pytest.mark.once
 async def test_another_loop_does_not_open_what_a_listener_gave() -> None:
     async def use(identifier: Identifier) -> None:
         with pytest.raises(AffinityError, match="open on <Identifier"):

@@ -77,7 +77,6 @@ async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = Acce
 # ---- Found again
 
 
-@pytest.mark.once
 @every_buffer
 async def test_what_comes_back_is_registered_once(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
     buffer = make()
@@ -106,7 +105,6 @@ async def test_what_only_the_cache_holds_is_evicted(pd: ProtectionDomain, make: 
     assert counts(pd) == (1, 3, 2, 1)
 
 
-@pytest.mark.once
 async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     whole = await use(pd, memory)
@@ -130,7 +128,6 @@ async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
     memory.append(1)
 
 
-@pytest.mark.once
 async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     await use(pd, memory)
@@ -143,7 +140,6 @@ async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
         await use(pd, buffer, AccessFlags.REMOTE_READ)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -> None:
     with pytest.raises(BufferError):
@@ -166,7 +162,6 @@ async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -
 # ---- Never stale
 
 
-@pytest.mark.once
 async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain) -> None:
     memory, mapping, numbers = bytearray(SIZE), mmap.mmap(-1, SIZE), array.array("B", bytes(SIZE))
     for buffer in (memory, mapping, numbers):
@@ -190,7 +185,6 @@ async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain
         await use(pd, mapping)
 
 
-@pytest.mark.once
 async def test_memory_that_receives_are_posted_in_is_not_dropped(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     await use(pd, memory)
@@ -224,7 +218,6 @@ async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
     assert len(seen) == 20
 
 
-@pytest.mark.once
 async def test_memory_of_nobody_is_not_kept(pd: ProtectionDomain) -> None:
     pages = mmap.mmap(-1, SIZE)
     make = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -248,7 +241,6 @@ async def test_an_object_that_only_a_view_holds_is_kept(pd: ProtectionDomain) ->
 # ---- Bounds
 
 
-@pytest.mark.once
 async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
     cache = pd.cache
     cache.max_bytes = 3 * SIZE
@@ -274,7 +266,6 @@ async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
     assert cache.statistics().entries == 1
 
 
-@pytest.mark.once
 async def test_what_is_too_large_drives_nothing_out(pd: ProtectionDomain) -> None:
     small, large = bytearray(SIZE), bytearray(4 * SIZE)
     pd.cache.max_bytes = 3 * SIZE
@@ -496,7 +487,6 @@ Caching.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestCaching = Caching.TestCase
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("size", [64, 1 << 20])
 async def test_a_kept_error_does_not_keep_the_buffer(
     device: Device, monkeypatch: pytest.MonkeyPatch, size: int

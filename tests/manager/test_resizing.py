@@ -7,7 +7,7 @@ import pytest
 from aioverbs import ConcurrentAccessError, Device, ThreadModel
 from aioverbs.allocators import USE_DEFAULT, UseDefault
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 class Asking:

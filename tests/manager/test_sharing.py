@@ -304,7 +304,6 @@ async def test_a_file_that_is_no_memory(ends: Ends, tmp_path: Path) -> None:
         await receiving
 
 
-@pytest.mark.once
 def test_a_file_that_another_process_has_a_lease_on() -> None:
     """It is not waited for until the kernel breaks that, after 45 seconds."""
     made = os.memfd_create("test")
@@ -456,7 +455,6 @@ def fill(sock: socket.socket) -> None:
             sock.send(bytes(4096))
 
 
-@pytest.mark.once
 async def test_other_sockets(stand_in: StandIn, shared: Share) -> None:
     with socket.socket(socket.AF_UNIX) as blocking, pytest.raises(ValueError, match=r"setblocking\(False\)"):
         await answer(blocking, stand_in.context, shared)
@@ -651,7 +649,6 @@ async def test_another_software_device_of_this_process(device: Device, ends: End
                 await pd.import_memory_region(alone.rkey).open()
 
 
-@pytest.mark.once
 @software
 async def test_memory_that_there_is_not(device: Device) -> None:
     async with device.protection_domain() as pd:
@@ -709,7 +706,6 @@ async def test_a_file_that_is_no_domain(ends: Ends, shared: Share) -> None:
     await device.aclose()
 
 
-@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_the_three_errors_of_the_software_device(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:

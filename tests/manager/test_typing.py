@@ -68,7 +68,6 @@ async def test_monitors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert_type(watched.path, Path)
 
 
-@pytest.mark.once
 async def test_devices_and_domains() -> None:
     with socket.socket(socket.AF_UNIX) as blocking:
         assert_type(aioverbs.import_device(blocking, 1, 1), Device)
@@ -95,7 +94,6 @@ async def test_devices_and_domains() -> None:
             assert_type(resource_domain, ResourceDomain)
 
 
-@pytest.mark.once
 async def test_queues_and_memory() -> None:
     async with (
         aioverbs.open_device("soft0") as device,
@@ -123,7 +121,6 @@ async def test_queues_and_memory() -> None:
         assert_type(await domain.run(domain_is_open, domain), bool)
 
 
-@pytest.mark.once
 async def test_buffers() -> None:
     async with (
         aioverbs.open_device("soft0") as device,
@@ -210,7 +207,6 @@ async def test_pools() -> None:
         assert_type(pool.statistics().workers, tuple[WorkerStatistics, ...])
 
 
-@pytest.mark.once
 async def test_peers() -> None:
     async with aioverbs.open_device("soft0") as device:
         assert_type(device.peers(), tuple[aioverbs.Peer, ...])

@@ -309,7 +309,6 @@ async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
         await pair.near.aclose()
 
 
-@pytest.mark.once
 async def test_statistics_tell_what_fits(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(5) as cq:
         assert cq.statistics().depth == cq.handle.cqe > 5

@@ -148,7 +148,6 @@ async def test_a_failed_write_is_an_error(device: Device) -> None:
         assert str(broken.value.__cause__) == str(caught.value)
 
 
-@pytest.mark.once
 async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
     async with ends(device) as pair:
         with pytest.raises(ValueError, match="5 local bytes do not fill the 6"):
@@ -323,7 +322,6 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> No
         assert not any(count for _, count in device.statistics().objects), k
 
 
-@pytest.mark.once
 async def test_states_of_what_is_made(device: Device) -> None:
     async with device.resource_domain() as domain:
         cq = domain.completion_queue(64)
@@ -353,7 +351,6 @@ async def test_types_that_write(device: Device, kind: QpType) -> None:
         wait_until(lambda: bytes(region.buffer[8:10]) == b"ok")  # of an unreliable one it is only known that it left
 
 
-@pytest.mark.once
 async def test_datagrams_are_not_connected(device: Device) -> None:
     async with (
         device.resource_domain() as domain,

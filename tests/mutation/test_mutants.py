@@ -11,8 +11,6 @@ from tests.mutation.c_mutants import c_faults, functions_of_lines as c_functions
 from tests.mutation.mutants import Mutant, choose, mutants_of, only
 from tests.mutation.python_mutants import functions_of_lines, python_faults
 
-pytestmark = pytest.mark.once
-
 C = b"""
 #include <errno.h>
 static int count(struct thing *thing, int most)

@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.mutation.results import Outcome, Result, append_result, latest_results, survivors, table
-
-pytestmark = pytest.mark.once
 
 
 def result(id_: str, outcome: Outcome, path: str = "aioverbs/_pool/pool.py", operator: str = "wrong errno") -> Result:

@@ -14,8 +14,6 @@ from tests.mutation.reach import Reach, Unit
 from tests.mutation.trial import in_turn
 from tests.running import run, wait_for_ends
 
-pytestmark = pytest.mark.once
-
 
 def test_tests_of_all_files_have_their_turn() -> None:
     units = {"a": {"a1": 3.0, "a2": 1.0, "a3": 2.0}, "b": {"b1": 0.5, "b2": 8.0}}

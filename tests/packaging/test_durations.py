@@ -3,7 +3,6 @@ import pytest
 from aioverbs._durations import duration
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -5,8 +5,6 @@ from hypothesis import given, strategies as st
 
 from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs, make_nonce
 
-pytestmark = pytest.mark.once
-
 NONCE = bytes(range(NONCE_BYTES))
 MADE = Proofs(b"one protocol", b"the secret").make(b"client", NONCE, b"what was said")
 

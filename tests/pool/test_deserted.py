@@ -12,7 +12,7 @@ from aioverbs import BrokenResourceError, Device, StartedCall, WorkerDiedError, 
 from tests.pace import patience
 from tests.pool.work import variable
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 async def make() -> tuple[Device, WorkerPool]:

@@ -485,7 +485,6 @@ def _warnings() -> None:
     warnings.simplefilter("error", ResourceWarning)
 
 
-@pytest.mark.once
 async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(device: Device) -> None:
     go_on, inside = threading.Event(), threading.Event()
 
@@ -513,7 +512,6 @@ async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(
     await call.wait()
 
 
-@pytest.mark.once
 async def test_a_call_that_waits_for_a_worker_that_is_being_made_can_be_cancelled(device: Device) -> None:
     go_on = threading.Event()
     made = 0

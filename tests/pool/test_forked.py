@@ -14,8 +14,6 @@ from tests.pace import patience
 from tests.pool.test_calls import number
 from tests.running import run
 
-pytestmark = pytest.mark.once
-
 LIMIT_S = int(patience(20))
 
 # A child that a task forks and that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.

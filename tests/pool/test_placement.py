@@ -104,7 +104,6 @@ def test_what_has_no_bytes_is_no_key(key: object) -> None:
         rendezvous(key, [0])  # type: ignore[arg-type]
 
 
-@pytest.mark.once
 async def test_a_policy_that_names_a_worker_that_is_not_there(device: Device) -> None:
     class Wrong:
         number: Any = 2

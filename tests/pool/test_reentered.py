@@ -7,7 +7,7 @@ import pytest
 from aioverbs import Device, WorkerPool
 from tests.pool.test_calls import number
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 class Busiest:

@@ -156,7 +156,6 @@ async def test_tls_and_a_secret(device: Device, kind: dict[str, Any], tmp_path: 
                 assert await near.receive()
 
 
-@pytest.mark.once
 async def test_a_certificate_that_is_not_there(device: Device, tmp_path: Path) -> None:
     async with WorkerPool(device, 1) as pool:
         with pytest.raises(FileNotFoundError):
@@ -334,7 +333,6 @@ async def test_a_pool_that_fails(device: Device, kind: dict[str, Any]) -> None:
         await pool.aclose()
 
 
-@pytest.mark.once
 async def test_a_pool_that_is_closed(device: Device) -> None:
     pool = WorkerPool(device, 1)
     with pytest.raises(ClosedResourceError):
@@ -438,7 +436,6 @@ async def test_many_come_and_go(device: Device, kind: dict[str, Any]) -> None:
         assert server.statistics().accepted == 80 + len(stay)
 
 
-@pytest.mark.once
 async def test_who_waits_for_a_busy_worker(device: Device, kind: dict[str, Any], tmp_path: Path) -> None:
     """Is dropped when its time is over, and costs nobody else anything."""
     time_s = patience(4)  # enough for those that are not dropped, when processors are busy
@@ -489,7 +486,6 @@ async def test_more_sockets_than_a_process_takes_at_once(device: Device, tmp_pat
         await blocked.aclose()
 
 
-@pytest.mark.once
 async def test_what_cannot_be_pickled(device: Device) -> None:
     pool = WorkerPool(device, 1, processes=True)
     with pytest.raises(Exception, match="pickle") as caught:
@@ -497,7 +493,6 @@ async def test_what_cannot_be_pickled(device: Device) -> None:
     assert "a module's function" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.once
 async def test_rdma_cm_is_not_for_pools(device: Device) -> None:
     with pytest.raises(ValueError, match="stays with its loop"):
         serve(handlers.echo, HOST, pool=WorkerPool(device, 1), transport="rdmacm")

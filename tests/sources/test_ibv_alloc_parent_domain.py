@@ -28,7 +28,6 @@ from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
 
 
-@pytest.mark.once
 @needs(Capability.OBJECT_COUNTS)
 async def test_allocates_a_parent_domain_object_for_the_context(device: Device) -> None:
     """ "ibv_alloc_parent_domain() allocates a parent domain object for the RDMA device context context." """
@@ -46,7 +45,6 @@ async def test_extends_the_protection_domain_with_additional_objects(device: Dev
         assert domain.owner is td.owner
 
 
-@pytest.mark.once
 async def test_is_completely_interchangeable_with_its_protection_domain(device: Device) -> None:
     """ "A parent domain is completely interchangeable with the struct ibv_pd used to create it, and can be used as an
     input argument to any function accepting a struct ibv_pd." """
@@ -64,7 +62,6 @@ async def test_is_completely_interchangeable_with_its_protection_domain(device: 
             handle.destroy()
 
 
-@pytest.mark.once
 async def test_whatever_is_made_from_a_protection_domain_is_made_from_a_parent_domain(device: Device) -> None:
     """ "can be used as an input argument to any function accepting a struct ibv_pd": by another parent domain, a
     resource domain and a pool of workers, none of which takes over its thread domain or allocator."""
@@ -97,7 +94,6 @@ async def test_whatever_is_made_from_a_protection_domain_is_made_from_a_parent_d
         assert await pool.run(at_the_worker)
 
 
-@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_a_parent_domain_is_shared(device: Device) -> None:
     """ "any function accepting a struct ibv_pd", ``ibv_alloc_shpd`` among them."""
@@ -112,14 +108,12 @@ async def test_a_parent_domain_is_shared(device: Device) -> None:
         assert region.handle.pd is pd.handle
 
 
-@pytest.mark.once
 async def test_the_protection_domain_cannot_be_null(device: Device) -> None:
     """ "reference to a protection domain, can't be NULL" """
     with pytest.raises(TypeError, match="is made from a protection domain, and None is none"):
         ParentDomain(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 @pytest.mark.parametrize("with_td", [False, True])
 async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> None:
@@ -132,7 +126,6 @@ async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> N
             assert domain.handle.td is (td.handle if with_td else None)
 
 
-@pytest.mark.once
 async def test_the_thread_domain_is_nothing_else(device: Device) -> None:
     """ "reference to a thread domain, or NULL" """
     async with device.protection_domain() as pd:
@@ -143,7 +136,6 @@ async def test_the_thread_domain_is_nothing_else(device: Device) -> None:
         assert pd.statistics().children == 0
 
 
-@pytest.mark.once
 async def test_an_allocator_is_nothing_else(device: Device) -> None:
     """One that could only fail in the middle of a verb is refused before."""
     async with device.protection_domain() as pd:
@@ -161,7 +153,6 @@ async def test_an_allocator_is_nothing_else(device: Device) -> None:
         assert pd.statistics().children == 0
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device) -> None:
     """ "ibv_dealloc_pd() will deallocate the parent domain … All resources created with the parent domain should be
@@ -191,7 +182,6 @@ class Told(Recording):
         super().free(address, resource_type, *of)
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     """ "Provider memory allocations will use this function to allocate the needed memory. The allocation function is
@@ -213,7 +203,6 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     assert not allocator.live
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> None:
     """ "A pointer for additional user-specific data to be associated with this parent domain. The pointer is passed
@@ -238,7 +227,6 @@ async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> No
     assert set(allocator.told["allocate"]) == set(allocator.told["free"]) == {*of_queues, (None, None)}
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_null_designates_an_error(device: Device) -> None:
     """ "The function returns the pointer to the allocated buffer, or NULL to designate an error." """
@@ -248,7 +236,6 @@ async def test_null_designates_an_error(device: Device) -> None:
         assert caught.value.errno == errno.ENOMEM
 
 
-@pytest.mark.once
 async def test_the_default_allocator_may_be_asked_for(device: Device) -> None:
     """ "It may also return IBV_ALLOCATOR_USE_DEFAULT asking the callee to allocate the buffer using the default
     allocator." What the default allocator gave is not given to the other one's `free`."""
@@ -259,7 +246,6 @@ async def test_the_default_allocator_may_be_asked_for(device: Device) -> None:
     assert allocator.pieces == []
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_the_buffer_is_zeroed(device: Device) -> None:
     """ "The callback makes sure the allocated buffer is initialized with zeros." """
@@ -277,7 +263,6 @@ async def test_the_buffer_is_zeroed(device: Device) -> None:
     assert not allocator.live
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_buffers_of_a_successful_alloc_are_freed(device: Device) -> None:
     """ "Callback to free memory buffers that were allocated using a successful alloc()": each once, with its type."""
@@ -297,7 +282,6 @@ async def test_the_allocator_is_asked_in_the_calling_thread(device: Device) -> N
         queue.destroy()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EIO], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:

@@ -11,7 +11,6 @@ from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 
 
-@pytest.mark.once
 @needs(Capability.OBJECT_COUNTS)
 async def test_allocates_a_thread_domain_object_for_the_context(device: Device) -> None:
     """ "ibv_alloc_td() allocates a thread domain object for the RDMA device context context." """
@@ -57,7 +56,6 @@ async def test_by_default_objects_are_safe_for_many_threads(device: Device) -> N
         queue.destroy()
 
 
-@pytest.mark.once
 @needs(Capability.PARENT_DOMAINS)
 async def test_it_can_be_added_to_a_parent_domain(device: Device) -> None:
     """ "A struct ibv_td can be added to a parent domain via ibv_alloc_parent_domain() and then the parent domain can be
@@ -67,7 +65,6 @@ async def test_it_can_be_added_to_a_parent_domain(device: Device) -> None:
         assert domain.handle.td is td.handle
 
 
-@pytest.mark.once
 async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
     """ "All resources created with the td should be destroyed prior to deallocating the td": closing does so."""
     pd, td = await device.protection_domain().open(), await device.thread_domain().open()
@@ -78,7 +75,6 @@ async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
     await pd.aclose()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.EBUSY], ids=errno.errorcode.get)
 async def test_errno_indicates_the_failure_reason(device: Device, number: int) -> None:

@@ -75,7 +75,6 @@ def fd(tmp_path: Path) -> int:
     return os.open(tmp_path / "inode", os.O_CREAT | os.O_RDONLY)
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_opens_an_xrc_domain_for_the_context(device: Device) -> None:
     """ "ibv_open_xrcd() open an XRC domain for the RDMA device context context" """
@@ -84,7 +83,6 @@ async def test_opens_an_xrc_domain_for_the_context(device: Device) -> None:
         assert domain.owner is None
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device, fd: int) -> None:
     """ "Indicates that an XRCD should be created and associated with the inode referenced by the given fd. If the XRCD
@@ -96,7 +94,6 @@ async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device,
     os.close(fd)
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
     """ "If O_EXCL and O_CREAT are set, open will fail if an XRCD associated with the inode exists." """
@@ -108,7 +105,6 @@ async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_without_an_inode_it_is_created(device: Device) -> None:
     """ "If fd equals -1, no inode is associated with the XRCD. To indicate that XRCD should be created, use oflag =
@@ -119,7 +115,6 @@ async def test_without_an_inode_it_is_created(device: Device) -> None:
         assert one.handle is not another.handle
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
     """ "ibv_close_xrcd() closes the XRCD xrcd. If this is the last reference, the XRCD will be destroyed." """
@@ -134,7 +129,6 @@ async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_the_inode_is_the_same_for_all_processes(device: Device, fd: int) -> None:
     """ "associated with the inode referenced by the given fd"; "If this is the last reference, the XRCD will be
@@ -155,7 +149,6 @@ async def test_the_inode_is_the_same_for_all_processes(device: Device, fd: int) 
     os.close(fd)
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_a_process_that_was_killed_has_no_reference(device: Device, fd: int) -> None:
     """ "If this is the last reference, the XRCD will be destroyed.": the system closes what a process leaves"""
@@ -172,7 +165,6 @@ async def test_a_process_that_was_killed_has_no_reference(device: Device, fd: in
     os.close(fd)
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN, Capability.XRC_DOMAINS)
 async def test_errno_indicates_the_failure_reason(device: Device) -> None:
     """ "NULL if the request fails"; "ibv_close_xrcd() returns 0 on success, or the value of errno on failure" """
@@ -186,7 +178,6 @@ async def test_errno_indicates_the_failure_reason(device: Device) -> None:
     await domain.aclose()
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_closing_fails_while_something_is_associated(device: Device) -> None:
     """ "ibv_close_xrcd() may fail if any other resource is still associated with the XRCD being closed." """

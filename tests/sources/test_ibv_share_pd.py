@@ -16,7 +16,6 @@ from tests.rdma.seam import connect
 KEY = 0xFEDCBA9876543210
 
 
-@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> None:
     """ "ibv_share_pd() shares the protection domain specified by a unique identifier shpd for the RDMA device context
@@ -31,7 +30,6 @@ async def test_shares_the_domain_specified_by_an_identifier(device: Device) -> N
             await other.shared_protection_domain(shared.id, KEY).open()
 
 
-@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_every_instance_is_deallocated_and_the_last_removes_it(device: Device) -> None:
     """ "ibv_pds created using ibv_share_pd() can be deallocated using ibv_dealloc_pd(). Libibverbs keeps track of each
@@ -73,7 +71,6 @@ async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device
                 handle.destroy()
 
 
-@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
     """ "The life span of an MR mr1 created under ibv_pd pd1 (which is an instance of shared PD shPD1) will end whenever
@@ -88,7 +85,6 @@ async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
             pass
 
 
-@pytest.mark.once
 @needs(Capability.SHARED_DOMAINS)
 async def test_not_among_different_devices(device: Device) -> None:
     """ "Sharing PD is not supported among 'ibv_context' created for different RDMA devices." """

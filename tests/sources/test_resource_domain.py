@@ -81,7 +81,6 @@ def test_the_message_models_are_those_of_the_document() -> None:
     assert [model.name for model in MessageModel] == ["FORCE_LOW_LATENCY", "LOW_LATENCY", "HIGH_BANDWIDTH", "DEFAULT"]
 
 
-@pytest.mark.once
 async def test_queue_pairs_and_completion_queues_of_a_domain_have_its_message_model(device: Device) -> None:
     """ "defines whether associated objects connection is optimized for low latency or high bandwidth": associated
     objects are the queue pairs and the completion queues, so none of the two has another model than the other one."""
@@ -105,7 +104,6 @@ async def test_queue_pairs_and_completion_queues_of_a_domain_have_its_message_mo
             pass
 
 
-@pytest.mark.once
 @needs(Capability.XRC_DOMAINS)
 async def test_so_have_shared_receive_queues_of_xrc(device: Device) -> None:
     """ "associated objects" """
@@ -121,7 +119,6 @@ async def test_so_have_shared_receive_queues_of_xrc(device: Device) -> None:
             pass
 
 
-@pytest.mark.once
 async def test_the_example(device: Device) -> None:
     """ "Example - creating a CQ and QP that may be called from one thread only" """
     async with device.resource_domain(
@@ -134,7 +131,6 @@ async def test_the_example(device: Device) -> None:
         cq.destroy()
 
 
-@pytest.mark.once
 @needs(Capability.FAULT_PLAN)
 async def test_creating_one_may_fail(device: Device) -> None:
     """ "if (!_domain) { fprintf(stderr, "Can't create resource domain\\n")" """

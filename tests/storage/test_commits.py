@@ -87,7 +87,6 @@ async def test_who_comes_during_a_flush_of_a_loop_gets_the_next() -> None:
         assert disk.asked == 2
 
 
-@pytest.mark.once
 async def test_a_slow_disk_is_not_waited_for_by_a_loop() -> None:
     now_s, takes_s = 0.0, iter((0.0, 0.03, 0.0, 0.03, 0.03))
 

@@ -171,7 +171,6 @@ async def test_a_client_that_reads_nothing_keeps_no_volume(
                 await storage.delete("disk")
 
 
-@pytest.mark.once
 async def test_a_server_that_does_not_answer(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is cancelled while it opens a volume waits for the answer, and not for ever."""
     monkeypatch.setattr("storage_server.client._ANSWER_S", 0.1)
@@ -258,7 +257,6 @@ async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backin
             await volume.flush()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("at", ["open", "close"])
 async def test_who_is_cancelled_again_waits_for_the_answer(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
@@ -297,7 +295,6 @@ async def test_who_is_cancelled_again_waits_for_the_answer(
         assert not volume.users
 
 
-@pytest.mark.once
 async def test_a_server_that_is_cancelled_again_at_its_end(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

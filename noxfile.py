@@ -63,6 +63,12 @@ THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 # Tests sleep and wait for other processes a good part of their time. No more than a few at once: they have time limits.
 AT_ONCE = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
 UNDER_SANITIZER = "not rdma and not slow and not toolchain"
+# The folders whose tests bring C and Cython into states that others do not. Commands, servers, services and packaging
+# are Python above them, in processes that take long to start under a sanitizer.
+REACHING_C = [
+    f"tests/{name}"
+    for name in ("core", "data_path", "data_path_endings", "manager", "fabric", "sharing", "connections", "pool")
+]
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -208,8 +214,8 @@ def fixed_addresses() -> list[str]:
 def sanitize(session: nox.Session) -> None:
     """Run the C programs, then pytest, under the address and undefined-behaviour sanitizers.
 
-    They watch C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs it on both, with
-    more of hypothesis's examples.
+    They watch C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs each test on
+    both and with each execution, with more of hypothesis's examples.
     """
     arguments, usual = without_all(session)
     install_project(session, *group("test"), cflags=ADDRESS, ldflags=ADDRESS)
@@ -218,10 +224,9 @@ def sanitize(session: nox.Session) -> None:
     runtime = runtime_of(session, "libasan.so")
     env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
     env |= {"AIOVERBS_TEST_LOOPS": "asyncio"} if usual else {"HYPOTHESIS_PROFILE": "thorough"}
-    # Of commands and of the storage server most is Python, in processes that take long to start there.
-    left_out = ("tests/cli", "tests/storage/test_power_cuts.py", "tests/storage/test_steps.py")
-    ignored = [f"--ignore={each}" for each in left_out]
-    session.run("pytest", *AT_ONCE, "-m", UNDER_SANITIZER, *ignored, "-o", "timeout=300", *arguments, env=env)
+    arguments += [] if usual else ["--every-way"]
+    tests = () if any(each.startswith("tests") for each in arguments) else REACHING_C
+    session.run("pytest", *AT_ONCE, "-m", UNDER_SANITIZER, "-o", "timeout=300", *arguments, *tests, env=env)
 
 
 @nox.session

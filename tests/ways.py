@@ -36,6 +36,10 @@ def in_turn(counts: Sequence[int], first: int) -> list[int]:
     return [(first + row) % count for row, count in enumerate(counts)]
 
 
+def _takes_turns(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec") and item.get_closest_marker("every_way") is None
+
+
 def _row(item: pytest.Function) -> Hashable:
     # The value of a row's parameter is the same object in each way.
     return tuple((name, id(value)) for name, value in sorted(item.callspec.params.items()) if name not in WAYS)
@@ -48,8 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests: dict[str, dict[Hashable, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        has_ways = isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        if has_ways and item.get_closest_marker("every_way") is None:
+        if isinstance(item, pytest.Function) and _takes_turns(item):
             tests[item.nodeid.partition("[")[0]][_row(item)].append(item)
     left_out: set[pytest.Item] = set()
     for name, rows in tests.items():

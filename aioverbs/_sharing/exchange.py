@@ -2,11 +2,13 @@
 
 import array
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import socket
 import stat
+import struct
 from collections.abc import Callable, Iterator, Sequence
 
 from aioverbs._core.handles import handles
@@ -30,6 +32,10 @@ __all__ = ["Given", "GivenSoft", "answer", "receive"]
 
 _INT = array.array("i").itemsize
 _MOST = 2  # descriptors of a reply
+
+# Of <linux/stat.h> and <linux/fcntl.h>. `struct statx` is the same on all machines.
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
+_STATX_SIZE, _STX_MODE = 256, 28
 
 
 class Given:
@@ -224,11 +230,16 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], most:
 
 
 def _is_device(descriptor: int) -> bool:
-    return stat.S_ISCHR(os.fstat(descriptor).st_mode)
+    """Return whether it is a character device, as the kernel remembers it: `os.fstat` would wait for a FUSE server."""
+    found = ctypes.create_string_buffer(_STATX_SIZE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+        raise OSError(ctypes.get_errno(), "statx")
+    return stat.S_ISCHR(struct.unpack_from("H", found, _STX_MODE)[0])
 
 
 def _is_memory(descriptor: int) -> bool:
-    """Whether it is a memory file. Asking for its kind would have a file of FUSE wait for its server."""
+    """Return whether it is a memory file. Asking for its kind would wait for the server of a FUSE file."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

@@ -1,4 +1,4 @@
-"""Every async test runs on each event loop of the run: asyncio's and uvloop's, unless told otherwise."""
+"""A test marked `every_way` runs on each event loop of the run: asyncio's and uvloop's, unless told otherwise."""
 
 import asyncio
 
@@ -19,6 +19,7 @@ async def fixture_loop() -> asyncio.AbstractEventLoop:
     return asyncio.get_running_loop()
 
 
+@pytest.mark.every_way
 async def test_fixtures_and_test_share_the_loop(
     fixture_loop: asyncio.AbstractEventLoop, request: pytest.FixtureRequest
 ) -> None:

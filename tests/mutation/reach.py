@@ -207,6 +207,8 @@ def _add_lines(unit: Unit, data: Path, tree: Path) -> None:
         for line in _statements(file):
             lines.setdefault(keys[path][line], [])
         for line, names in contexts.items():
+            if line not in keys[path]:  # coverage has taken a line of another file for one of this, beside threads
+                continue
             reached = {positions[test] for name in names if (test := name.rpartition("|")[0]) in positions}
             # Without a test: while modules were imported, or in another process.
             lines[keys[path][line]] = sorted(reached) if reached else None if "" in names else []

@@ -51,22 +51,23 @@ def test_every_public_name_is_on_a_page(sources: Path) -> None:
         assert f".. py:data:: {name}\n" in pages
 
 
-def test_methods_of_bases_that_are_not_public_are_shown(sources: Path) -> None:
+def test_methods_of_bases_that_are_not_public_are_shown() -> None:
     assert "connect" in surface.members(aioverbs.QueuePair)
     assert "read" not in surface.members(aioverbs.QueuePair), "which its public base has"
     assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.data_path.data_path.Sending.read"
     assert surface.member(aioverbs.WcStatus, "SUCCESS") == "aioverbs.WcStatus.SUCCESS"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_has_a_page(sources: Path, path: Path) -> None:
-    page = (sources / "examples" / f"{path.stem}.rst").read_text()
-    for each in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-        name = each.relative_to(ROOT / "examples")
-        assert f".. literalinclude:: {name}\n" in page
-        assert (sources / "examples" / name).read_text() == each.read_text()
-    assert f"<{path.stem}>" in (sources / "examples" / "index.rst").read_text()
-    assert f"\nexamples/{path.stem}\n" in (sources / "index.md").read_text()
+def test_every_example_has_a_page(sources: Path) -> None:
+    index, first = ((sources / page).read_text() for page in ("examples/index.rst", "index.md"))
+    for path in EXAMPLES:
+        page = (sources / "examples" / f"{path.stem}.rst").read_text()
+        for each in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            name = each.relative_to(ROOT / "examples")
+            assert f".. literalinclude:: {name}\n" in page
+            assert (sources / "examples" / name).read_text() == each.read_text()
+        assert f"<{path.stem}>" in index
+        assert f"\nexamples/{path.stem}\n" in first
 
 
 def test_the_readme_and_the_changelog_are_pages(sources: Path) -> None:

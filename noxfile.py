@@ -152,6 +152,13 @@ def flaky(session: nox.Session) -> None:
 
 
 @nox.session
+def power_cuts(session: nox.Session) -> None:
+    """Cut the power of a storage server's disk, and kill servers, under load 92 times more than `tests` does."""
+    install_project(session, *WHOLE_SUITE)
+    session.run("pytest", *AT_ONCE, "-m", "slow", "tests/storage", *session.posargs)
+
+
+@nox.session
 def mutate(session: nox.Session) -> None:
     """Plant faults, one at a time, and see whether tests find them; `-- --count 20 --minutes 10 --only aioverbs/_pool`.
 

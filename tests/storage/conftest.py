@@ -19,5 +19,5 @@ if str(ROOT / "examples") not in sys.path:
 
 @pytest.fixture
 def backing(request: pytest.FixtureRequest) -> str:
-    """What stands between files and clients: one of the two in each way of execution, which have nothing in common."""
+    """What stands between files and clients, where a test is not parametrized with both: the one, or the other."""
     return "mapped" if request.node.callspec.params["device"] == "inline" else "cached"

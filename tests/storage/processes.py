@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from click.testing import CliRunner
 from storage_server.commands import main
@@ -44,11 +45,20 @@ def run(*arguments: object, device: str = "soft0", **env: object) -> "subprocess
     return subprocess.CompletedProcess(process.args, process.returncode, output, _of_its_own(complaints))
 
 
-def here(*arguments: object, **env: object) -> tuple[int, str]:
-    """A command by its function, which saves a process: its status, and what it says."""
-    done = CliRunner().invoke(main, [*map(str, arguments)], env={name: str(value) for name, value in env.items()})
+class Said(NamedTuple):
+    """What a command said."""
+
+    status: int
+    output: str
+    complaints: str
+
+
+def here(*arguments: object, device: str = "soft0", **env: object) -> Said:
+    """A command to its end by its function, which saves a process."""
+    settings = {"AIOVERBS_DEVICE": device, **{name: str(value) for name, value in env.items()}}
+    done = CliRunner().invoke(main, [*map(str, arguments)], env=settings)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
+    return Said(done.exit_code, done.stdout, _of_its_own(done.stderr))
 
 
 class Process:
@@ -68,30 +78,22 @@ class Process:
         self.device = device
         self.env = {"STORAGE_AT": f"{self.host}:{port}", "STORAGE_TOKEN_FILE": str(root / "owner.token")}
 
-    def run(self, *arguments: object, **env: object) -> "subprocess.CompletedProcess[str]":
-        """A command that asks it."""
-        return run(*arguments, device=self.device, **{**self.env, **env})
+    def ask(self, *arguments: object, **env: object) -> Said:
+        """A command that asks it, without a process of its own."""
+        return here(*arguments, device=self.device, **{**self.env, **env})
 
     def done(self, *arguments: object, **env: object) -> str:
         """What a command says that has nothing to complain of."""
-        done = self.run(*arguments, **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = self.ask(*arguments, **env)
+        assert done.status == 0, done.complaints
+        return done.output
 
     def fails(self, *arguments: object, **env: object) -> str:
-        """The complaint of a command: a line or a few, and no traceback."""
-        done = self.run(*arguments, **env)
-        assert done.returncode in (1, 2), done.stdout
-        assert "Traceback" not in done.stderr
-        assert "Error: " in done.stderr
-        return done.stderr
-
-    def fails_here(self, *arguments: object, **env: object) -> str:
-        """The same without a process of its own."""
-        status, said = here(*arguments, **{**self.env, "AIOVERBS_DEVICE": self.device, **env})
-        assert status in (1, 2), said
-        assert "Error: " in said
-        return said
+        """The complaint of a command."""
+        done = self.ask(*arguments, **env)
+        assert done.status in (1, 2), done.output
+        assert "Error: " in done.complaints
+        return done.complaints
 
     def kill(self) -> None:
         """By SIGKILL."""

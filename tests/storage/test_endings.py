@@ -330,6 +330,7 @@ async def test_a_server_that_is_cancelled_again_at_its_end(
     assert closed.is_set()
 
 
+@pytest.mark.parametrize("backing", ["mapped", "cached"])
 async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -> None:
     """No flush succeeds afterwards; who reads still may."""
     power = Power(tmp_path, 0)
@@ -366,7 +367,7 @@ async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
                 flushing = asyncio.create_task(volume.flush())
                 await until(lambda: power.done[-1] == "datasync")
                 with monkeypatch.context() as patch:
-                    patch.setattr("storage_server.volumes.LETTING_GO_S", 0.2)
+                    patch.setattr("storage_server.volumes.LETTING_GO_S", 0.02)
                     with pytest.raises(BusyError, match="does not let go"):
                         await owner.resize("disk", 2 * SIZE)
                 power.go.set()
@@ -398,6 +399,7 @@ async def test_who_was_given_up_may_still_be_at_it() -> None:
     assert metrics.registry.get_sample_value("storage_grants", {"mode": "write"}) == 0
 
 
+@pytest.mark.parametrize("backing", ["mapped", "cached"])
 async def test_what_is_flushed_is_kept_until_it_is(device: Device, tmp_path: Path, backing: str) -> None:
     """Though who asked for that is gone meanwhile, as is who waits for the next sync."""
     power = Power(tmp_path, 0)

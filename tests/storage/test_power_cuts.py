@@ -21,7 +21,8 @@ from tests.storage.power import Power, PowerCutError
 
 pytestmark = pytest.mark.timeout(120)
 
-SEEDS = 50
+SEEDS = 50  # `nox -s power_cuts` has all of them
+WAYS = 8  # both loops with both backings in both ways of execution
 SHARE = 12  # blocks of each task
 WRITERS = 3
 SIZE = WRITERS * SHARE * BLOCK
@@ -103,9 +104,12 @@ class Load:
                     share.check(content, at_least)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+ONCE = range(WAYS)
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(WAYS, SEEDS)]
+
+
+@pytest.mark.parametrize("seed", [*ONCE, *MORE])
 def test_what_was_acknowledged_is_there(seed: int, tmp_path: Path) -> None:
-    """On both loops, with both backings, in both ways of execution, in turn."""
     factories = list(LOOP_FACTORIES.values())
     with asyncio.Runner(loop_factory=factories[seed % len(factories)]) as runner:
         runner.run(cut_and_look(tmp_path, seed, "cached" if seed // 2 % 2 else "mapped", engine=bool(seed // 4 % 2)))

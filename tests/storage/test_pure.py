@@ -126,39 +126,37 @@ def said(*values: object) -> bytes:
     return bytes(4) + msgspec.msgpack.encode(values)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0" * 5,
-        b"\xff" * 5,
-        b"\1\0\0",
-        said(15, 3, "a"),  # a mode that volumes are not opened in
-        said(15, 1, "a", "more"),
-        said(15, 1),
-        said(15, True, "a"),
-        said(99),
-        said(12, 1, "a", "b"),
-        said(31, 9, "a"),
-        said(21, 1, [[6, 5]]),
-        said(21, 1, [[5, 5]]),
-        said(21, 1, [[5, 6], [6, 7]]),
-        said(21, 1, [[5, 6, 7]]),
-        said(21, 1, [[2 * each, 2 * each + 1] for each in range(RANGES_MOST + 1)]),
-        said(14, "a" * (TEXT_MOST + 1)),
-        said(34, 0, bytes(DATA_MOST + 1)),
-        said(16, 2**32),
-        said(11, -1, "a"),
-        said(1, 1, bytes(15)),
-        pack(1, Delete("ab"))[:-1] + b"\xff",
-        pack(1, Reopen(1))[:-1] + b"\xcc\x01",  # a longer form of the same
-        pack(1, Reopen(1)) + b"\x91" * 10_000 + b"\x00",
-        bytes(4) + b"\x92\x1e" + b"\x91" * 10_000 + b"\x00",  # deeper than what reads it can go
-    ],
-)
-def test_what_is_almost_a_message(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        parse(data)
+ALMOST = [
+    b"",
+    b"\0" * 5,
+    b"\xff" * 5,
+    b"\1\0\0",
+    said(15, 3, "a"),  # a mode that volumes are not opened in
+    said(15, 1, "a", "more"),
+    said(15, 1),
+    said(15, True, "a"),
+    said(99),
+    said(12, 1, "a", "b"),
+    said(31, 9, "a"),
+    said(21, 1, [[6, 5]]),
+    said(21, 1, [[5, 5]]),
+    said(21, 1, [[5, 6], [6, 7]]),
+    said(21, 1, [[5, 6, 7]]),
+    said(21, 1, [[2 * each, 2 * each + 1] for each in range(RANGES_MOST + 1)]),
+    said(14, "a" * (TEXT_MOST + 1)),
+    said(34, 0, bytes(DATA_MOST + 1)),
+    said(16, 2**32),
+    said(11, -1, "a"),
+    said(1, 1, bytes(15)),
+    pack(1, Delete("ab"))[:-1] + b"\xff",
+    pack(1, Reopen(1))[:-1] + b"\xcc\x01",  # a longer form of the same
+    pack(1, Reopen(1)) + b"\x91" * 10_000 + b"\x00",
+    bytes(4) + b"\x92\x1e" + b"\x91" * 10_000 + b"\x00",  # deeper than what reads it can go
+]
+
+
+def test_what_is_almost_a_message() -> None:
+    assert [data for data in ALMOST if parsed(data) is not None] == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ from tests.waiting import until
 
 SIZE = 64 * BLOCK
 
+both_backings = pytest.mark.parametrize("backing", ["mapped", "cached"])
 
+
+@both_backings
 @pytest.mark.parametrize("by_messages", [False, True], ids=["one-sided", "messages"])
 async def test_what_is_written_is_read(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
     data = os.urandom(SIZE)
@@ -72,6 +75,7 @@ async def test_what_was_not_flushed_is_there_as_long_as_nothing_crashes(
             assert await volume.read(BLOCK, 9) == b"one-sided"
 
 
+@both_backings
 async def test_volumes_are_made_listed_resized_and_deleted(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         assert await storage.volumes() == ()
@@ -121,6 +125,7 @@ async def test_what_makes_no_sense_is_refused(device: Device, tmp_path: Path, ba
         assert len(list((tmp_path / "volumes").iterdir())) == 1
 
 
+@both_backings
 async def test_who_may_only_read(device: Device, tmp_path: Path, backing: str) -> None:
     """Neither by messages nor by the memory that is granted is anything written."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner:
@@ -157,7 +162,11 @@ async def test_who_may_only_read(device: Device, tmp_path: Path, backing: str) -
             assert await volume.read(0, SIZE) == bytes(SIZE)
 
 
-async def test_a_right_that_is_taken_back(device: Device, tmp_path: Path, backing: str) -> None:
+@both_backings
+async def test_a_right_that_is_taken_back(
+    device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage_server.volumes._LOOK_S", 0.02)
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner:
         await owner.create("disk", SIZE)
         token = server.add("writer", disk=Mode.WRITE)
@@ -168,7 +177,6 @@ async def test_a_right_that_is_taken_back(device: Device, tmp_path: Path, backin
             async def write_on() -> None:
                 while True:
                     await volume.write(0, b"mine")
-                    await asyncio.sleep(0.05)
 
             with pytest.raises(ChangedError, match="right to it was taken back"):
                 await asyncio.wait_for(write_on(), patience(20))
@@ -189,6 +197,7 @@ async def test_strangers_are_sent_away(device: Device, tmp_path: Path, backing: 
         assert server.metric("refused_clients_total") == 3
 
 
+@both_backings
 async def test_a_resize_is_seen_by_who_has_it_open(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner, server.client() as other:
         await owner.create("disk", SIZE)
@@ -210,6 +219,7 @@ async def test_a_resize_is_seen_by_who_has_it_open(device: Device, tmp_path: Pat
                 await volume.read(0, 1)
 
 
+@both_backings
 async def test_requests_that_are_under_way_when_it_is_resized(device: Device, tmp_path: Path, backing: str) -> None:
     """Each is done, or told why not; the connection goes on."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner, server.client() as other:
@@ -236,6 +246,7 @@ async def test_requests_that_are_under_way_when_it_is_resized(device: Device, tm
                 assert "it was resized" in why
 
 
+@both_backings
 async def test_snapshots_stay_as_they_are(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
@@ -256,6 +267,7 @@ async def test_snapshots_stay_as_they_are(device: Device, tmp_path: Path, backin
         assert [(each.name, each.read_only) for each in await storage.volumes()] == [("again", False), ("then", True)]
 
 
+@both_backings
 @pytest.mark.parametrize("by_messages", [False, True], ids=["one-sided", "messages"])
 async def test_a_snapshot_is_of_one_moment(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
     """Somebody writes a number to the first block and then to the last: no snapshot has a later one in the last."""

@@ -274,6 +274,7 @@ def tsan(session: nox.Session) -> None:
     run(*fabric, "-k", chosen)
     # Of processes, most of whose time goes to starting them: on one loop always. Pools have workers with both.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
+    processes += ["tests/pool/test_process_ends.py"]
     run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
 
 

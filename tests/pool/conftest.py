@@ -1,26 +1,59 @@
-"""An open device, and pools on it, of threads with each kind of event loop."""
+"""An open device, and pools on it: of threads for a test, of processes for all tests of a module.
 
-from collections.abc import AsyncIterator
+A process takes a third of a second to start. Tests that leave a pool's workers at work, or have others in their places,
+share one; those that close it, wedge it or break it have their own. What shares one runs on the module's event loop:
+
+    pytestmark = pytest.mark.asyncio(loop_scope="module")
+"""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from types import ModuleType
 
 import pytest
 import pytest_asyncio
 
-from aioverbs import Device
+from aioverbs import Device, open_device
 from aioverbs._pool.pool import WorkerPool
-from tests.devices import device, device_name
+from tests.devices import device_name
+from tests.pool.processes import other_loop
 
-__all__ = ["device", "device_name", "loop_name", "pool"]
+__all__ = ["device", "device_name", "loop_name", "pool", "process_pool"]
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _no_main_module() -> Iterator[None]:
+    """Keep worker processes from importing the program that runs the tests, which takes as long as all of aioverbs.
+
+    What they do with a main module is tested with programs: see test_main_modules.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+        yield
 
 
 @pytest.fixture(params=["asyncio", "uvloop"], ids=["on asyncio", "on uvloop"])
 def loop_name(request: pytest.FixtureRequest) -> str:
-    """What event loops workers have."""
+    """The event loops that workers have."""
     name: str = request.param
     return name
+
+
+@pytest_asyncio.fixture
+async def device(device_name: str) -> AsyncIterator[Device]:
+    async with open_device(device_name) as device:
+        yield device
 
 
 @pytest_asyncio.fixture
 async def pool(device: Device, loop_name: str) -> AsyncIterator[WorkerPool]:
     """Three threads."""
     async with WorkerPool(device, 3, loop=loop_name) as pool:
+        yield pool
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def process_pool() -> AsyncIterator[WorkerPool]:
+    """Two processes, whose event loops are of another kind than that of the tests."""
+    async with open_device("soft0") as device, WorkerPool(device, 2, processes=True, loop=other_loop()) as pool:
         yield pool

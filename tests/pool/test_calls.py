@@ -4,7 +4,7 @@ import asyncio
 import collections
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,15 +15,14 @@ from aioverbs import (
     AccessFlags,
     AffinityError,
     BrokenResourceError,
-    ClosedResourceError,
     CompletionQueue,
     Device,
     MemoryRegion,
     ThreadModel,
+    open_device,
 )
 from aioverbs._pool.placement import LeastLoaded, rendezvous
 from aioverbs._pool.pool import StartedCall, WorkerPool, current_worker
-from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until
 
@@ -138,6 +137,7 @@ async def test_the_least_loaded_gets_the_call(device: Device) -> None:
     assert ended == ["ended there"] * 2
 
 
+@pytest.mark.every_way
 async def test_context_variables_go_there_and_nothing_comes_back(pool: WorkerPool) -> None:
     def plain() -> str:
         value = VARIABLE.get()
@@ -190,6 +190,7 @@ async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool,
     assert sum(worker.cancelled for worker in pool.statistics().workers) == 1
 
 
+@pytest.mark.every_way
 async def test_one_that_is_cancelled_before_it_began_does_not_begin(pool: WorkerPool) -> None:
     began: list[int] = []
     go_on = threading.Event()
@@ -204,6 +205,7 @@ async def test_one_that_is_cancelled_before_it_began_does_not_begin(pool: Worker
     assert began == []
 
 
+@pytest.mark.every_way
 async def test_one_that_something_there_cancels(pool: WorkerPool) -> None:
     async def cancel_myself() -> None:
         task = asyncio.current_task()
@@ -215,6 +217,7 @@ async def test_one_that_something_there_cancels(pool: WorkerPool) -> None:
         await pool.run(cancel_myself, worker=1)
 
 
+@pytest.mark.every_way
 async def test_calls_between_workers_and_to_oneself(pool: WorkerPool) -> None:
     async def there_and_back(hops: int) -> list[int]:
         here = number()
@@ -225,6 +228,7 @@ async def test_calls_between_workers_and_to_oneself(pool: WorkerPool) -> None:
     assert await pool.run(there_and_back, 7, worker=1) == [1, 1, 0, 2, 1, 0, 2, 1]
 
 
+@pytest.mark.every_way
 async def test_calls_from_other_loops_and_threads(pool: WorkerPool) -> None:
     def elsewhere() -> tuple[int, int]:
         started = pool.start_soon(number_later, worker=2)
@@ -253,7 +257,8 @@ async def test_what_belongs_to_a_worker_is_refused_elsewhere(pool: WorkerPool) -
     await pool.run(cq.aclose, worker=0)
 
 
-async def test_memory_that_is_registered_once_serves_all(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("engine_mode", [False, True], ids=["inline", "engine"])
+async def test_memory_that_is_registered_once_serves_all(engine_mode: bool) -> None:
     async def write(region: MemoryRegion, at: int) -> None:
         domain = current_worker().domain
         async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
@@ -261,7 +266,11 @@ async def test_memory_that_is_registered_once_serves_all(pool: WorkerPool) -> No
             far.connect(near.local_endpoint(), ACCESS)
             await near.write(region[:5], region.remote()[at : at + 5])
 
-    async with pool.pd.register(4096, ACCESS) as region:
+    async with (
+        open_device("soft0", engine_mode=engine_mode) as device,
+        WorkerPool(device, 3) as pool,
+        pool.pd.register(4096, ACCESS) as region,
+    ):
         region.buffer[:5] = b"hello"
         for worker in range(3):
             await pool.run(write, region, 100 * (worker + 1), worker=worker)
@@ -318,6 +327,7 @@ async def test_items_are_asked_for_as_they_are_needed(pool: WorkerPool) -> None:
         await pool.map(number, [], limit=0)  # type: ignore[arg-type]
 
 
+@pytest.mark.every_way
 async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None:
     begun: list[int] = []
     ended: list[int] = []
@@ -350,6 +360,7 @@ async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None
 # ---- Calls that nobody waits for
 
 
+@pytest.mark.every_way
 async def test_a_started_call_is_awaited_asked_or_cancelled(pool: WorkerPool) -> None:
     started: StartedCall[int] = pool.start_soon(number_later, worker=2)
     assert await started.wait() == 2
@@ -367,6 +378,7 @@ async def test_a_started_call_is_awaited_asked_or_cancelled(pool: WorkerPool) ->
         await failing.wait()
 
 
+@pytest.mark.every_way
 async def test_who_awaits_it_and_is_cancelled_cancels_it(pool: WorkerPool) -> None:
     begun, ended = threading.Event(), list[str]()
     staying = pool.start_soon(stay, begun, ended)
@@ -382,24 +394,30 @@ async def test_one_that_fails_and_is_forgotten_is_logged(pool: WorkerPool, caplo
     assert "ZeroDivisionError" in caplog.text
 
 
-# ---- In the child of a fork
+# ---- Calls while the same thread is inside of the pool
 
 
-async def test_the_child_of_a_fork_has_no_workers(pool: WorkerPool) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: asyncio.run(pool.run(number)),
-        lambda: pool.start_soon(number),
-        lambda: asyncio.run(pool.drain()),
-    ]
+class Busiest:
+    """A policy that looks at its pool's statistics."""
 
-    def child() -> list[str]:
-        raised = []
-        for call in calls:
-            with pytest.raises(ClosedResourceError) as caught:
-                call()
-            raised.append(type(caught.value).__name__)
-        asyncio.run(pool.aclose())
-        return raised
+    pool: WorkerPool
 
-    assert in_child(child) == ["ForkedProcessError"] * 3
-    assert await pool.run(number, worker=1) == 1
+    def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
+        assert [worker.calls for worker in self.pool.statistics().workers] == loads
+        return max(self.pool.statistics().workers, key=lambda worker: (worker.completed, worker.number)).number
+
+
+async def test_a_policy_looks_at_its_pools_statistics(device: Device) -> None:
+    policy = Busiest()
+    async with WorkerPool(device, 2, placement=policy) as pool:
+        policy.pool = pool
+        assert [await pool.run(number) for _ in range(3)] == [1] * 3
+
+
+async def test_one_that_is_started_in_the_middle_of_another(device: Device) -> None:
+    """A handler of signals, or a finalizer."""
+    async with WorkerPool(device, 2) as pool:
+        with pool._crew.lock:
+            call = pool.start_soon(number)
+            assert sum(worker.calls for worker in pool.statistics().workers) == 1
+        assert await call.wait() == 0

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import threading
-import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -64,6 +63,7 @@ async def test_a_block_waits_for_what_was_started(device: Device, loop_name: str
     await pool.aclose()
 
 
+@pytest.mark.every_way
 async def test_a_block_that_raises_cancels_them(device: Device) -> None:
     started, ended = threading.Event(), list[str]()
     left: list[StartedCall[None]] = []
@@ -81,6 +81,7 @@ async def test_a_block_that_raises_cancels_them(device: Device) -> None:
     assert worker_threads() == []
 
 
+@pytest.mark.every_way
 @pytest.mark.parametrize("by", ["deadline", "cancellation"])
 async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) -> None:
     ended: list[str] = []
@@ -99,14 +100,13 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
     begun = [threading.Event() for _ in range(3)]
     staying = [asyncio.create_task(pool.run(stay, each, ended)) for each in begun]
     await until(lambda: all(counts) and all(each.is_set() for each in begun))
-    begin = time.monotonic()
-    if by == "deadline":
-        await pool.stop(0.2)
-    else:
-        with anyio.move_on_after(0.2) as scope:
-            await pool.stop()
-        assert scope.cancelled_caught
-    assert 0.2 <= time.monotonic() - begin < patience(5)
+    async with asyncio.timeout(patience(10)):
+        if by == "deadline":
+            await pool.stop(0.05)
+        else:
+            with anyio.move_on_after(0.05) as scope:
+                await pool.stop()
+            assert scope.cancelled_caught
     assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], State.CLOSED)
     cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))  # where a worker is slow
     for each in staying:
@@ -116,6 +116,7 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
     assert sum(worker.cancelled for worker in pool.statistics().workers) == 3 + cut_off
 
 
+@pytest.mark.every_way
 async def test_functions_that_run_may_call_others_while_it_drains(device: Device) -> None:
     async with WorkerPool(device, 2) as pool:
         begun, go_on = threading.Event(), threading.Event()
@@ -145,6 +146,7 @@ async def test_its_own_functions_do_not_close_it(device: Device) -> None:
         assert await pool.run(number) == 0
 
 
+@pytest.mark.every_way
 async def test_a_call_that_another_thread_is_about_to_post(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the pool is stopped its worker has it already, and the worker's loop does not."""
     about, go_on = threading.Event(), threading.Event()
@@ -169,6 +171,7 @@ async def test_a_call_that_another_thread_is_about_to_post(device: Device, monke
     assert (began, worker_threads(), pool.state) == ([], [], State.CLOSED)
 
 
+@pytest.mark.every_way
 async def test_two_close_it(device: Device) -> None:
     pool = await WorkerPool(device, 2).open()
     ended: list[str] = []
@@ -179,6 +182,7 @@ async def test_two_close_it(device: Device) -> None:
     assert (ended, pool.state) == (["of its own accord"], State.CLOSED)
 
 
+@pytest.mark.every_way
 async def test_it_is_closed_by_another_loop(device: Device) -> None:
     pool = await WorkerPool(device, 2).open()
     await asyncio.to_thread(lambda: asyncio.run(pool.aclose()))
@@ -186,17 +190,17 @@ async def test_it_is_closed_by_another_loop(device: Device) -> None:
 
 
 async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
-    pool = await WorkerPool(device, 2, grace_s=1.0).open()
+    pool = await WorkerPool(device, 1, grace_s=0.05).open()
     begun, release = threading.Event(), threading.Event()
 
     def wait() -> None:
         begun.set()
         release.wait()
 
-    stuck = pool.start_soon(wait, worker=1)
+    stuck = pool.start_soon(wait)
     await asyncio.to_thread(begun.wait, 10)
     try:
-        with pytest.raises(BusyResourceError, match=r"these do not end: <worker 1 of WorkerPool \d+> with 1 calls"):
+        with pytest.raises(BusyResourceError, match=r"these do not end: <worker 0 of WorkerPool \d+> with 1 calls"):
             await pool.stop(0)
         assert not stuck.done()
         with pytest.raises(ClosedResourceError):
@@ -207,6 +211,7 @@ async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
     assert (stuck.done(), worker_threads()) == (True, [])
 
 
+@pytest.mark.every_way
 async def test_tasks_that_functions_leave_end_before_the_domain(device: Device) -> None:
     states: list[State] = []
 
@@ -279,16 +284,22 @@ async def test_a_worker_that_cannot_be_made(device: Device, caplog: pytest.LogCa
     assert (worker_threads(), caplog.text) == ([], "")
 
 
+@pytest.mark.every_way
 async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
+    inside = threading.Event()
+
     @contextlib.asynccontextmanager
     async def slow(worker: Worker) -> AsyncIterator[None]:
-        await asyncio.sleep(0.2)
+        inside.set()
+        await asyncio.sleep(0.05)
         yield
 
     pool = WorkerPool(device, 2, setup=slow)
-    with anyio.move_on_after(0.05) as scope:
-        await pool.open()
-    assert scope.cancelled_caught
+    opening = asyncio.create_task(pool.open())
+    await until(inside.is_set)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
     assert (worker_threads(), pool.state) == ([], State.CLOSED)
 
 
@@ -341,7 +352,8 @@ async def test_one_that_dies_is_told_of_and_replaced(
 ) -> None:
     async with WorkerPool(device, 2, loop=loop_name) as pool:
         others = [asyncio.create_task(pool.run(asyncio.sleep, 30, worker=1)) for _ in range(3)]
-        elsewhere = asyncio.create_task(pool.run(asyncio.sleep, 0.1, worker=0))
+        go_on = threading.Event()
+        elsewhere = asyncio.create_task(pool.run(until, go_on.is_set, worker=0))
         thread = await pool.run(threading.get_ident, worker=1)
         await pool.run(number_later, worker=1)
         with pytest.raises(WorkerDiedError, match="worker 1 of the pool died: its event loop ended by") as caught:
@@ -350,6 +362,7 @@ async def test_one_that_dies_is_told_of_and_replaced(
         for each in others:
             with pytest.raises(WorkerDiedError):
                 await each
+        go_on.set()
         await elsewhere
         assert await pool.run(number, worker=1) == 1
         assert await pool.run(threading.get_ident, worker=1) != thread or not worker_threads()
@@ -361,6 +374,7 @@ async def test_one_that_dies_is_told_of_and_replaced(
     assert worker_threads() == []
 
 
+@pytest.mark.every_way
 async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
     gate = threading.Event()
     gate.set()
@@ -485,6 +499,7 @@ def _warnings() -> None:
     warnings.simplefilter("error", ResourceWarning)
 
 
+@pytest.mark.every_way
 async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(device: Device) -> None:
     go_on, inside = threading.Event(), threading.Event()
 
@@ -512,6 +527,7 @@ async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(
     await call.wait()
 
 
+@pytest.mark.every_way
 async def test_a_call_that_waits_for_a_worker_that_is_being_made_can_be_cancelled(device: Device) -> None:
     go_on = threading.Event()
     made = 0

@@ -4,11 +4,12 @@ import asyncio
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from aioverbs import Device, ForkedProcessError, WorkerPool
+from aioverbs import ClosedResourceError, Device, ForkedProcessError, WorkerPool
 from tests.core.children import in_child
 from tests.pace import patience
 from tests.pool.test_calls import number
@@ -94,6 +95,26 @@ def test_processes_stay_with_the_parent(tmp_path: Path) -> None:
 def test_a_child_waits_for_nothing_that_its_parent_waits_for() -> None:
     done = run([sys.executable, "-P", "-W", "ignore", "-c", THREADS], patience(50))
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+async def test_threads_stay_with_the_parent(pool: WorkerPool) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: asyncio.run(pool.run(number)),
+        lambda: pool.start_soon(number),
+        lambda: asyncio.run(pool.drain()),
+    ]
+
+    def child() -> list[str]:
+        raised = []
+        for call in calls:
+            with pytest.raises(ClosedResourceError) as caught:
+                call()
+            raised.append(type(caught.value).__name__)
+        asyncio.run(pool.aclose())
+        return raised
+
+    assert in_child(child) == ["ForkedProcessError"] * 3
+    assert await pool.run(number, worker=1) == 1
 
 
 async def test_calls_that_were_started_before_say_so(device: Device) -> None:

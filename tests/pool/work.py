@@ -26,6 +26,11 @@ def look() -> tuple[int, int, str, bool]:
     return os.getpid(), worker.number, type(asyncio.get_running_loop()).__module__.partition(".")[0], owner.owns()
 
 
+def look_for(_: object) -> tuple[int, int, str, bool]:
+    """Do the same, for each item of a `map`."""
+    return look()
+
+
 async def look_later() -> tuple[int, int, str, bool]:
     await asyncio.sleep(0.001)
     return look()

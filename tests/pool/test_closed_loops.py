@@ -1,4 +1,4 @@
-"""Pools of processes whose loop is closed: another one closes them."""
+"""Pools of processes whose loop is closed, or stands still: their calls end, and another loop closes them."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 async def make() -> tuple[Device, WorkerPool]:
     device = await open_device("soft0").open()
-    pool = await WorkerPool(device, 2, processes=True).open()
+    pool = await WorkerPool(device, 1, processes=True).open()
     await pool.run(variable)
     return device, pool
 

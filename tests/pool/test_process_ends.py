@@ -1,0 +1,155 @@
+"""How pools of processes begin and end."""
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    BrokenResourceError,
+    ClosedResourceError,
+    Device,
+    State,
+    WorkerDiedError,
+    WorkerPool,
+    open_device,
+)
+from tests.pace import patience
+from tests.pool import work
+from tests.pool.processes import alive, processes
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.every_way
+async def test_a_block_that_another_loop_leaves_by_an_error_still_drains(device: Device, tmp_path: Path) -> None:
+    pool = await WorkerPool(device, 1, processes=True).open()
+    error = ValueError("of the block")
+    await asyncio.to_thread(lambda: asyncio.run(pool.__aexit__(ValueError, error, None)))
+    assert "AffinityError: aclose on <WorkerPool" in error.__notes__[0]
+    call = pool.start_soon(work.stay_until, str(tmp_path), "go on")
+    await until((tmp_path / "begun").exists)
+    closing = asyncio.create_task(pool.aclose())
+    await until(lambda: not pool._crew.takes_calls())
+    work.mark(str(tmp_path), "go on")
+    assert await call.wait() == "go on"
+    await closing
+
+
+async def test_a_pool_that_is_to_fail_fails(device: Device, capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker that exits says nothing on its way."""
+
+    async def use() -> None:
+        async with WorkerPool(device, 1, processes=True, on_worker_death="fail") as pool:
+            with pytest.raises(WorkerDiedError):
+                await pool.run(work.leave)
+            with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died"):
+                await pool.run(work.look)
+
+    with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died"):
+        await use()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_deadline_cancels_and_then_kills(device: Device, tmp_path: Path) -> None:
+    pool = await WorkerPool(device, 2, processes=True, grace_s=1.0).open()
+    ids = processes(pool)
+    staying = pool.start_soon(work.stay, str(tmp_path), worker=0)
+    blocking = pool.start_soon(work.block, 60.0, str(tmp_path), worker=1)
+    await until(lambda: (tmp_path / "begun").exists() and (tmp_path / "blocking").exists())
+    async with asyncio.timeout(patience(20)):
+        await pool.stop(0)
+    assert (tmp_path / "ended").exists()
+    assert isinstance(staying.exception(), ClosedResourceError)
+    assert isinstance(blocking.exception(), WorkerDiedError)
+    assert (pool.state, [alive(each) for each in ids]) == (State.CLOSED, [False] * 2)
+
+
+async def test_a_block_waits_for_what_was_started(device: Device) -> None:
+    async with WorkerPool(device, 1, processes=True) as pool:
+        started = [pool.start_soon(work.block, 0.05) for _ in range(2)]
+        (process_id,) = processes(pool)
+    assert [each.result() for each in started] == [None] * 2
+    assert not alive(process_id)
+
+
+async def test_setup_and_one_that_cannot_be_made(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    async with WorkerPool(device, 1, processes=True, setup=work.setup) as pool:
+        assert await pool.run(work.state) == "of 0"
+    pool = WorkerPool(device, 2, processes=True, setup=work.refuse)
+    with pytest.raises(work.Own, match="not this one"):
+        await pool.open()
+    assert (pool.state, caplog.text) == (State.CLOSED, "")
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        await WorkerPool(device, 1, processes=True, setup=lambda _: work.setup(_)).open()
+
+
+async def test_ctrl_c_does_not_end_one_that_starts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = subprocess.Popen
+
+    def interrupted(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
+        process = make(*args, **kwargs)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    async with WorkerPool(device, 1, processes=True) as pool:
+        assert [await pool.run(os.getpid)] == processes(pool)
+        assert signal.SIGINT not in await pool.run(partial(signal.pthread_sigmask, signal.SIG_BLOCK, []))
+
+
+@pytest.mark.every_way
+async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
+    pool = WorkerPool(device, 2, processes=True)
+    with anyio.move_on_after(0.01) as scope:
+        await pool.open()
+    assert scope.cancelled_caught
+    assert (pool.state, [alive(each) for each in processes(pool)]) == (State.CLOSED, [False] * 2)
+
+
+async def test_a_device_that_is_closed_closes_it() -> None:
+    device = await open_device("soft0").open()
+    pool = await WorkerPool(device, 1, processes=True).open()
+    (process_id,) = processes(pool)
+    with pytest.warns(ResourceWarning, match="WorkerPool .* was still open"):
+        await device.aclose()
+    assert (alive(process_id), pool.state) == (False, State.CLOSED)
+
+
+async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
+    pool = await WorkerPool(device, 1, processes=True).open()
+    (process_id,) = processes(pool)
+    pd = pool.pd
+    held = [pool]
+    del pool
+    with pytest.warns(ResourceWarning, match="was still open: it was forgotten"):
+        held.clear()
+    gc.collect()
+    await until(lambda: not alive(process_id))
+    await pd.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_many_pools_leave_nothing() -> None:
+    before = 0, 0
+    async with open_device("soft0") as device:
+        for round_ in range(60):
+            async with WorkerPool(device, 2, processes=True, loop=("asyncio", "uvloop")[round_ % 2]) as pool:
+                assert [each[1] for each in await pool.map(work.look_for, range(2))] == [0, 1]
+                if not round_ % 10:
+                    with pytest.raises(WorkerDiedError):
+                        await pool.run(work.kill_myself)
+            if round_ == 10:
+                before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

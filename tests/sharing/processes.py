@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -9,12 +10,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest_asyncio
+
 from aioverbs import Endpoint, QueuePair, RemoteRegion
 from tests.conftest import ROOT
 from tests.pace import patience
 from tests.sharing.worker import ACCESS, PATIENT
 
-__all__ = ["KEY", "Refused", "Worker", "pair", "worker"]
+__all__ = ["KEY", "Pair", "Refused", "Worker", "pair", "worker"]
 
 KEY = 0xFEDCBA9876543210
 START = (
@@ -34,6 +37,7 @@ class Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     shared_id: int = 0
+    is_killed: bool = False
 
     def tell(self, line: str) -> None:
         self.writer.write(f"{line}\n".encode())
@@ -74,6 +78,7 @@ class Worker:
         await self.ask(f"instance {self.shared_id} {key}")
 
     async def kill(self) -> None:
+        self.is_killed = True
         self.process.send_signal(signal.SIGKILL)
         await self.process.wait()
 
@@ -106,13 +111,48 @@ async def worker(share: socket.socket) -> AsyncIterator[Worker]:
     assert status in (0, -signal.SIGKILL)
 
 
-@contextlib.asynccontextmanager
-async def pair(*, imported: bool = True) -> AsyncIterator[tuple[Worker, Worker]]:
-    """One that shares a domain, and one that has an instance of it."""
-    one, other = socket.socketpair()
-    async with worker(one) as first, worker(other) as second:
-        first.shared_id = int(await first.ask(f"share {KEY}"))
-        if imported:
-            await first.give(second)
-            await second.instance()
-        yield first, second
+class Pair:
+    """Two processes that tests have one after the other; where one was killed, or a test failed, there are new ones."""
+
+    def __init__(self) -> None:
+        self._both: tuple[Worker, Worker] | None = None
+        self._ending = contextlib.AsyncExitStack()
+
+    @contextlib.asynccontextmanager
+    async def __call__(self, *, imported: bool = True) -> AsyncIterator[tuple[Worker, Worker]]:
+        """One that shares a domain, and one that has an instance of it; what both have left at the end is closed."""
+        if self._both is None:
+            one, other = socket.socketpair()
+            enter = self._ending.enter_async_context
+            self._both = await enter(worker(one)), await enter(worker(other))
+        first, second = both = self._both
+        try:
+            where, how = os.environ["AIOVERBS_SOFT_DIRECTORY"], os.environ.get("AIOVERBS_SOFT_DIRECT", "1")
+            for each in both:
+                await each.ask(f"begin {where} {how}")
+            first.shared_id = int(await first.ask(f"share {KEY}"))
+            if imported:
+                await first.give(second)
+                await second.instance()
+            yield first, second
+            if not any(each.is_killed for each in both):
+                for each in both:
+                    await each.ask("close all")
+                assert [await each.ask("leftovers") for each in both] == ["nothing"] * 2
+        except BaseException:
+            await self.end()
+            raise
+        if any(each.is_killed for each in both):
+            await self.end()
+
+    async def end(self) -> None:
+        """End both."""
+        self._both = None
+        await self._ending.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[Pair]:
+    pair = Pair()
+    yield pair
+    await pair.end()

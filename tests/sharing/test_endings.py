@@ -9,9 +9,11 @@ import pytest
 
 from aioverbs import BrokenResourceError, RemoteRegion, WcStatus, WorkCompletionError
 from tests.fabric.two import End, end
-from tests.pace import fewer, patience
-from tests.sharing.processes import KEY, Refused, pair
+from tests.pace import patience
+from tests.sharing.processes import KEY, Pair, Refused
 from tests.sharing.test_serving import reaches
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.
 OURS, THEIRS = ["pd", "device"], ["b", "pd", "device"]
@@ -23,7 +25,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(f"{what}{who}" for who, what in order))
-async def test_every_order_of_closing(order: list[tuple[int, str]]) -> None:
+async def test_every_order_of_closing(pair: Pair, order: list[tuple[int, str]]) -> None:
     async with pair() as both, end() as here:
         remotes = [await each.register(name, 4096) for each, name in zip(both, "ab", strict=True)]
         await both[0].ask("close a")
@@ -40,7 +42,7 @@ async def test_every_order_of_closing(order: list[tuple[int, str]]) -> None:
         assert len(here.region.pins) == 0
 
 
-async def test_the_last_instance_is_the_end() -> None:
+async def test_the_last_instance_is_the_end(pair: Pair) -> None:
     async with pair() as (first, second):
         await second.ask("close pd")
         await second.instance()  # again, as there is another one
@@ -56,7 +58,7 @@ async def test_the_last_instance_is_the_end() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
-async def test_who_comes_too_late(dies: bool) -> None:
+async def test_who_comes_too_late(pair: Pair, dies: bool) -> None:
     async with pair(imported=False) as (first, second):
         await first.give(second)
         if dies:
@@ -69,7 +71,7 @@ async def test_who_comes_too_late(dies: bool) -> None:
         assert await second.ask("leftovers") == "nothing"
 
 
-async def test_wrong_ids_and_keys() -> None:
+async def test_wrong_ids_and_keys(pair: Pair) -> None:
     async with pair(imported=False) as (first, second):
         for shared_id, key, said in (
             (first.shared_id, KEY ^ 1, "EACCES"),
@@ -99,7 +101,7 @@ async def refused_soon(try_it: Callable[[], Awaitable[object]]) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["who shares", "who imports"])
-async def test_one_dies(who: int, direct: bool) -> None:
+async def test_one_dies(pair: Pair, who: int, direct: bool) -> None:
     async with pair() as both, end(queue_pairs=2) as here:
         victim, survivor = both[who], both[1 - who]
         gone = await victim.register("v", 1 << 20)
@@ -118,7 +120,7 @@ async def test_one_dies(who: int, direct: bool) -> None:
         assert await survivor.ask("leftovers") == "nothing"
 
 
-async def test_memory_of_the_dead_comes_back() -> None:
+async def test_memory_of_the_dead_comes_back(pair: Pair) -> None:
     """The file has no pages of a process that died, once somebody else came."""
     async with pair() as (first, second):
         await first.register("a", 1 << 20)
@@ -131,7 +133,7 @@ async def test_memory_of_the_dead_comes_back() -> None:
         assert await first.look("a", 0, 4096) == b"a" * 4096
 
 
-async def test_a_child_of_the_dead_is_not_taken_for_it() -> None:
+async def test_a_child_of_the_dead_is_not_taken_for_it(pair: Pair) -> None:
     async with pair() as (first, second), end(queue_pairs=2) as here:
         remote = await first.register("a", 4096)
         for qp in here.qps:
@@ -153,7 +155,7 @@ async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int)
         await kind(here.region[begin : begin + size], remote[:size])
 
 
-async def a_kill(seed: int) -> None:
+async def a_kill(pair: Pair, seed: int) -> None:
     """One of two that serve each other's memory is killed at some moment; the other one serves on."""
     chance = random.Random(seed)
     async with pair() as both, end(queue_pairs=5) as here:
@@ -178,19 +180,19 @@ async def a_kill(seed: int) -> None:
         assert len(here.region.pins) == 0
 
 
-async def test_one_is_killed_in_the_middle(direct: bool) -> None:
-    for seed in range(fewer(2)):
-        await a_kill(seed)
+@pytest.mark.parametrize("seed", range(2))
+async def test_one_is_killed_in_the_middle(pair: Pair, direct: bool, seed: int) -> None:
+    await a_kill(pair, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_one_is_killed_a_hundred_times(direct: bool) -> None:
+async def test_one_is_killed_a_hundred_times(pair: Pair, direct: bool) -> None:
     for seed in range(100, 150):
-        await a_kill(seed)
+        await a_kill(pair, seed)
 
 
-async def test_both_at_once_and_nobody_is_left() -> None:
+async def test_both_at_once_and_nobody_is_left(pair: Pair) -> None:
     async with pair() as (first, second):
         await asyncio.gather(first.register("a", 4096), second.register("b", 4096))
         await asyncio.gather(*(each.ask("close pd") for each in (first, second)))

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from typing import Any
 
 from aioverbs import (
@@ -56,8 +57,28 @@ class Worker:
         self.qps.append(qp)
         return qp
 
+    async def close_domain(self) -> None:
+        for qp in self.qps:
+            await qp.aclose()
+        self.qps.clear()
+        if self.domain is not None:
+            await self.cq.aclose()
+            await self.domain.aclose()
+        self.domain = None
+
+    async def close_all(self) -> None:
+        """Close what is still open, as who comes next is to find it."""
+        await self.close_domain()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of what is left
+            if hasattr(self, "device"):
+                await self.device.aclose()
+        self.regions.clear()
+
     async def do(self, command: list[str]) -> str:
         match command:
+            case ["begin", directory, direct]:
+                os.environ.update(AIOVERBS_SOFT_DIRECTORY=directory, AIOVERBS_SOFT_DIRECT=direct)
             case ["share", key]:
                 self.device = await open_device("soft0").open()
                 self.pd = await self.device.protection_domain().open()
@@ -101,16 +122,13 @@ class Worker:
                 received = await self.qps[-1].receive(self.regions[name][int(at) : int(at) + int(length)])
                 return str(received.byte_len)
             case ["close", "domain"]:
-                for qp in self.qps:
-                    await qp.aclose()
-                self.qps.clear()
-                if self.domain is not None:
-                    await self.domain.aclose()
-                self.domain = None
+                await self.close_domain()
             case ["close", "pd"]:
                 await self.pd.aclose()
             case ["close", "device"]:
                 await self.device.aclose()
+            case ["close", "all"]:
+                await self.close_all()
             case ["close", name]:
                 await self.regions.pop(name).aclose()
             case ["blocks"]:

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,6 @@ import pytest
 from tests.conftest import ROOT
 from tests.listening import free_port, own_address
 from tests.pace import patience
-from tests.sockets import directory_of_sockets, short_path
 from tests.waiting import wait_until
 
 pytest.importorskip("uvicorn")
@@ -26,9 +26,8 @@ import httpx
 
 sys.path.append(str(ROOT / "examples"))
 
-from key_value import LONGEST, NEIGHBOURS, place_of
+from key_value import LONGEST, NEIGHBOURS, SLOT, place_of
 
-__all__ = ["directory_of_sockets", "short_path"]
 pytestmark = pytest.mark.timeout(120)
 
 START_S = 40
@@ -51,12 +50,14 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Store:
-    """The process that has the objects."""
+    """The process that has the objects.
 
-    def __init__(self, port: int = 0) -> None:
+    :param env: its environment.
+    """
+
+    def __init__(self, env: Mapping[str, str], port: int = 0) -> None:
         command = [sys.executable, "-W", "error", str(ROOT / "examples" / "asgi.py"), "store", own_address(), str(port)]
         pipe = subprocess.PIPE
-        env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
         self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         assert self.process.stdout is not None
         self.place = self.process.stdout.readline().strip()
@@ -74,14 +75,13 @@ class Service:
     url: str
     store: Store
     client: "httpx.Client"
-    workers: set[int] = field(default_factory=set)  # that answered
+    env: Mapping[str, str]
+    workers: set[int] = field(default_factory=set)  # that answered, and were not killed
 
     def ask(self, name: str, data: bytes | None = None) -> "httpx.Response":
         """By a TCP connection of its own, as whichever worker takes it."""
         method = "GET" if data is None else "PUT"
-        answer = httpx.request(
-            method, f"{self.url}/objects/{name}", content=data, timeout=patience(20), trust_env=False
-        )
+        answer = self.client.request(method, f"{self.url}/objects/{name}", content=data)
         if "x-worker" in answer.headers:
             self.workers.add(int(answer.headers["x-worker"]))
         return answer
@@ -117,13 +117,13 @@ def stopped(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def serving(server: str, tmp_path: Path, killed: set[int]) -> Iterator[Service]:
-    store, host, port = Store(), own_address(), free_port()
-    env = {**os.environ, "AIOVERBS_DEVICE": "soft0", "STORE": store.place}
-    said = tmp_path / "said"
+def serving(server: str, folder: Path) -> Iterator[Service]:
+    env = {**os.environ, "AIOVERBS_DEVICE": "soft0", "AIOVERBS_SOFT_DIRECTORY": str(folder)}
+    store, host, port = Store(env), own_address(), free_port()
+    said = folder / "said"
     command = [sys.executable, "-P", *(part.format(host=host, port=port) for part in SERVERS[server])]
-    client = httpx.Client(timeout=patience(20), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
-    service = Service(f"http://{host}:{port}", store, client)
+    client = httpx.Client(timeout=patience(20), trust_env=False, headers={"Connection": "close"})
+    service = Service(f"http://{host}:{port}", store, client, env)
 
     def answers() -> bool:
         assert process.poll() is None, said.read_text()
@@ -135,7 +135,7 @@ def serving(server: str, tmp_path: Path, killed: set[int]) -> Iterator[Service]:
     with (
         client,
         said.open("wb") as output,
-        subprocess.Popen(command, env=env, cwd=HERE, stdout=output, stderr=output) as process,
+        subprocess.Popen(command, env={**env, "STORE": store.place}, cwd=HERE, stdout=output, stderr=output) as process,
     ):
         try:
             until(answers)
@@ -148,37 +148,43 @@ def serving(server: str, tmp_path: Path, killed: set[int]) -> Iterator[Service]:
                 process.kill()
                 service.store.end()
     output_of_all = said.read_text()
-    for pid in service.workers - killed:
+    for pid in service.workers:
         assert f"{pid} left []" in output_of_all
     assert "Traceback" not in output_of_all
 
 
-@pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(scope="module", params=SERVERS)
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A store and a server for all tests: starting them takes much longer than what is asked of them."""
+    with tempfile.TemporaryDirectory(prefix="aioverbs-") as folder, serving(request.param, Path(folder)) as service:
+        yield service
 
 
-def test_objects(server: str, tmp_path: Path) -> None:
+def only(server: str) -> pytest.MarkDecorator:
+    """Have a test run with one of the servers."""
+    return pytest.mark.parametrize("service", [server], indirect=True, scope="module")
+
+
+def test_objects(service: Service) -> None:
     """What one worker was given the others give, the last one that was put."""
     sizes = (0, 1, 500, LONGEST - 4)
-    with serving(server, tmp_path, set()) as service:
-        service.until_workers(2)
-        with ThreadPoolExecutor(8) as threads:
-            for turn in range(3):
-                objects = {f"{size}": os.urandom(size) for size in sizes}
-                list(threads.map(service.put, objects, objects.values()))
-                for name, got in zip([*objects] * 8, threads.map(service.get, [*objects] * 8), strict=True):
-                    assert got == objects[name], (turn, name)
-        assert service.ask("nothing").status_code == 404
-        assert service.ask("large", bytes(LONGEST - 4)).status_code == 413
-        assert service.ask("large", bytes(1 << 20)).status_code == 413
+    service.until_workers(2)
+    with ThreadPoolExecutor(8) as threads:
+        for turn in range(3):
+            objects = {f"{size}": os.urandom(size) for size in sizes}
+            list(threads.map(service.put, objects, objects.values()))
+            for name, got in zip([*objects] * 8, threads.map(service.get, [*objects] * 8), strict=True):
+                assert got == objects[name], (turn, name)
+    assert service.ask("nothing").status_code == 404
+    assert service.ask("large", bytes(LONGEST - 4)).status_code == 413
+    assert service.ask("large", bytes(1 << 20)).status_code == 413
 
 
-def test_objects_that_are_put_while_they_are_got(tmp_path: Path) -> None:
+@only("gunicorn")
+def test_objects_that_are_put_while_they_are_got(service: Service) -> None:
     """One or the other, and always a whole one."""
     whole = {bytes([each]) * 900 for each in range(4)}
-    with serving("gunicorn", tmp_path, set()) as service, ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(4) as threads:
         service.put("object", min(whole))
         puts = [threads.submit(service.put, "object", each) for each in [*whole] * 10]
         seen = set()
@@ -189,50 +195,57 @@ def test_objects_that_are_put_while_they_are_got(tmp_path: Path) -> None:
         assert seen <= whole
 
 
-def test_no_room(tmp_path: Path) -> None:
+@only("uvicorn")
+def test_no_room(service: Service) -> None:
     """For a key all of whose places have other keys."""
-    names = sorted(map(str, range(50_000)), key=lambda name: place_of(name.encode()))
-    groups = (list(group) for _, group in itertools.groupby(names, lambda name: place_of(name.encode())))
-    together = next(group for group in groups if len(group) > NEIGHBOURS)[: NEIGHBOURS + 1]
-    with serving("uvicorn", tmp_path, set()) as service:
-        assert [service.ask(name, b"x").status_code for name in together] == [204] * NEIGHBOURS + [507]
-        assert service.ask(together[0], b"y").status_code == 204, "it has its place"
+    others = ["nothing", "object", "large", "0", "1", "500", str(LONGEST - 4), *map("object-{}".format, range(4))]
+    taken = [place_of(name.encode()) for name in others]
+    names = sorted(map(str, range(1000, 50_000)), key=lambda name: place_of(name.encode()))
+    groups = ((place, list(group)) for place, group in itertools.groupby(names, lambda name: place_of(name.encode())))
+    together = next(
+        group[: NEIGHBOURS + 1]
+        for place, group in groups
+        if len(group) > NEIGHBOURS and all(abs(place - other) >= NEIGHBOURS * SLOT for other in taken)
+    )
+    assert [service.ask(name, b"x").status_code for name in together] == [204] * NEIGHBOURS + [507]
+    assert service.ask(together[0], b"y").status_code == 204, "it has its place"
 
 
-def test_a_worker_that_is_killed(server: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed(service: Service) -> None:
     """With it go the requests that it had; whoever asks later is answered by the other one, and by one that comes."""
-    killed: set[int] = set()
     over, begun = threading.Event(), threading.Barrier(5)
     failed: list[float] = []  # when those began
-    with serving(server, tmp_path, killed) as service, ThreadPoolExecutor(4) as threads:
+    done = [0] * 4
 
-        def load(name: str) -> None:
-            possible = [b"first" * 100]
-            service.put(name, possible[0])
-            begun.wait(patience(20))
-            for number in range(10**6):
-                if over.is_set():
-                    break
-                began = time.monotonic()
-                try:
-                    if number % 2:
-                        assert service.get(name) in possible, number
-                    else:
-                        possible.append(bytes([number % 256]) * 900)
-                        service.put(name, possible[-1])
-                        possible[:-1] = []
-                except httpx.TransportError:
-                    failed.append(began)
-            assert service.get(name) in possible
+    def load(client: int) -> None:
+        name = f"object-{client}"
+        possible = [b"first" * 100]
+        service.put(name, possible[0])
+        begun.wait(patience(20))
+        for number in range(10**6):
+            if over.is_set():
+                break
+            began = time.monotonic()
+            try:
+                if number % 2:
+                    assert service.get(name) in possible, number
+                else:
+                    possible.append(bytes([number % 256]) * 900)
+                    service.put(name, possible[-1])
+                    possible[:-1] = []
+            except httpx.TransportError:
+                failed.append(began)
+            done[client] += 1
+        assert service.get(name) in possible
 
-        service.until_workers(2)
-        loads = [threads.submit(load, f"object-{number}") for number in range(4)]
+    service.until_workers(2)
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(load, client) for client in range(4)]
         try:
             begun.wait(patience(20))
-            time.sleep(0.3)
+            until(lambda: min(done) > 4 or any(each.done() for each in loads))
             before = set(service.workers)
             victim = min(before)
-            killed.add(victim)
             os.kill(victim, signal.SIGKILL)
             until(lambda: stopped(victim))
             dead = time.monotonic()
@@ -241,17 +254,18 @@ def test_a_worker_that_is_killed(server: str, tmp_path: Path) -> None:
             over.set()
         for each in loads:
             each.result()
-        assert len(failed) <= len(loads)
-        assert all(began <= dead for began in failed)
-        assert service.workers - before
+    assert service.workers - before
+    service.workers.remove(victim)
+    assert len(failed) <= len(loads)
+    assert all(began <= dead for began in failed)
 
 
-def test_a_store_that_goes_and_comes_back(tmp_path: Path) -> None:
-    with serving("gunicorn", tmp_path, set()) as service:
-        service.until_workers(2)
-        service.store.end()
-        until(lambda: [service.ask("object").status_code for _ in range(8)] == [503] * 8)
-        service.store = Store(int(service.store.place.rpartition(":")[2]))
-        until(lambda: [service.ask("object").status_code for _ in range(8)] == [404] * 8)
-        until(lambda: service.ask("object", b"2").status_code == 204)
-        until(lambda: [service.ask("object").content for _ in range(8)] == [b"2"] * 8)  # of the other worker as well
+@only("gunicorn")
+def test_a_store_that_goes_and_comes_back(service: Service) -> None:
+    service.until_workers(2)
+    service.store.end()
+    until(lambda: [service.ask("object").status_code for _ in range(8)] == [503] * 8)
+    service.store = Store(service.env, int(service.store.place.rpartition(":")[2]))
+    until(lambda: [service.ask("object").status_code for _ in range(8)] == [404] * 8)
+    until(lambda: service.ask("object", b"2").status_code == 204)
+    until(lambda: [service.ask("object").content for _ in range(8)] == [b"2"] * 8)  # of the other worker as well

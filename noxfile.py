@@ -52,9 +52,8 @@ CHOSEN_TESTS += [
         "storage/test_serving.py::test_what_is_written_is_read",
     )
 ]
-# The kernel does not know the event loop: its descriptors meet uvloop in one file. Soft-RoCE has no thread domains: all
-# thread models are the same verbs there.
-CHOSEN_PARAMETERS = "(not uvloop or test_connections) and not (test_operations and SAFE-)"
+# Soft-RoCE has no thread domains: all thread models are the same verbs there.
+CHOSEN_PARAMETERS = "not (test_operations and SAFE-)"
 CHOSEN_SEEDS = "10"  # of 60, of the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200

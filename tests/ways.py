@@ -7,19 +7,27 @@ is marked so, because its behaviour can differ by them:
     @pytest.mark.every_way
     async def test_it_is_closed_while_a_request_is_under_way(device: Device) -> None: ...
 
-`pytest --every-way` takes all tests for such.
+Where the way between two devices matters and the loop does not, as in tests/fabric, a test is also marked
+`loops_in_turn`: then each row runs in every way, but with the loops in turn. So do all tests on RDMA devices.
+
+`pytest --every-way` runs each test in every way.
 """
 
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 import pytest
 
-__all__ = ["in_turn"]
+__all__ = ["ONLY_RDMA", "in_turn"]
+
+# Whether tests run on an RDMA device and those on software devices are not even collected: see `nox -s rdma`.
+ONLY_RDMA = os.environ.get("AIOVERBS_TEST_DEVICES") == "rdma"
 
 # The names of parameters that are ways.
-WAYS = {"_asyncio_loop_factory", "aioverbs_device", "context", "device", "direct", "loop_name"}
+LOOPS = frozenset({"_asyncio_loop_factory", "loop_name"})
+WAYS = LOOPS | {"aioverbs_device", "context", "device", "direct"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +41,15 @@ def in_turn(counts: Sequence[int], first: int) -> list[int]:
     :param first: the way that the first row takes, counted on from 0 beyond the last one.
     :returns: of each row, the position of its way.
     """
-    return [(first + row) % count for row, count in enumerate(counts)]
+    # A step further each time round: else each value of a parameter with as many values would have a way of its own.
+    return [(first + row + row // count) % count for row, count in enumerate(counts)]
+
+
+def _taken_in_turn(item: pytest.Function) -> frozenset[str]:
+    """The names of those ways that a test's rows take in turn."""
+    if item.get_closest_marker("every_way") is None:
+        return WAYS
+    return LOOPS if ONLY_RDMA or item.get_closest_marker("loops_in_turn") else frozenset()
 
 
 def _takes_turns(item: pytest.Function) -> bool:
@@ -42,7 +58,8 @@ def _takes_turns(item: pytest.Function) -> bool:
 
 def _row(item: pytest.Function) -> Hashable:
     # The value of a row's parameter is the same object in each way.
-    return tuple((name, id(value)) for name, value in sorted(item.callspec.params.items()) if name not in WAYS)
+    names = item.callspec.params.keys() - _taken_in_turn(item)
+    return tuple((name, id(item.callspec.params[name])) for name in sorted(names))
 
 
 @pytest.hookimpl(trylast=True)

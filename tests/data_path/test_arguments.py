@@ -183,6 +183,7 @@ async def test_where_datagrams_go(device: Device) -> None:
         assert connected.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         handle = await pair.domain.address_handle(pair.far.local_endpoint()).open()
@@ -240,6 +241,7 @@ async def test_a_verb_that_fails(device: Device) -> None:
 # ---- What is right
 
 
+@pytest.mark.every_way
 async def test_gathered_and_scattered(device: Device) -> None:
     async with ends(device) as pair:
         pair.source.buffer[:26] = bytes(range(65, 91))
@@ -284,6 +286,7 @@ async def test_no_bytes(device: Device, qp_type: QpType) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_small_requests_go_inline(device: Device) -> None:
     """What is inline has been taken by the device when the call returns: changing it afterwards changes nothing."""
     capabilities = QpCapabilities(max_send_sge=4, max_inline_data=64)

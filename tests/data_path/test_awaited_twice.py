@@ -106,6 +106,7 @@ async def test_another_one_is_refused(device: Device, where: Callable[..., Any],
             await operation
 
 
+@pytest.mark.every_way
 async def test_a_second_task(device: Device) -> None:
     async with ends(device) as pair:
         operation, task = await waiting(pair)
@@ -118,6 +119,7 @@ async def test_a_second_task(device: Device) -> None:
         await goes_on(pair, task)
 
 
+@pytest.mark.every_way
 async def test_a_task_that_was_cancelled_has_left(device: Device) -> None:
     """As it always had: only others are refused."""
     async with ends(device) as pair:
@@ -205,6 +207,7 @@ class Delegating:
         return result
 
 
+@pytest.mark.every_way
 async def test_delegated(device: Device) -> None:
     """At once, after others ran, and after a sleep."""
     async with ends(device) as pair:

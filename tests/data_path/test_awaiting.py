@@ -43,6 +43,7 @@ async def test_asyncio_takes_it(device: Device, model: MessageModel) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_ended_does_not_look(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)
@@ -85,6 +86,7 @@ async def test_anyio_takes_it(device: Device, model: MessageModel) -> None:
 
 if sys.version_info >= (3, 12):
 
+    @pytest.mark.every_way
     async def test_eager_tasks_take_it(device: Device) -> None:
         loop = asyncio.get_running_loop()
         async with ends(device) as pair:
@@ -112,6 +114,7 @@ async def test_in_debug_mode(device: Device, model: MessageModel) -> None:
         loop.set_debug(False)
 
 
+@pytest.mark.every_way
 async def test_awaited_once(device: Device) -> None:
     async with ends(device) as pair:
         once = add(pair)
@@ -134,6 +137,7 @@ async def test_awaited_once(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_asked_before_it_is_done(device: Device) -> None:
     async with ends(device, message_model=MessageModel.LOW_LATENCY, spin_ns=10**9) as pair:
         hold(device, pair.near)
@@ -149,6 +153,7 @@ async def test_asked_before_it_is_done(device: Device) -> None:
         assert await asked == 0
 
 
+@pytest.mark.every_way
 async def test_done_by_looking_alone(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)
@@ -157,6 +162,7 @@ async def test_done_by_looking_alone(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_by_hand(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)

@@ -47,6 +47,7 @@ async def test_one_doorbell_and_one_completion(device: Device, model: MessageMod
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_all_kinds_in_one(device: Device) -> None:
     async with ends(device) as pair:
         receives = [pair.receive(pair.target[512 + 8 * n : 520 + 8 * n]) for n in range(3)]
@@ -71,6 +72,7 @@ async def test_all_kinds_in_one(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_datagrams(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         receives = [pair.receive(pair.target[8 * n : 8 * n + 8]) for n in range(3)]
@@ -122,6 +124,7 @@ async def test_a_failure_in_the_middle(device: Device, model: MessageModel) -> N
             _ = another.post()
 
 
+@pytest.mark.every_way
 async def test_what_waits_behind_a_failure_is_flushed(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_wr=4)) as pair:
         first, second = pair.near.batch(), pair.near.batch()
@@ -140,6 +143,7 @@ async def test_what_waits_behind_a_failure_is_flushed(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_the_last_one_fails(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
@@ -238,6 +242,7 @@ async def test_closed_before_it_was_posted(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_closed_while_it_is_under_way(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()
@@ -255,6 +260,7 @@ async def test_closed_while_it_is_under_way(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_a_batch_in_error_state(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()

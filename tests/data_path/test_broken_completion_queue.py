@@ -33,6 +33,7 @@ async def leased_again(pool: BufferPool, stack: contextlib.AsyncExitStack) -> by
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_a_receive(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -96,6 +97,7 @@ async def test_memory_of_a_queue_pair_that_cannot_be_reset(device: Device, numbe
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Device) -> None:
     async with stuck(device, errno.EIO) as (near, pool):
         assert pool.statistics().under_dma == 1
@@ -105,6 +107,7 @@ async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Dev
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_receives_of_a_shared_receive_queue_whose_queue_pair_cannot_be_reset(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -132,6 +135,7 @@ async def test_receives_of_a_shared_receive_queue_whose_queue_pair_cannot_be_res
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_receives_of_a_shared_receive_queue(device: Device) -> None:
     """They go on as long as one of the queue pairs can complete them."""
     async with (
@@ -170,6 +174,7 @@ async def test_receives_of_a_shared_receive_queue(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(device: Device) -> None:
     """Queue pairs of other processes may take them, which nobody here can reset."""
     async with (
@@ -190,6 +195,7 @@ async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(devi
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_a_queue_pair_of_another_loop(device: Device) -> None:
     """The completion queue is anybody's, and watched by one loop; the queue pair is reset by another one, its own."""
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE

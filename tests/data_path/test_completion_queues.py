@@ -40,6 +40,7 @@ async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
             cq.resize(0)
 
 
+@pytest.mark.every_way
 async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
     async with ends(device) as pair:
         hold(device, pair.near)
@@ -50,6 +51,7 @@ async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
         assert bytes(pair.target.buffer[:11]) == b"ABCDEFGHIJ\0"
 
 
+@pytest.mark.every_way
 async def test_what_it_counts(device: Device) -> None:
     async with ends(device) as pair:
         before = pair.cq.statistics()
@@ -65,6 +67,7 @@ async def test_what_it_counts(device: Device) -> None:
         assert after.wakeups >= 1
 
 
+@pytest.mark.every_way
 async def test_spins_are_counted(device: Device) -> None:
     async with ends(device, message_model=MessageModel.LOW_LATENCY, spin_ns=2_000_000) as pair:
         hold(device, pair.near)
@@ -84,6 +87,7 @@ async def test_completions_of_what_is_not_there_are_counted(device: Device) -> N
         assert pair.cq.statistics().late == 5
 
 
+@pytest.mark.every_way
 async def test_a_completion_of_a_request_that_ended_before(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot is another one's by then: that is not taken for done."""
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)

@@ -209,6 +209,7 @@ async def test_a_window_that_is_granted_too_much(device: Device) -> None:
         assert len(region.pins) == 0
 
 
+@pytest.mark.every_way
 async def test_memory_that_goes_behind_its_back(device: Device) -> None:
     """By the handles somebody can do what resources do not do."""
     async with ends(device) as pair, pair.domain.register(4096) as region:
@@ -221,6 +222,7 @@ async def test_memory_that_goes_behind_its_back(device: Device) -> None:
         assert caught.value.status in as_said(device, WcStatus.LOC_PROT_ERR)
 
 
+@pytest.mark.every_way
 async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
     async with ends(device) as pair:
         receive, second = pair.receive(pair.target[:7]), pair.receive()
@@ -241,6 +243,7 @@ async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("status", [each for each in WcStatus if each], ids=lambda status: status.name)
+@pytest.mark.every_way
 async def test_every_status(device: Device, status: WcStatus) -> None:
     async with ends(device) as pair:
         device.faults.fail_request(status, pair.near.handle, first=2, vendor_err=77)
@@ -325,6 +328,7 @@ async def test_moved_to_error_by_hand(device: Device, model: MessageModel) -> No
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_a_queue_pair_that_breaks_by_itself(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()

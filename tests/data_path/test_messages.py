@@ -131,6 +131,7 @@ async def test_what_was_posted_is_not_posted_twice_where_another_could_not_be(de
         assert not refiller._free
 
 
+@pytest.mark.every_way
 async def test_what_is_kept_is_not_received_into(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         kept = []
@@ -152,6 +153,7 @@ async def test_what_is_kept_is_not_received_into(device: Device) -> None:
             await box.send(b"too many")
 
 
+@pytest.mark.every_way
 async def test_what_is_forgotten_comes_back(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(patience(5)):
         for _ in range(12):
@@ -160,6 +162,7 @@ async def test_what_is_forgotten_comes_back(device: Device) -> None:
             await until(lambda: box.qp.statistics().receives.under_way == 4)
 
 
+@pytest.mark.every_way
 async def test_who_is_cancelled_loses_nothing(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         for number in range(10):
@@ -189,6 +192,7 @@ async def test_one_at_a_time(device: Device) -> None:
         (await task).release()
 
 
+@pytest.mark.every_way
 async def test_ends_when_it_is_closed(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         messages = box.qp.messages()
@@ -207,6 +211,7 @@ async def test_ends_when_it_is_closed(device: Device) -> None:
         assert await asyncio.wait_for(task, patience(5)) == [b"last"]
 
 
+@pytest.mark.every_way
 async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(patience(10)):
         for _ in range(3):
@@ -242,6 +247,7 @@ async def test_what_cannot_be(device: Device) -> None:
             assert qp.statistics().receives.depth >= 8
 
 
+@pytest.mark.every_way
 async def test_who_forgets_to_await_loses_nothing(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(patience(5)):
         for _ in range(2):

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+import pytest
+
 from aioverbs import Device, QpCapabilities, ThreadModel
 from tests.data_path.ends import ends
 from tests.data_path.test_messages import Postbox
@@ -36,6 +38,7 @@ def at_each_message(what: Callable[[], object]) -> Iterator[None]:
         sys.setprofile(None)
 
 
+@pytest.mark.every_way
 async def test_who_asks_while_messages_are_told_of(device: Device) -> None:
     asked = []
     async with (
@@ -57,6 +60,7 @@ async def test_who_asks_while_messages_are_told_of(device: Device) -> None:
     assert not asked[0]
 
 
+@pytest.mark.every_way
 async def test_who_waits_while_another_thread_tells(device: Device) -> None:
     """The loop looks, and goes to sleep; what was done by then it hears of when that thread is through."""
     telling, go_on = threading.Event(), threading.Event()

@@ -179,6 +179,7 @@ async def test_who_drops_what_was_posted_does_not(device: Device, model: Message
         assert pair.near.statistics().sends.completed == 4
 
 
+@pytest.mark.every_way
 async def test_who_is_cancelled_while_it_waits_withdraws_it(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         hold(device, pair.near)
@@ -203,6 +204,7 @@ async def test_who_is_cancelled_while_it_waits_withdraws_it(device: Device) -> N
         assert bytes(pair.target.buffer[:105]) == b"xxxx\0y" + bytes(99)
 
 
+@pytest.mark.every_way
 async def test_what_is_awaited_while_it_waits_is_kept(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         hold(device, pair.near)
@@ -217,6 +219,7 @@ async def test_what_is_awaited_while_it_waits_is_kept(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
+@pytest.mark.every_way
 async def test_closing_ends_what_waits(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         pair.near.to_sqd()  # nothing is begun any more
@@ -232,6 +235,7 @@ async def test_closing_ends_what_waits(device: Device) -> None:
         assert bytes(pair.target.buffer[:8]) == bytes(8)
 
 
+@pytest.mark.every_way
 async def test_receives_wait_for_places_too(device: Device) -> None:
     capabilities = QpCapabilities(max_recv_wr=2)
     async with ends(device, capabilities=capabilities) as pair:

@@ -104,6 +104,7 @@ async def test_a_chain(device: Device, free: int) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_those_after_one_that_is_refused_are_posted(device: Device) -> None:
     async with ends(device, message_model=MessageModel.HIGH_BANDWIDTH) as pair, asyncio.timeout(10):
         device.faults.fail("post_send", errno.EINVAL)
@@ -117,6 +118,7 @@ async def test_those_after_one_that_is_refused_are_posted(device: Device) -> Non
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_what_cannot_be_reset_ends_when_it_is_closed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with crowded(device, MessageModel.HIGH_BANDWIDTH, 3) as pair:

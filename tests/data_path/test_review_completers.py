@@ -41,6 +41,7 @@ async def connected(
         yield near, far
 
 
+@pytest.mark.every_way
 async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_pair(device: Device) -> None:
     async with (
         device.resource_domain(message_model=MessageModel.HIGH_BANDWIDTH) as domain,
@@ -59,6 +60,7 @@ async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_p
             await other.write(here, there)
 
 
+@pytest.mark.every_way
 async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -80,6 +82,7 @@ async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device
                 await receives[1]
 
 
+@pytest.mark.every_way
 async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: Device) -> None:
     async with (
         device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
@@ -108,6 +111,7 @@ async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: 
         assert cq.statistics().under_way == 0
 
 
+@pytest.mark.every_way
 async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_pair(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -131,6 +135,7 @@ async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_p
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -238,6 +243,7 @@ def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_n
         loop.close()
 
 
+@pytest.mark.every_way
 async def test_a_future_that_somebody_else_ended_is_waited_for_once_more(device: Device) -> None:
     async with (
         device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
@@ -296,6 +302,7 @@ async def collect(operation: Operation[None]) -> None:
         await operation
 
 
+@pytest.mark.every_way
 async def test_what_is_posted_where_a_batch_ends_finds_its_places(device: Device) -> None:
     async with (
         device.resource_domain() as domain,

@@ -23,6 +23,7 @@ async def next_of(qp: QueuePair) -> bytes:
     return b"end"
 
 
+@pytest.mark.every_way
 async def test_messages_end_where_none_is_posted(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
@@ -43,6 +44,7 @@ async def test_messages_end_where_none_is_posted(device: Device) -> None:
         kept.release()
 
 
+@pytest.mark.every_way
 async def test_messages_begin_again_after_a_reset(device: Device) -> None:
     async with (
         device.resource_domain() as domain,

@@ -109,6 +109,7 @@ async def test_queue_pairs_of_it_have_no_receives_of_their_own(device: Device) -
             await qps[0].send(pair.source[:8])
 
 
+@pytest.mark.every_way
 async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Device) -> None:
     """It is closed before that, in one `async with`, and without a word: it ends with the queue's receives."""
     async with ends(device) as pair:
@@ -132,6 +133,7 @@ async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Devic
         assert len(region.pins) == 0
 
 
+@pytest.mark.every_way
 async def test_what_arrives_after_the_end_of_its_messages_goes_to_nobody(device: Device) -> None:
     async with (
         ends(device) as pair,
@@ -150,6 +152,7 @@ async def test_what_arrives_after_the_end_of_its_messages_goes_to_nobody(device:
             await anext(messages)
 
 
+@pytest.mark.every_way
 async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(device: Device) -> None:
     async with ends(device) as pair:
         pool = await pair.domain.buffer_pool(64, 2).open()

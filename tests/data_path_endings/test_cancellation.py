@@ -54,14 +54,14 @@ async def move_on(awaited: Awaitable[object]) -> None:
 
 
 Leave = Callable[[Awaitable[object]], Awaitable[None]]
-every_way = pytest.mark.parametrize("leave", [cancel, time_out, move_on])
+every_leave = pytest.mark.parametrize("leave", [cancel, time_out, move_on])
 
 
 # ---- Operations
 
 
 @every_model
-@every_way
+@every_leave
 async def test_one_that_was_posted_goes_on(device: Device, model: MessageModel, leave: Leave) -> None:
     async with pair_on(device, model, spin_ns=1000 if "LATENCY" in model.name else None) as pair:
         pair.hold()
@@ -73,7 +73,7 @@ async def test_one_that_was_posted_goes_on(device: Device, model: MessageModel, 
         await pair.check_idle()
 
 
-@every_way
+@every_leave
 async def test_one_that_waits_for_a_place_is_withdrawn(device: Device, leave: Leave) -> None:
     async with pair_on(device, sends=2) as pair:
         pair.hold()
@@ -88,7 +88,7 @@ async def test_one_that_waits_for_a_place_is_withdrawn(device: Device, leave: Le
         await pair.check_idle()
 
 
-@every_way
+@every_leave
 async def test_one_that_is_kept_is_posted_when_its_turn_comes(device: Device, leave: Leave) -> None:
     async with pair_on(device, sends=2) as pair:
         pair.hold()
@@ -104,6 +104,7 @@ async def test_one_that_is_kept_is_posted_when_its_turn_comes(device: Device, le
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> None:
     async with pair_on(device, sends=1) as pair:
         pair.hold()
@@ -127,6 +128,7 @@ async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> 
 
 
 @pytest.mark.parametrize("sends", [1, 16], ids=["signalled", "covered"])
+@pytest.mark.every_way
 async def test_one_that_is_chained_goes_on(device: Device, sends: int) -> None:
     async with pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair:
         pair.hold()
@@ -173,6 +175,7 @@ def lets_others_run(operation: Operation[Any]) -> bool:
     return True
 
 
+@pytest.mark.every_way
 async def test_a_task_is_cancelled_between_its_completion_and_its_step(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
@@ -192,6 +195,7 @@ async def test_a_task_is_cancelled_between_its_completion_and_its_step(device: D
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_one_in_a_task_that_never_began(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
@@ -217,7 +221,7 @@ async def test_those_that_are_dropped_go_on(device: Device, model: MessageModel)
 # ---- Batches
 
 
-@every_way
+@every_leave
 async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> None:
     async with pair_on(device) as pair:
         pair.hold()
@@ -235,7 +239,7 @@ async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> 
         await pair.check_idle()
 
 
-@every_way
+@every_leave
 async def test_a_batch_that_waits_for_places_is_withdrawn(device: Device, leave: Leave) -> None:
     async with pair_on(device, sends=4) as pair:
         pair.hold()
@@ -285,7 +289,7 @@ async def mail(device: Device) -> AsyncIterator[Pair]:
         yield pair
 
 
-@every_way
+@every_leave
 async def test_who_waits_for_a_message_loses_none(mail: Pair, leave: Leave) -> None:
     for number in range(8):
         await leave(anext(mail.far.messages()))
@@ -294,6 +298,7 @@ async def test_who_waits_for_a_message_loses_none(mail: Pair, leave: Leave) -> N
     assert mail.far.statistics().receives.under_way == 128
 
 
+@pytest.mark.every_way
 async def test_a_message_that_was_handed_over_to_who_is_cancelled(mail: Pair) -> None:
     async def next_message() -> object:
         return await anext(mail.far.messages())
@@ -308,6 +313,7 @@ async def test_a_message_that_was_handed_over_to_who_is_cancelled(mail: Pair) ->
     assert await numbers(mail, 1) == [0]
 
 
+@pytest.mark.every_way
 async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled(mail: Pair) -> None:
     async def next_message() -> int:
         with await anext(mail.far.messages()) as message:
@@ -327,6 +333,7 @@ async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled
         assert bytes(message.data) == bytes(8)
 
 
+@pytest.mark.every_way
 async def test_a_message_that_is_there_and_lets_others_run(mail: Pair) -> None:
     inbox = mail.far.messages()
     assert isinstance(inbox, Inbox)
@@ -341,6 +348,7 @@ async def test_a_message_that_is_there_and_lets_others_run(mail: Pair) -> None:
     assert await numbers(mail, 1) == [127 - left]
 
 
+@pytest.mark.every_way
 async def test_a_request_for_a_message_that_is_closed_gives_it_back(mail: Pair) -> None:
     await send(mail, 7)
     inbox = mail.far.messages()
@@ -350,7 +358,7 @@ async def test_a_request_for_a_message_that_is_closed_gives_it_back(mail: Pair) 
     assert await numbers(mail, 1) == [7]
 
 
-@every_way
+@every_leave
 async def test_a_receive_that_was_left_is_filled(device: Device, leave: Leave) -> None:
     async with pair_on(device) as pair:
         receive = pair.far.receive(pair.target[:8])
@@ -368,6 +376,7 @@ async def test_a_receive_that_was_left_is_filled(device: Device, leave: Leave) -
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("leave", [cancel, time_out])
+@pytest.mark.every_way
 async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> None:
     async with pair_on(device) as pair:
         pair.hold()
@@ -382,6 +391,7 @@ async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> Non
         await until(lambda: pair.cq.statistics().late or not pair.cq.statistics().under_way)
 
 
+@pytest.mark.every_way
 async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
@@ -399,7 +409,7 @@ async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(devi
 
 
 @needs(Capability.OBJECT_COUNTS)
-@every_way
+@every_leave
 @pytest.mark.parametrize("what", ["region", "cache", "pool"])
 async def test_memory_is_registered_until_its_work_has_ended(device: Device, what: str, leave: Leave) -> None:
     """Whoever does not wait for that any more, be it twice."""
@@ -445,6 +455,7 @@ async def test_memory_is_registered_until_its_work_has_ended(device: Device, wha
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("leave", [cancel, time_out])
+@pytest.mark.every_way
 async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) -> None:
     async with device.resource_domain() as domain, pair_on(device) as pair:
         cq = domain.completion_queue(64)

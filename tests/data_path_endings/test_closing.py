@@ -62,6 +62,7 @@ async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> 
         device.faults.lose_messages_at_random(0)
 
 
+@pytest.mark.every_way
 async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
     async with pair_on(device, sends=2) as pair:
         await silence(pair)
@@ -77,6 +78,7 @@ async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_what_is_not_flushed_in_time_ends_with_it(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,6 +100,7 @@ async def test_what_is_not_flushed_in_time_ends_with_it(
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("refused", [False, True], ids=["chained", "refused"])
+@pytest.mark.every_way
 async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: Device, refused: bool) -> None:
     async with (
         pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair,
@@ -144,6 +147,7 @@ async def test_an_error_ends_one_queue_pair_and_no_other(device: Device, model: 
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_messages_end(device: Device) -> None:
     async with pair_on(device, receive_depth=4, receive_size=8) as pair:
         await pair.near.send(pair.source[:8])
@@ -168,6 +172,7 @@ FIRST = 1 << 32  # the number of the first request on a completion queue: genera
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["nobody", "another"])
+@pytest.mark.every_way
 async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> None:
     async with pair_on(device) as pair:
         await pair.write()  # it had the first slot
@@ -195,6 +200,7 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

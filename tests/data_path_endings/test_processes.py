@@ -18,12 +18,12 @@ from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES, ROOT
 from tests.core.children import in_child
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
-from tests.rdma.seam import rdma_devices
+from tests.devices import MODES, name_of
 from tests.waiting import wait_until
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 every_loop = pytest.mark.parametrize("loop_name", LOOP_FACTORIES)
-every_mode = pytest.mark.parametrize("mode", ["inline", "engine", pytest.param("rdma", marks=pytest.mark.rdma)])
+every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 # ---- Loops that end
@@ -33,8 +33,7 @@ every_mode = pytest.mark.parametrize("mode", ["inline", "engine", pytest.param("
 @every_mode
 @every_model
 def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, mode: str, model: MessageModel) -> None:
-    name = rdma_devices()[0] if mode == "rdma" else "soft0"
-    device = open_device(name, engine_mode=mode == "engine")
+    device = open_device(name_of(mode), engine_mode=mode == "engine")
     tasks: list[asyncio.Task[None]] = []
     operations: list[Operation[None]] = []
     pairs: list[Pair] = []
@@ -78,7 +77,6 @@ warnings.simplefilter("ignore", ResourceWarning)
 import uvloop
 from aioverbs import MessageModel, open_device
 from tests.data_path_endings.pair import open_pair, pair_on
-from tests.rdma.seam import rdma_devices
 
 kept = []
 
@@ -191,6 +189,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("model", [MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY], ids=["low", "force"])
+@pytest.mark.every_way
 async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     spins = False
 
@@ -227,6 +226,7 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkey
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
 async def test_what_is_raised_where_one_completes_loses_no_other(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +257,7 @@ async def test_what_is_raised_where_one_completes_loses_no_other(
 
 
 @every_loop
+@pytest.mark.every_way
 def test_keyboard_interrupt_in_the_middle_of_a_spin(loop_name: str) -> None:
     loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
     text = PREAMBLE + textwrap.dedent(f"""

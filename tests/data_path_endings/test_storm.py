@@ -4,20 +4,17 @@ import pytest
 
 from aioverbs import MessageModel, open_device
 from tests.data_path_endings.storm import storm_on
+from tests.devices import MODES, name_of
 from tests.pace import fewer
-from tests.rdma.seam import rdma_devices
+from tests.ways import ONLY_RDMA
 
-WAYS = {"inline": (False, 0), "engine": (True, 0), "delayed": (True, 20_000), "rdma": (False, 0)}
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
-every_way = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.rdma if way == "rdma" else ()) for way in WAYS]
-)
+every_mode = pytest.mark.parametrize("mode", MODES if ONLY_RDMA else [*MODES, "delayed"])
 
 
-async def blow(model: MessageModel, way: str, operations: int, seed: int) -> None:
-    engine_mode, delay_ns = WAYS[way]
-    name = rdma_devices()[0] if way == "rdma" else "soft0"
-    async with open_device(name, engine_mode=engine_mode, delay_ns=delay_ns) as device:
+async def blow(model: MessageModel, mode: str, operations: int, seed: int) -> None:
+    delay_ns = 20_000 if mode == "delayed" else 0
+    async with open_device(name_of(mode), engine_mode=mode in ("engine", "delayed"), delay_ns=delay_ns) as device:
         if delay_ns:
             device.faults.seed(seed)
             device.faults.jitter(100_000)
@@ -32,15 +29,15 @@ async def blow(model: MessageModel, way: str, operations: int, seed: int) -> Non
             assert all(line.arrived for line in storm.lines)
 
 
-@every_way
+@every_mode
 @every_model
-async def test_a_short_storm(model: MessageModel, way: str) -> None:
-    await blow(model, way, fewer(3000, least=600), seed=1)
+async def test_a_short_storm(model: MessageModel, mode: str) -> None:
+    await blow(model, mode, fewer(3000, least=600), seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@every_way
+@every_mode
 @every_model
-async def test_a_long_storm(model: MessageModel, way: str) -> None:
-    await blow(model, way, fewer(1_000_000), seed=2)
+async def test_a_long_storm(model: MessageModel, mode: str) -> None:
+    await blow(model, mode, fewer(1_000_000), seed=2)

@@ -95,6 +95,7 @@ async def test_two_loops_and_one_who_misuses_their_objects(device: Device, model
     assert refused
 
 
+@pytest.mark.every_way
 async def test_an_operation_of_another_loop_is_not_awaited_here(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
@@ -134,6 +135,7 @@ async def test_each_waiter_of_a_shared_queue_is_woken_on_its_own_loop(device: De
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.every_way
 async def test_who_waits_on_another_loop_than_that_which_takes_what_completes(device: Device, shared: bool) -> None:
     """The completion queue is anybody's, and this loop watches it; the queue pair's owner sleeps."""
     async with (
@@ -237,6 +239,7 @@ async def test_what_is_posted_together_and_completes_where_another_loop_watches(
         assert not errors
 
 
+@pytest.mark.every_way
 async def test_a_receive_that_another_loop_posts_for_the_owner_of_what_it_completes_in(device: Device) -> None:
     loop = asyncio.get_running_loop()
     async with (
@@ -299,6 +302,7 @@ async def test_threads_that_forget_what_waits_for_a_place(device: Device, model:
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_an_owner_beside_threads_that_forget_its_operations(device: Device) -> None:
     async with pair_on(device, sends=4) as pair:
 
@@ -325,6 +329,7 @@ async def test_an_owner_beside_threads_that_forget_its_operations(device: Device
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_callers_that_take_turns(device: Device) -> None:
     async with pair_on(device, thread_model=ThreadModel.UNSAFE, sends=4) as pair:
         turn = threading.Lock()
@@ -345,6 +350,7 @@ async def test_callers_that_take_turns(device: Device) -> None:
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_a_home_that_is_busy_delays_and_loses_nothing(device: Device) -> None:
     async with pair_on(device, thread_model=ThreadModel.SAFE) as pair:
         go = threading.Event()
@@ -368,6 +374,7 @@ async def test_a_home_that_is_busy_delays_and_loses_nothing(device: Device) -> N
         await pair.check_idle()
 
 
+@pytest.mark.every_way
 async def test_a_home_that_is_closed_is_told_of(device: Device) -> None:
     made: list[Pair] = []
 
@@ -383,6 +390,7 @@ async def test_a_home_that_is_closed_is_told_of(device: Device) -> None:
         await resource.aclose()
 
 
+@pytest.mark.every_way
 async def test_who_waits_when_the_home_is_closed_ends_with_the_queue_pair(device: Device) -> None:
     made: list[Pair] = []
     ready, go = threading.Event(), threading.Event()

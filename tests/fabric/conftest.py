@@ -11,23 +11,12 @@ from tests.devices import far_devices
 from tests.listening import own_address
 from tests.sockets import direct, directory_of_sockets, short_path
 
-__all__ = ["device", "direct", "directory_of_sockets", "pytest_collection_modifyitems", "short_path"]
-
-# What a loop has to do with frames that a network loses is not much, and waiting for repetitions takes its time: there
-# each way goes with one loop, and the first one with both.
-_FEWER = (("asyncio", "tcp-inline"), ("uvloop", "socket-engine"))
+__all__ = ["device", "direct", "directory_of_sockets", "pytest_itemcollected", "short_path"]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave those out."""
-    left_out = [
-        item
-        for item in items
-        if item.path.name == "test_frames.py" and any(loop in item.name and way in item.name for loop, way in _FEWER)
-    ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Have tests that run in every way take the loops in turn: see `tests.ways`."""
+    item.add_marker("loops_in_turn")
 
 
 # One name for all tests, for a device's number tables stay with the process.

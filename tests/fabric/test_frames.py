@@ -173,6 +173,7 @@ async def test_xrc_gets_over_it(device: Device, mishap: str) -> None:
             await asyncio.wait_for(work(here, 7), patience(20))
 
 
+@pytest.mark.every_way
 async def test_what_was_done_in_parts_is_repeated_in_parts(device: Device) -> None:
     """More large writes than the peer may move at once: the last ones go through the socket, and a part is lost."""
     async with scene(device, **QUICK) as here:
@@ -216,6 +217,7 @@ def connect_again(pair: Ends) -> None:
 
 
 @pytest.mark.parametrize("side", ["near", "far"])
+@pytest.mark.every_way
 async def test_a_peer_that_is_silent(device: Device, side: str) -> None:
     async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
@@ -229,6 +231,7 @@ async def test_a_peer_that_is_silent(device: Device, side: str) -> None:
         await work(here, 5)
 
 
+@pytest.mark.every_way
 async def test_a_peer_that_is_silent_for_a_while(device: Device) -> None:
     async with scene(device) as here:
         await here.pair.near.write(*here.part(0, 8))
@@ -241,6 +244,7 @@ async def test_a_peer_that_is_silent_for_a_while(device: Device) -> None:
             await asyncio.wait_for(asked, patience(20))
 
 
+@pytest.mark.every_way
 async def test_streams_are_cut_and_connected_again(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         for times, plan in enumerate((*here.plans, *here.plans)):
@@ -351,6 +355,7 @@ async def test_unreliable_ones(device: Device, qp_type: QpType, mishap: str, arr
             assert messages == [pattern(number, 8) for number in arrived]
 
 
+@pytest.mark.every_way
 async def test_no_half_messages(device: Device) -> None:
     """A message of many frames of an unreliable connection, of which one is lost, is none."""
     async with scene(device, QpType.UC) as here:

@@ -52,8 +52,6 @@ CHOSEN_TESTS += [
         "storage/test_serving.py::test_what_is_written_is_read",
     )
 ]
-# Soft-RoCE has no thread domains: all thread models are the same verbs there.
-CHOSEN_PARAMETERS = "not (test_operations and SAFE-)"
 CHOSEN_SEEDS = "10"  # of 60, of the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
@@ -501,7 +499,6 @@ def rdma(session: nox.Session) -> None:
     tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "-o", hang, *arguments)
     if chosen:
         env["AIOVERBS_DIFFERENTIAL"] = CHOSEN_SEEDS
-        tests = (*tests, "-k", CHOSEN_PARAMETERS)
     everything = () if named else (*(CHOSEN_TESTS if chosen else SHARED_TESTS), *RDMA_TESTS)
     if here:
         if matrix:

@@ -29,7 +29,7 @@ from tests.rdma.seam import Pair, opened, to_itself
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Capability", "capabilities", "needs", "qp_types", "skip_where_missing"]
+__all__ = ["Capability", "capabilities", "marks_of", "needs", "qp_types", "skip_where_missing"]
 
 
 class Capability(enum.Enum):
@@ -215,16 +215,14 @@ def needs(*wanted: Capability) -> pytest.MarkDecorator:
     return pytest.mark.needs(*wanted)
 
 
+def marks_of(qp_type: QpType) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a row with a type of queue pair: those of XRC run where there are XRC domains."""
+    return (needs(Capability.XRC_DOMAINS),) if qp_type in (QpType.XRC_SEND, QpType.XRC_RECV) else ()
+
+
 def qp_types(*of: QpType) -> pytest.MarkDecorator:
-    """Have a test run with each type of queue pair, as `qp_type`; those of XRC where there are XRC domains."""
-    xrc = needs(Capability.XRC_DOMAINS)
-    return pytest.mark.parametrize(
-        "qp_type",
-        [
-            pytest.param(each, id=each.name, marks=xrc if each in (QpType.XRC_SEND, QpType.XRC_RECV) else ())
-            for each in of
-        ],
-    )
+    """Have a test run with each type of queue pair, as `qp_type`."""
+    return pytest.mark.parametrize("qp_type", [pytest.param(each, id=each.name, marks=marks_of(each)) for each in of])
 
 
 def skip_where_missing(request: pytest.FixtureRequest, name: str) -> None:

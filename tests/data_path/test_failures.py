@@ -1,6 +1,7 @@
 """Requests that fail: with each status, and what becomes of their queue pair, and of all others."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -129,18 +130,20 @@ def connect_badly(
         pair.far.to_reset()
 
 
-@every_model
 @pytest.mark.parametrize(
-    ("status", "opcode", "setting", "ask"),
-    [pytest.param(*each, id=name, marks=MISUSE_NEEDS.get(name, ())) for name, each in MISUSE.items()],
+    ("model", "status", "opcode", "setting", "ask"),
+    [
+        pytest.param(model, *each, id=f"{name}-{model.name}", marks=MISUSE_NEEDS.get(name, ()))
+        for model, (name, each) in zip(itertools.cycle(MessageModel), MISUSE.items(), strict=False)
+    ],
 )
-async def test_misuse(
+async def test_misuse_fails_one_request_and_flushes_those_behind_it(
     device: Device,
+    model: MessageModel,
     status: WcStatus,
     opcode: WcOpcode,
     setting: dict[str, Any],
     ask: Callable[[Ends], Operation[Any]],
-    model: MessageModel,
 ) -> None:
     async with ends(device, message_model=model) as pair:
         connect_badly(pair, **setting)
@@ -242,32 +245,33 @@ async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("status", [each for each in WcStatus if each], ids=lambda status: status.name)
 @pytest.mark.every_way
-async def test_every_status(device: Device, status: WcStatus) -> None:
+async def test_every_status_is_told(device: Device) -> None:
     async with ends(device) as pair:
-        device.faults.fail_request(status, pair.near.handle, first=2, vendor_err=77)
-        first, failed, last = (pair.write(bytes([65 + number]), number) for number in range(3))
-        await first
-        with pytest.raises(WorkCompletionError, match=status.name) as caught:
-            await failed
-        error = caught.value
-        assert (error.status, error.vendor_err, error.qp_num) == (status, 77, pair.near.qp_num)
-        assert error.opcode is WcOpcode.RDMA_WRITE
-        assert await status_of(last) is WcStatus.WR_FLUSH_ERR
-        assert bytes(pair.target.buffer[:3]) == b"A\0\0"
-        with pytest.raises(BrokenResourceError, match=status.name):
-            _ = good(pair)
-        assert pair.nothing_is_left()
-        pair.near.to_reset()
-        pair.far.to_reset()
-        pair.connect()
-        await pair.write(b"again")
+        for status in filter(None, WcStatus):
+            pair.target.buffer[:3] = bytes(3)
+            device.faults.fail_request(status, pair.near.handle, first=2, vendor_err=77)
+            first, failed, last = (pair.write(bytes([65 + number]), number) for number in range(3))
+            await first
+            with pytest.raises(WorkCompletionError, match=status.name) as caught:
+                await failed
+            error = caught.value
+            assert (error.status, error.vendor_err, error.qp_num) == (status, 77, pair.near.qp_num)
+            assert error.opcode is WcOpcode.RDMA_WRITE
+            assert await status_of(last) is WcStatus.WR_FLUSH_ERR
+            assert bytes(pair.target.buffer[:3]) == b"A\0\0"
+            with pytest.raises(BrokenResourceError, match=status.name):
+                _ = good(pair)
+            assert pair.nothing_is_left()
+            pair.near.to_reset()
+            pair.far.to_reset()
+            pair.connect()
+            await pair.write(b"again")
 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("status", [WcStatus.LOC_LEN_ERR, WcStatus.LOC_PROT_ERR, WcStatus.GENERAL_ERR])
-async def test_receives_fail(device: Device, status: WcStatus) -> None:
+async def test_a_receive_fails_and_breaks_both_ends(device: Device, status: WcStatus) -> None:
     async with ends(device) as pair:
         far_device(device).faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
         receive, second = pair.receive(), pair.receive()
@@ -286,7 +290,7 @@ async def test_receives_fail(device: Device, status: WcStatus) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @every_model
-async def test_others_go_on(device: Device, model: MessageModel) -> None:
+async def test_a_failure_leaves_other_queue_pairs_alone(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair, AsyncExitStack() as stack:
         others = [
             await stack.enter_async_context(pair.domain.queue_pair(pair.cq, capabilities=CAPABILITIES))
@@ -309,7 +313,7 @@ async def test_others_go_on(device: Device, model: MessageModel) -> None:
 
 
 @every_model
-async def test_moved_to_error_by_hand(device: Device, model: MessageModel) -> None:
+async def test_a_move_to_error_flushes_all(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair:
         receive = pair.near.receive(None)
         hold(device, pair.near)
@@ -343,8 +347,11 @@ async def test_a_queue_pair_that_breaks_by_itself(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("qp_type", [QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
-@every_model
+@pytest.mark.parametrize(
+    ("qp_type", "model"),
+    list(zip((QpType.UC, QpType.UD) * 2, MessageModel, strict=True)),
+    ids=lambda each: each.name,
+)
 async def test_a_send_queue_stops_and_goes_on(device: Device, qp_type: QpType, model: MessageModel) -> None:
     async with ends(device, qp_type, message_model=model) as pair:
         back = pair.near.receive(pair.source[64:128])

@@ -6,12 +6,14 @@ from typing import Any, cast
 import pytest
 
 from aioverbs import (
+    BrokenResourceError,
     CompletionQueue,
     ConcurrentAccessError,
     Device,
     Message,
     QpCapabilities,
     QpType,
+    QueuePair,
     WcStatus,
     WorkCompletionError,
 )
@@ -260,3 +262,42 @@ async def test_who_forgets_to_await_loses_nothing(device: Device) -> None:
         forgotten = anext(box.qp.messages())  # after it came
         del forgotten
         assert bytes((await anext(box.qp.messages())).data) == b"second"
+
+
+# ---- Where the iterator ends and begins again
+
+
+async def next_of(qp: QueuePair) -> bytes:
+    async for message in qp.messages():
+        with message:
+            return bytes(message.data)
+    return b"end"
+
+
+@pytest.mark.every_way
+async def test_messages_end_where_none_is_posted(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair, depth=1) as box:
+        await box.send(b"one")
+        kept = await anext(box.qp.messages())
+        waiting = asyncio.create_task(next_of(box.qp))
+        await asyncio.sleep(0)
+        await box.qp.aclose()
+        async with asyncio.timeout(patience(3)):
+            assert await waiting == b"end"
+        kept.release()
+
+
+@pytest.mark.every_way
+async def test_messages_begin_again_after_a_reset(device: Device) -> None:
+    async with ends(device) as pair, Postbox(pair, depth=2) as box, asyncio.timeout(patience(10)):
+        for _ in range(3):
+            for _ in range(3):
+                await box.send(b"one")
+                assert await next_of(box.qp) == b"one"
+            box.qp.to_error()
+            with pytest.raises((WorkCompletionError, BrokenResourceError)):
+                await next_of(box.qp)
+            await until(lambda: not box.qp.statistics().under_way)
+            box.qp.to_reset()
+            pair.near.to_reset()
+            box.connect()

@@ -1,26 +1,31 @@
 """Each operation on each type of queue pair that has it, however its queues wait and whoever may use them."""
 
+import itertools
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import pytest
 
 from aioverbs import AccessFlags, Device, MessageModel, MwType, QpType, ThreadModel, WcStatus, WorkCompletionError
-from tests.capabilities import Capability, capabilities, needs, qp_types
+from tests.capabilities import Capability, capabilities, marks_of, needs, qp_types
 from tests.data_path.ends import CONNECTED, TYPES, Ends, ends
 
-every_model = pytest.mark.parametrize(
-    ("thread_model", "message_model"),
-    [
-        pytest.param(thread, message, id=f"{thread.name}-{message.name}")
-        for thread in ThreadModel
-        for message in MessageModel
-    ],
-)
+
+def each_type(*of: QpType) -> pytest.MarkDecorator:
+    """Each type of queue pair with each thread model, and with the message models in turn."""
+    message_models = itertools.cycle(MessageModel)
+    return pytest.mark.parametrize(
+        ("qp_type", "thread_model", "message_model"),
+        [
+            pytest.param(qp_type, thread, message, id=f"{qp_type.name}-{thread.name}-{message.name}", marks=marks)
+            for qp_type, thread in itertools.product(of, ThreadModel)
+            for message, marks in [(next(message_models), marks_of(qp_type))]
+        ],
+    )
 
 
-@every_model
-@qp_types(*TYPES)
-async def test_messages(
+@each_type(*TYPES)
+async def test_sends_arrive_in_receives(
     device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel
 ) -> None:
     async with ends(device, qp_type, thread_model, message_model) as pair:
@@ -46,9 +51,8 @@ async def test_messages(
         assert pair.nothing_is_left()
 
 
-@every_model
-@qp_types(*CONNECTED)
-async def test_remote_memory(
+@each_type(*CONNECTED)
+async def test_remote_memory_is_written_and_read(
     device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel
 ) -> None:
     async with ends(device, qp_type, thread_model, message_model) as pair:
@@ -71,9 +75,10 @@ async def test_remote_memory(
         assert pair.nothing_is_left()
 
 
-@every_model
-@qp_types(QpType.RC, QpType.XRC_SEND)
-async def test_atomics(device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel) -> None:
+@each_type(QpType.RC, QpType.XRC_SEND)
+async def test_atomics_return_what_was_there(
+    device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel
+) -> None:
     def number() -> int:
         return int.from_bytes(pair.target.buffer[8:16], "little")
 
@@ -92,33 +97,33 @@ async def test_atomics(device: Device, qp_type: QpType, thread_model: ThreadMode
         assert pair.nothing_is_left()
 
 
-@every_model
-@qp_types(*CONNECTED)
-@pytest.mark.parametrize("mw_type", MwType, ids=lambda mw_type: mw_type.name)
-async def test_windows(
-    device: Device, qp_type: QpType, mw_type: MwType, thread_model: ThreadModel, message_model: MessageModel
+@each_type(*CONNECTED)
+async def test_windows_grant_access_until_they_are_invalidated(
+    device: Device, qp_type: QpType, thread_model: ThreadModel, message_model: MessageModel
 ) -> None:
-    async with ends(device, qp_type, thread_model, message_model) as pair, pair.domain.memory_window(mw_type) as window:
-        bind = pair.near.bind_window(window, pair.source[64:128], AccessFlags.REMOTE_WRITE)
-        granted = await bind
-        assert granted == bind.result()
-        assert (granted.address, granted.length) == (pair.source.address + 64, 64)
-        assert granted.rkey == window.rkey != pair.source.rkey
-        if qp_type is not QpType.XRC_SEND:  # far asks
-            await pair.far.write(pair.target[:4], granted[:4])
-        uc = qp_type is QpType.UC and Capability.INVALIDATES_ON_UC not in capabilities(device.name)
-        if mw_type is MwType.TYPE_2 and not uc:
-            await pair.near.invalidate(granted.rkey)
-            if qp_type is QpType.RC:
-                with pytest.raises(WorkCompletionError) as caught:
-                    await pair.far.write(pair.target[:4], granted[:4])
-                assert caught.value.status is WcStatus.REM_ACCESS_ERR
+    async with ends(device, qp_type, thread_model, message_model) as pair, AsyncExitStack() as stack:
+        for mw_type in MwType:
+            window = await stack.enter_async_context(pair.domain.memory_window(mw_type))
+            bind = pair.near.bind_window(window, pair.source[64:128], AccessFlags.REMOTE_WRITE)
+            granted = await bind
+            assert granted == bind.result()
+            assert (granted.address, granted.length) == (pair.source.address + 64, 64)
+            assert granted.rkey == window.rkey != pair.source.rkey
+            if qp_type is not QpType.XRC_SEND:  # far asks
+                await pair.far.write(pair.target[:4], granted[:4])
+            uc = qp_type is QpType.UC and Capability.INVALIDATES_ON_UC not in capabilities(device.name)
+            if mw_type is MwType.TYPE_2 and not uc:
+                await pair.near.invalidate(granted.rkey)
+                if qp_type is QpType.RC:
+                    with pytest.raises(WorkCompletionError) as caught:
+                        await pair.far.write(pair.target[:4], granted[:4])
+                    assert caught.value.status is WcStatus.REM_ACCESS_ERR
         assert pair.nothing_is_left()
 
 
 @qp_types(*CONNECTED)
 @needs(Capability.TELLS_INVALIDATED_KEYS)
-async def test_a_peer_invalidates(device: Device, qp_type: QpType) -> None:
+async def test_a_send_invalidates_a_window_of_the_peer(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair, pair.far_domain.memory_window(MwType.TYPE_2) as window:
         if qp_type is QpType.XRC_SEND:
             # Its far end binds nothing: what it is asked to invalidate is none of its.
@@ -159,7 +164,7 @@ ABSENT: list[tuple[QpType, str, Callable[[Ends], object]]] = [
 @pytest.mark.parametrize(
     ("qp_type", "opcode", "call"), ABSENT, ids=[f"{qp_type.name}-{opcode}" for qp_type, opcode, _ in ABSENT]
 )
-async def test_what_a_type_has_not(
+async def test_an_operation_that_the_type_has_not_is_refused(
     device: Device, qp_type: QpType, opcode: str, call: Callable[[Ends], object]
 ) -> None:
     async with ends(device, qp_type) as pair:
@@ -169,7 +174,7 @@ async def test_what_a_type_has_not(
         assert pair.nothing_is_left()
 
 
-async def test_no_windows_for_datagrams(device: Device) -> None:
+async def test_windows_are_not_bound_for_datagrams(device: Device) -> None:
     async with ends(device, QpType.UD) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
         with pytest.raises(ValueError, match="is of type UD, which has no BIND_MW"):
             _ = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)

@@ -24,7 +24,6 @@ from tests.pace import patience
 from tests.raw_verbs import post_send
 
 DEPTH = 8
-every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
 @asynccontextmanager
@@ -83,9 +82,10 @@ async def check(pair: Ends, failures: list[BaseException | None], taken: int) ->
     await pair.write(b"again")
 
 
-@every_model
-@pytest.mark.parametrize("free", [1, 3])
-async def test_a_batch(device: Device, model: MessageModel, free: int) -> None:
+@pytest.mark.parametrize(("model", "free"), list(zip(MessageModel, (1, 3) * 2, strict=True)))
+async def test_a_batch_ends_with_what_was_taken_and_what_was_not(
+    device: Device, model: MessageModel, free: int
+) -> None:
     async with crowded(device, model, free) as pair:
         batch = pair.near.batch()
         parts = [batch.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
@@ -96,7 +96,7 @@ async def test_a_batch(device: Device, model: MessageModel, free: int) -> None:
 
 
 @pytest.mark.parametrize("free", [1, 3])
-async def test_a_chain(device: Device, free: int) -> None:
+async def test_a_chain_ends_with_what_was_taken_and_what_was_not(device: Device, free: int) -> None:
     async with crowded(device, MessageModel.HIGH_BANDWIDTH, free) as pair:
         operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
         failures = await asyncio.gather(*operations, return_exceptions=True)

@@ -4,11 +4,8 @@ from tests.data_path.test_awaiting import (
     test_anyio_takes_it,
     test_asked_before_it_is_done,
     test_asyncio_takes_it,
-    test_awaited_once,
     test_by_hand,
     test_done_by_looking_alone,
-    test_in_debug_mode,
-    test_nothing_else_makes_one,
     test_others_run_while_awaits_are_done_at_once,
 )
 
@@ -16,10 +13,7 @@ __all__ = [
     "test_anyio_takes_it",
     "test_asked_before_it_is_done",
     "test_asyncio_takes_it",
-    "test_awaited_once",
     "test_by_hand",
     "test_done_by_looking_alone",
-    "test_in_debug_mode",
-    "test_nothing_else_makes_one",
     "test_others_run_while_awaits_are_done_at_once",
 ]

@@ -2,34 +2,22 @@
 
 from tests.data_path.test_batches import (
     test_a_batch_in_error_state,
-    test_a_block_that_fails_posts_nothing,
     test_a_failure_in_the_middle,
     test_all_kinds_in_one,
-    test_closed_before_it_was_posted,
     test_closed_while_it_is_under_way,
     test_datagrams,
-    test_its_parts_are_not_awaited,
     test_one_doorbell_and_one_completion,
     test_the_last_one_fails,
-    test_the_verb_refuses_it,
-    test_too_large_and_empty,
-    test_used_once,
     test_what_waits_behind_a_failure_is_flushed,
 )
 
 __all__ = [
     "test_a_batch_in_error_state",
-    "test_a_block_that_fails_posts_nothing",
     "test_a_failure_in_the_middle",
     "test_all_kinds_in_one",
-    "test_closed_before_it_was_posted",
     "test_closed_while_it_is_under_way",
     "test_datagrams",
-    "test_its_parts_are_not_awaited",
     "test_one_doorbell_and_one_completion",
     "test_the_last_one_fails",
-    "test_the_verb_refuses_it",
-    "test_too_large_and_empty",
-    "test_used_once",
     "test_what_waits_behind_a_failure_is_flushed",
 ]

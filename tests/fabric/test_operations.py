@@ -1,23 +1,38 @@
-"""See tests/data_path/test_operations.py: the same between two devices."""
+"""Each operation on each type of queue pair, between two devices, by each way that there is between them."""
 
-from tests.data_path.test_operations import (
-    test_a_peer_invalidates,
-    test_atomics,
-    test_messages,
-    test_no_windows_for_datagrams,
-    test_remote_memory,
-    test_what_a_type_has_not,
-    test_windows,
-    test_xrc_has_receives_in_shared_queues_only,
-)
+import pytest
 
-__all__ = [
-    "test_a_peer_invalidates",
-    "test_atomics",
-    "test_messages",
-    "test_no_windows_for_datagrams",
-    "test_remote_memory",
-    "test_what_a_type_has_not",
-    "test_windows",
-    "test_xrc_has_receives_in_shared_queues_only",
-]
+from aioverbs import Device, MessageModel, QpType, ThreadModel
+from tests.capabilities import qp_types
+from tests.data_path import test_operations as operations
+from tests.data_path.ends import CONNECTED, TYPES
+
+pytestmark = pytest.mark.every_way
+
+MODELS = dict(zip(TYPES, MessageModel, strict=True))  # each waits in another way
+
+
+@qp_types(*TYPES)
+async def test_sends_arrive_in_receives(device: Device, qp_type: QpType) -> None:
+    await operations.test_sends_arrive_in_receives(device, qp_type, ThreadModel.SINGLE, MODELS[qp_type])
+
+
+@qp_types(*CONNECTED)
+async def test_remote_memory_is_written_and_read(device: Device, qp_type: QpType) -> None:
+    await operations.test_remote_memory_is_written_and_read(device, qp_type, ThreadModel.SINGLE, MODELS[qp_type])
+
+
+@qp_types(QpType.RC, QpType.XRC_SEND)
+async def test_atomics_return_what_was_there(device: Device, qp_type: QpType) -> None:
+    await operations.test_atomics_return_what_was_there(device, qp_type, ThreadModel.SINGLE, MODELS[qp_type])
+
+
+@qp_types(*CONNECTED)
+async def test_windows_grant_access_until_they_are_invalidated(device: Device, qp_type: QpType) -> None:
+    test = operations.test_windows_grant_access_until_they_are_invalidated
+    await test(device, qp_type, ThreadModel.SINGLE, MODELS[qp_type])
+
+
+@qp_types(*CONNECTED)
+async def test_a_send_invalidates_a_window_of_the_peer(device: Device, qp_type: QpType) -> None:
+    await operations.test_a_send_invalidates_a_window_of_the_peer(device, qp_type)

@@ -10,7 +10,7 @@ from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 
-MODELS = list(itertools.product(ThreadModel, MessageModel))
+MODELS = list(zip(itertools.cycle(ThreadModel), MessageModel, strict=False))
 
 
 @needs(Capability.PARENT_DOMAINS)

@@ -14,6 +14,7 @@ from aioverbs import (
     MwType,
     QpCapabilities,
     QpType,
+    RegionSlice,
     RemoteRegion,
     VerbsError,
     open_device,
@@ -108,6 +109,21 @@ async def test_what_is_wrong(
         assert pair.nothing_is_left()
         assert pair.near.statistics().sends.posted == pair.far.statistics().receives.posted == 0
         await pair.write(b"well")
+
+
+class Short(list[RegionSlice]):
+    """Says that it has one piece."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+async def test_pieces_are_counted_whatever_their_length_says(device: Device) -> None:
+    async with ends(device, capabilities=QpCapabilities(max_send_sge=2)) as pair:
+        pieces = Short(pair.source[each : each + 1] for each in range(3))
+        with pytest.raises(ValueError, match="more than the 2"):
+            _ = pair.near.write(pieces, _remote(pair, 3))
+        assert pair.nothing_is_left()
 
 
 async def test_memory_that_the_device_may_not_write_to(device: Device) -> None:

@@ -1,11 +1,13 @@
 """Receives that several queue pairs take from, on one completion queue and on several."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from aioverbs import (
+    BrokenResourceError,
     BusyResourceError,
     ClosedResourceError,
     CompletionQueue,
@@ -18,7 +20,10 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
+from tests.capabilities import Capability, needs
 from tests.data_path.ends import PEERS, Ends, ends
+from tests.data_path.turns import polled_turns
+from tests.pace import patience
 from tests.statuses import as_said
 from tests.waiting import until
 
@@ -169,3 +174,97 @@ async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(
                 await pool.lease()
             assert not receive.done()
         await until(lambda: pool.closed)
+
+
+# ---- Who waits for them
+
+
+@pytest.mark.every_way
+async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as another,
+        domain.register(64, PEERS) as memory,
+        domain.shared_receive_queue(8) as srq,
+    ):
+        receives = [asyncio.create_task(srq.receive(memory[:8])) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with domain.queue_pair(another) as near, domain.queue_pair(cq, srq=srq) as far:
+            near.connect(far.local_endpoint(), PEERS)
+            far.connect(near.local_endpoint(), PEERS)
+            await near.send(memory[8:16])
+            async with asyncio.timeout(patience(5)):
+                await receives[0]
+            await near.send(memory[8:16])
+            async with asyncio.timeout(patience(5)):
+                await receives[1]
+
+
+@pytest.mark.every_way
+async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: Device) -> None:
+    async with (
+        device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, PEERS) as memory,
+        domain.shared_receive_queue(8) as srq,
+    ):
+        task = asyncio.create_task(srq.receive(memory[:8]))
+        await asyncio.sleep(0)
+        async with domain.queue_pair(cq, srq=srq) as near:
+            assert cq.statistics().under_way == 1
+            async with domain.queue_pair(cq, srq=srq) as far:
+                more = srq.receive(memory[:8])
+                assert cq.statistics().under_way == 2
+                near.connect(far.local_endpoint(), PEERS)
+                far.connect(near.local_endpoint(), PEERS)
+                await near.send(memory[8:16])
+                async with asyncio.timeout(patience(5)):
+                    await task
+                assert cq.statistics().under_way == 1
+            assert cq.statistics().under_way == 1
+            assert not more.done()
+            await polled_turns(cq)  # it comes to rest
+            assert await polled_turns(cq) == 0, "nobody awaits"
+        assert cq.statistics().under_way == 0
+
+
+@pytest.mark.every_way
+async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_pair(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as another,
+        domain.register(64, PEERS) as memory,
+        domain.shared_receive_queue(8) as srq,
+        domain.queue_pair(another) as near,
+    ):
+        receive = asyncio.create_task(srq.receive(memory[:8]))
+        async with domain.queue_pair(cq, srq=srq) as far:
+            near.connect(far.local_endpoint(), PEERS)
+            far.connect(near.local_endpoint(), PEERS)
+            await asyncio.sleep(0)
+            send = near.send(memory[8:16])
+            while not send.done():
+                pass
+        async with asyncio.timeout(patience(2)):
+            await receive
+        assert srq.statistics().under_way == 0
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.every_way
+async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, PEERS) as memory,
+        domain.shared_receive_queue(8) as srq,
+        domain.queue_pair(cq, srq=srq),
+    ):
+        receive = asyncio.create_task(srq.receive(memory[:8]))
+        await asyncio.sleep(0)
+        device.faults.lose_device()
+        with pytest.raises(BrokenResourceError):
+            async with asyncio.timeout(patience(5)):
+                await receive

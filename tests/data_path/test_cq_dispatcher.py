@@ -1,9 +1,8 @@
-"""Completers: nobody is left asleep, and counts hold, whatever comes in between."""
+"""Whoever waits is woken, and counts hold, whatever comes in between a request and its completion."""
 
 import asyncio
 import errno
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -11,7 +10,6 @@ import pytest
 
 from aioverbs import (
     AccessFlags,
-    BrokenResourceError,
     MessageModel,
     Operation,
     QpCapabilities,
@@ -23,11 +21,11 @@ from aioverbs import (
 from aioverbs._memory.region import Pins, RegionSlice
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.device import Device, open_device
-from tests.capabilities import Capability, needs
+from tests.data_path.turns import TURNS, polled_turns
 from tests.pace import patience
+from tests.waiting import until
 
 ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-SLEEPING = (MessageModel.DEFAULT, MessageModel.HIGH_BANDWIDTH)
 
 
 @asynccontextmanager
@@ -60,98 +58,6 @@ async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_p
             await other.write(here, there)
 
 
-@pytest.mark.every_way
-async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device) -> None:
-    async with (
-        device.resource_domain() as domain,
-        domain.completion_queue(64) as cq,
-        domain.completion_queue(64) as another,
-        domain.register(64, ALL) as memory,
-        domain.shared_receive_queue(8) as srq,
-    ):
-        receives = [asyncio.create_task(srq.receive(memory[:8])) for _ in range(2)]
-        await asyncio.sleep(0)
-        async with domain.queue_pair(another) as near, domain.queue_pair(cq, srq=srq) as far:
-            near.connect(far.local_endpoint(), ALL)
-            far.connect(near.local_endpoint(), ALL)
-            await near.send(memory[8:16])
-            async with asyncio.timeout(patience(5)):
-                await receives[0]
-            await near.send(memory[8:16])
-            async with asyncio.timeout(patience(5)):
-                await receives[1]
-
-
-@pytest.mark.every_way
-async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: Device) -> None:
-    async with (
-        device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
-        domain.completion_queue(64) as cq,
-        domain.register(64, ALL) as memory,
-        domain.shared_receive_queue(8) as srq,
-    ):
-        task = asyncio.create_task(srq.receive(memory[:8]))
-        await asyncio.sleep(0)
-        async with domain.queue_pair(cq, srq=srq) as near:
-            assert cq.statistics().under_way == 1
-            async with domain.queue_pair(cq, srq=srq) as far:
-                more = srq.receive(memory[:8])
-                assert cq.statistics().under_way == 2
-                near.connect(far.local_endpoint(), ALL)
-                far.connect(near.local_endpoint(), ALL)
-                await near.send(memory[8:16])
-                async with asyncio.timeout(patience(5)):
-                    await task
-                assert cq.statistics().under_way == 1
-            assert cq.statistics().under_way == 1
-            assert not more.done()
-            began = time.process_time()  # nobody awaits: nobody polls
-            await asyncio.sleep(0.3)
-            assert time.process_time() - began < 0.2
-        assert cq.statistics().under_way == 0
-
-
-@pytest.mark.every_way
-async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_pair(device: Device) -> None:
-    async with (
-        device.resource_domain() as domain,
-        domain.completion_queue(64) as cq,
-        domain.completion_queue(64) as another,
-        domain.register(64, ALL) as memory,
-        domain.shared_receive_queue(8) as srq,
-        domain.queue_pair(another) as near,
-    ):
-        receive = asyncio.create_task(srq.receive(memory[:8]))
-        async with domain.queue_pair(cq, srq=srq) as far:
-            near.connect(far.local_endpoint(), ALL)
-            far.connect(near.local_endpoint(), ALL)
-            await asyncio.sleep(0)
-            send = near.send(memory[8:16])
-            while not send.done():
-                pass
-        async with asyncio.timeout(patience(2)):
-            await receive
-        assert srq.statistics().under_way == 0
-
-
-@needs(Capability.FAULT_PLAN)
-@pytest.mark.every_way
-async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) -> None:
-    async with (
-        device.resource_domain() as domain,
-        domain.completion_queue(64) as cq,
-        domain.register(64, ALL) as memory,
-        domain.shared_receive_queue(8) as srq,
-        domain.queue_pair(cq, srq=srq),
-    ):
-        receive = asyncio.create_task(srq.receive(memory[:8]))
-        await asyncio.sleep(0)
-        device.faults.lose_device()
-        with pytest.raises(BrokenResourceError):
-            async with asyncio.timeout(patience(5)):
-                await receive
-
-
 async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
     async with (
         open_device("soft0") as device,
@@ -170,23 +76,15 @@ async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
         device.faults.clear()
 
 
-class Slow(asyncio.SelectorEventLoop):
-    """Lets other threads run where these may."""
-
-    before = after = 0.0
-
-    def create_future(self) -> "asyncio.Future[object]":
-        time.sleep(self.before)
-        return super().create_future()
-
-    def call_soon_threadsafe(self, *args, **kwargs):  # type: ignore[no-untyped-def, override]
-        handle = super().call_soon_threadsafe(*args, **kwargs)
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(self.after)
-        return handle
-
-
 async def test_what_is_done_while_an_await_begins_is_told(device_name: str) -> None:
+    begins, told = threading.Event(), threading.Event()
+
+    class Slow(asyncio.SelectorEventLoop):
+        def create_future(self) -> "asyncio.Future[object]":
+            begins.set()
+            told.wait(patience(20))
+            return super().create_future()
+
     async with (
         open_device(device_name) as device,
         device.resource_domain(thread_model=ThreadModel.SAFE) as domain,
@@ -201,21 +99,35 @@ async def test_what_is_done_while_an_await_begins_is_told(device_name: str) -> N
                 await receive
 
         def other() -> None:
-            loop = Slow()
-            try:
-                loop.before = 0.3
-                loop.run_until_complete(elsewhere())
-            finally:
-                loop.close()
+            with asyncio.Runner(loop_factory=Slow) as runner:
+                runner.run(elsewhere())
 
         thread = asyncio.create_task(asyncio.to_thread(other))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(begins.wait, patience(20))
         await near.send(memory[8:16])
-        await asyncio.sleep(0)
+        await until(lambda: far.statistics().receives.completed)
+        told.set()
         await thread
 
 
 def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_name: str) -> None:
+    asked: list[object] = []
+
+    class Quick(asyncio.SelectorEventLoop):
+        """Takes a completion queue's turn before the thread that asks for it goes on."""
+
+        def call_soon_threadsafe(self, callback, *args, **kwargs):  # type: ignore[no-untyped-def, override]
+            handle = super().call_soon_threadsafe(callback, *args, **kwargs)
+            if (
+                getattr(callback, "__name__", "") == "_turn"
+                and threading.current_thread() is not threading.main_thread()
+            ):
+                asked.append(callback)
+                done = threading.Event()
+                super().call_soon_threadsafe(done.set)
+                done.wait(patience(20))
+            return handle
+
     async def main() -> None:
         async with (
             open_device(device_name) as device,
@@ -228,19 +140,14 @@ def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_n
 
             async def elsewhere() -> None:
                 for _ in range(3):
-                    write = near.write(here, there)
-                    await asyncio.sleep(0.1)
                     async with asyncio.timeout(patience(3)):
-                        await write
+                        await near.write(here, there)
 
             await asyncio.to_thread(asyncio.run, elsewhere())
 
-    loop = Slow()
-    loop.after = 0.05
-    try:
-        loop.run_until_complete(main())
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=Quick) as runner:
+        runner.run(main())
+    assert asked
 
 
 @pytest.mark.every_way
@@ -258,14 +165,14 @@ async def test_a_future_that_somebody_else_ended_is_waited_for_once_more(device:
             waiter.set_result(None)
         last = receive.send(None)
         assert last is not None
+        assert await polled_turns(cq) == TURNS
         await near.send(memory[8:16])
         await last
         with pytest.raises(StopIteration):
             receive.send(None)
-        another = far.receive(memory[:8])  # nobody awaits it: nobody polls
-        began = time.process_time()
-        await asyncio.sleep(0.3)
-        assert time.process_time() - began < 0.2
+        another = far.receive(memory[:8])
+        await polled_turns(cq)  # it comes to rest
+        assert await polled_turns(cq) == 0, "nobody awaits it"
         assert not another.done()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -54,14 +55,14 @@ async def move_on(awaited: Awaitable[object]) -> None:
 
 
 Leave = Callable[[Awaitable[object]], Awaitable[None]]
-every_leave = pytest.mark.parametrize("leave", [cancel, time_out, move_on])
+LEAVES: list[Leave] = [cancel, time_out, move_on]
+every_leave = pytest.mark.parametrize("leave", LEAVES)
 
 
 # ---- Operations
 
 
-@every_model
-@every_leave
+@pytest.mark.parametrize(("model", "leave"), list(zip(MessageModel, itertools.cycle(LEAVES), strict=False)))
 async def test_one_that_was_posted_goes_on(device: Device, model: MessageModel, leave: Leave) -> None:
     async with pair_on(device, model, spin_ns=1000 if "LATENCY" in model.name else None) as pair:
         pair.hold()
@@ -409,8 +410,7 @@ async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(devi
 
 
 @needs(Capability.OBJECT_COUNTS)
-@every_leave
-@pytest.mark.parametrize("what", ["region", "cache", "pool"])
+@pytest.mark.parametrize(("what", "leave"), list(zip(["region", "cache", "pool"], LEAVES, strict=True)))
 async def test_memory_is_registered_until_its_work_has_ended(device: Device, what: str, leave: Leave) -> None:
     """Whoever does not wait for that any more, be it twice."""
     memory = bytearray(4096)

@@ -98,8 +98,6 @@ async def wait(awaited):
 """
 
 SCRIPTS = {
-    "posted": "run(busy())",
-    "held": "run(busy(hold=True))",
     "inline": "run(busy('inline', hold=True))",
     "chained": "run(busy(model=MessageModel.HIGH_BANDWIDTH))",
     "polled": "run(busy(model=MessageModel.FORCE_LOW_LATENCY))",

@@ -31,7 +31,7 @@ async def blow(model: MessageModel, mode: str, operations: int, seed: int) -> No
 
 @every_mode
 @every_model
-async def test_a_short_storm(model: MessageModel, mode: str) -> None:
+async def test_a_storm_of_cancellations_loses_nothing(model: MessageModel, mode: str) -> None:
     await blow(model, mode, fewer(3000, least=600), seed=1)
 
 
@@ -39,5 +39,5 @@ async def test_a_short_storm(model: MessageModel, mode: str) -> None:
 @pytest.mark.timeout(1200)
 @every_mode
 @every_model
-async def test_a_long_storm(model: MessageModel, mode: str) -> None:
+async def test_a_long_storm_of_cancellations_loses_nothing(model: MessageModel, mode: str) -> None:
     await blow(model, mode, fewer(1_000_000), seed=2)

@@ -5,9 +5,9 @@ It reads lines from the socket whose descriptor is its argument, and answers eac
 
 import asyncio
 import contextlib
+import select
 import socket
 import sys
-import time
 from typing import Any
 
 from aioverbs import AccessFlags, Endpoint, MemoryRegion, MessageModel, QueuePair, RegionSlice, open_device
@@ -23,9 +23,9 @@ def pattern(at: int, length: int) -> bytes:
     return words(at // 8, length)
 
 
-def doze(seconds: float) -> None:
-    """The loop sleeps with it."""
-    time.sleep(seconds)
+def stand_still(until: socket.socket) -> None:
+    """Until there is something to be read: the loop stands still with it."""
+    select.select([until], [], [])
 
 
 async def echo(qp: QueuePair) -> None:
@@ -73,13 +73,11 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                     answer = bytes(lent[:64]).hex()
                 case ["look", at, length]:
                     answer = bytes(region.buffer[int(at) : int(at) + int(length)]).hex()
-                case ["sleep", seconds]:
+                case ["sleep"]:
                     writer.write(b"asleep\n")
                     await writer.drain()
-                    doze(float(seconds))
-                    answer = "awake"
-                case ["peers"]:
-                    answer = " ".join(f"{each.process_id}:{each.connected_by_us:d}" for each in device.peers())
+                    stand_still(sock)
+                    answer = (await reader.readline()).decode().strip()
                 case ["refusals"]:
                     seen = soft_context(device).fabric()
                     reasons = "; ".join(refusal.reason for refusal in device.refusals())

@@ -167,7 +167,7 @@ async def test_nothing_is_done_behind_a_part_that_is_refused(scene: Scene) -> No
         assert pair.near.query().qp_state is QpState.ERR
 
 
-QUICK: dict[str, Any] = {"timeout": 17, "retry_cnt": 2}  # 0.54 s, three times
+QUICK: dict[str, Any] = {"timeout": 15, "retry_cnt": 2}  # 134 ms, three times
 
 
 async def ends_beside(peer: HostilePeer, operation: Operation[None], answer: bytes) -> WcStatus:

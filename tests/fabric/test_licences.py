@@ -23,7 +23,7 @@ from tests.data_path.ends import ACCESS, PATIENT, PEERS
 from tests.devices import far_device
 from tests.fabric.test_frames import QUICK, SIZE, Scene, pattern, scene
 from tests.fabric.two import end, other
-from tests.pace import fewer, patience
+from tests.pace import patience
 
 PAGE = 4096
 LONGEST = 16 * 1024  # of a read that is not asked about
@@ -283,7 +283,7 @@ async def test_other_regions_keep_theirs(device: Device) -> None:
 @directly
 async def test_streams_that_are_cut(device: Device) -> None:
     async with scene(device, **QUICK) as here:
-        for _ in range(20):
+        for _ in range(5):
             assert await is_licensed(here)
             before = asked(device)
             device.faults.cut_streams()
@@ -305,7 +305,7 @@ async def test_memory_that_becomes_something_else(model: MessageModel, direct: b
     """The other process lends memory and takes it back, again and again, while it is read. What is read is what was
     there while it was lent, whole; or it is refused."""
     lent, taken = b"\xa5" * 64, b"\x5a" * 64
-    async with other(model) as there, end(model, queue_pairs=fewer(30)) as here:
+    async with other(model) as there, end(model, queue_pairs=12) as here:
         for qp in here.qps:
             await there.connect(qp)
             address, rkey = (await there.ask("lend")).split()
@@ -329,7 +329,7 @@ async def test_memory_that_becomes_something_else(model: MessageModel, direct: b
 async def test_the_owner_is_killed() -> None:
     async with other() as there, end() as here:
         (qp,) = here.qps
-        await there.connect(qp, timeout=14, retry_cnt=7)  # 67 ms, eight times
+        await there.connect(qp, timeout=14, retry_cnt=2)  # 67 ms, three times
         for _ in range(3):
             await qp.read(here.region[:PAGE], there.region[:PAGE])
         there.kill()

@@ -77,29 +77,22 @@ async def test_small_packets(monkeypatch: pytest.MonkeyPatch, short_path: Path, 
         await between.exchange(most=20_000)
 
 
-@every_family
-async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
+async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
     cable.lose(5)
-    async with way(monkeypatch, short_path, cable, family) as between:
+    async with way(monkeypatch, short_path, cable, "ipv6") as between:
         for seed in range(3):
             await between.exchange(seed=seed)
 
 
-@every_family
 @pytest.mark.parametrize("what", ["delay 5ms 3ms", "loss 5% delay 1ms", "delay 2ms reorder 25% 50%", "duplicate 20%"])
-async def test_as_netem_has_it(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str, what: str
-) -> None:
+async def test_as_netem_has_it(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, what: str) -> None:
     cable.emulate(*what.split())
-    async with way(monkeypatch, short_path, cable, family) as between:
+    async with way(monkeypatch, short_path, cable, "ipv6") as between:
         await between.exchange()
 
 
-@every_family
-async def test_the_cable_is_out_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str
-) -> None:
-    async with way(monkeypatch, short_path, cable, family) as between:
+async def test_the_cable_is_out_for_a_while(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
+    async with way(monkeypatch, short_path, cable, "ipv6") as between:
         await between.exchange()
         cable.cable(up=False)
         asked = asyncio.ensure_future(between.exchange(seed=1))
@@ -109,9 +102,8 @@ async def test_the_cable_is_out_for_a_while(
         await asked
 
 
-@every_family
-async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
-    async with way(monkeypatch, short_path, cable, family) as between:
+async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
+    async with way(monkeypatch, short_path, cable, "ipv4") as between:
         await between.exchange(most=4096)
         qp = between.qp
         qp.to_reset()

@@ -23,7 +23,7 @@ from aioverbs import (
 from aioverbs._core.data_path.data_path import Operation
 from tests.fabric.peer import SIZE, pattern
 from tests.fabric.two import End, Other, end, other
-from tests.pace import fewer, patience
+from tests.pace import patience
 
 QUICK: dict[str, Any] = {"timeout": 10, "retry_cnt": 2}  # 4 ms, three times
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -57,47 +57,44 @@ async def test_what_one_asks_of_the_other(model: MessageModel, direct: bool) -> 
         assert qp.statistics().sends.failed == ()
 
 
-REFUSED: dict[str, tuple[WcStatus, Callable[[End, Other], Operation[Any]]]] = {
+REFUSED: dict[str, tuple[WcStatus, Callable[[QueuePair, End, Other], Operation[Any]]]] = {
     "another key": (
         WcStatus.REM_ACCESS_ERR,
-        lambda here, there: here.qps[0].write(
+        lambda qp, here, there: qp.write(
             here.region[:8], RemoteRegion(there.region.address, 8, there.region.rkey ^ 0x100)
         ),
     ),
     "beyond the end": (
         WcStatus.REM_ACCESS_ERR,
-        lambda here, there: here.qps[0].read(
+        lambda qp, here, there: qp.read(
             here.region[:8], RemoteRegion(there.region.address + SIZE - 4, 8, there.region.rkey)
         ),
     ),
     "large, beyond the end": (
         WcStatus.REM_ACCESS_ERR,
-        lambda here, there: here.qps[0].write(
-            here.region, RemoteRegion(there.region.address + 1, SIZE, there.region.rkey)
-        ),
+        lambda qp, here, there: qp.write(here.region, RemoteRegion(there.region.address + 1, SIZE, there.region.rkey)),
     ),
     "too long for its receive": (
         WcStatus.REM_INV_REQ_ERR,
-        lambda here, there: here.qps[0].send(here.region[:5000]),
+        lambda qp, here, there: qp.send(here.region[:5000]),
     ),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-async def test_what_the_other_refuses(what: str, direct: bool) -> None:
-    status, ask = REFUSED[what]
-    async with other() as there, end() as here:
-        (qp,) = here.qps
-        await there.connect(qp)
-        failed, behind = ask(here, there), qp.write(here.region[:8], there.region[:8])
-        with pytest.raises(WorkCompletionError) as caught:
-            await failed
-        assert caught.value.status is status
-        with pytest.raises(WorkCompletionError) as flushed:
-            await behind
-        assert flushed.value.status is WcStatus.WR_FLUSH_ERR
-        assert await there.look(0, 64) == pattern(0, 64)
-        assert len(here.region.pins) == 0
+@pytest.mark.every_way
+async def test_requests_that_the_other_process_refuses_fail(direct: bool) -> None:
+    async with other() as there, end(queue_pairs=len(REFUSED)) as here:
+        for qp, (what, (status, ask)) in zip(here.qps, REFUSED.items(), strict=True):
+            await there.connect(qp)
+            failed, behind = ask(qp, here, there), qp.write(here.region[:8], there.region[:8])
+            with pytest.raises(WorkCompletionError) as caught:
+                await failed
+            assert caught.value.status is status, what
+            with pytest.raises(WorkCompletionError) as flushed:
+                await behind
+            assert flushed.value.status is WcStatus.WR_FLUSH_ERR, what
+            assert await there.look(0, 64) == pattern(0, 64)
+            assert len(here.region.pins) == 0
 
 
 async def test_nobody_receives() -> None:
@@ -132,12 +129,10 @@ async def test_one_whose_loop_is_busy() -> None:
         back = qp.receive(here.region[:8])
         await qp.send(here.region[8:16])
         await back
-        assert await there.ask("sleep 1.5") == "asleep"
-        awake = asyncio.create_task(there.reader.readline())
+        assert await there.ask("sleep") == "asleep"
         for _ in range(20):
             await qp.write(here.region[:8], there.region[:8])
-        assert not awake.done()
-        assert await awake == b"awake\n"
+        assert await there.ask("awake") == "awake"
 
 
 def stop(pid: int) -> None:
@@ -206,19 +201,20 @@ async def a_kill(seed: int, model: MessageModel) -> None:
         assert len(here.region.pins) == 0
 
 
-@every_model
-async def test_the_other_is_killed(model: MessageModel, direct: bool) -> None:
-    for seed in range(fewer(2)):
-        await a_kill(seed, model)
+@pytest.mark.parametrize(("seed", "model"), list(enumerate(MessageModel)))
+async def test_the_other_is_killed(seed: int, model: MessageModel, direct: bool) -> None:
+    await a_kill(seed, model)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.every_way
 async def test_the_other_is_killed_two_hundred_times(direct: bool) -> None:
     for seed in range(100, 200):
         await a_kill(seed, random.Random(seed).choice(list(MessageModel)))
 
 
+@pytest.mark.every_way
 async def test_memory_goes_during_a_large_read(direct: bool) -> None:
     """By its handle somebody gives it back: the other one writes to it no more, and the read fails."""
     memory = bytearray(b"\xaa" * SIZE)

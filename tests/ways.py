@@ -52,11 +52,9 @@ def _taken_in_turn(item: pytest.Function) -> frozenset[str]:
     return LOOPS if ONLY_RDMA or item.get_closest_marker("loops_in_turn") else frozenset()
 
 
-def _takes_turns(item: pytest.Function) -> bool:
-    return hasattr(item, "callspec") and item.get_closest_marker("every_way") is None
-
-
 def _row(item: pytest.Function) -> Hashable:
+    if not hasattr(item, "callspec"):
+        return ()
     # The value of a row's parameter is the same object in each way.
     names = item.callspec.params.keys() - _taken_in_turn(item)
     return tuple((name, id(item.callspec.params[name])) for name in sorted(names))
@@ -69,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests: dict[str, dict[Hashable, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if isinstance(item, pytest.Function) and _takes_turns(item):
+        if isinstance(item, pytest.Function):
             tests[item.nodeid.partition("[")[0]][_row(item)].append(item)
     left_out: set[pytest.Item] = set()
     for name, rows in tests.items():

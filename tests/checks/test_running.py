@@ -61,7 +61,7 @@ def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     communicate: Callable[..., Any] = subprocess.Popen.communicate
     monkeypatch.setattr(subprocess.Popen, "communicate", when_begun)
     with pytest.raises(TimeoutError, match=r"did not end within \S+ s\. It said:\n\d+\n") as caught:
-        run(python(f"{STARTS}    open('begun', 'x').close(); {after}\n"), patience(2), cwd=tmp_path)
+        run(python(f"{STARTS}    open('begun', 'x').close(); {after}\n"), patience(0.2), cwd=tmp_path)
     assert ends(str(caught.value).split("It said:\n")[1].split()[0])
 
 

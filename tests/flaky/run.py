@@ -31,7 +31,7 @@ from tests.flaky.results import Result, next_round, passes_in_a_row, read_result
 
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider")
 PROCESSORS = os.cpu_count() or 1
-ROUND = ("-q", "--no-header", "--tb=short", f"--numprocesses={2 * PROCESSORS}", "--dist=worksteal")
+ROUND = ("-q", "--no-header", "--tb=short", "--dist=worksteal")
 TIMEOUT = ("-o", "timeout=300")  # of a test that has none of its own, on a machine that is five times slower than usual
 STOP_S = 0.3
 PAUSE_S = 0.5
@@ -68,9 +68,12 @@ def run_round(tests: list[str], until: float, options: argparse.Namespace, seed:
         plan.write_text(json.dumps(dataclasses.asdict(round_)))
         env = {**os.environ, "AIOVERBS_TEST_ROUND": str(plan)}
         seconds = until - time.time() + GRACE_S
+        workers = [f"--numprocesses={options.workers}"]
         with (
             busy_processes(options.busy * PROCESSORS, seconds),
-            subprocess.Popen([*PYTEST, *ROUND, *TIMEOUT, *options.arguments], env=env, process_group=0) as process,
+            subprocess.Popen(
+                [*PYTEST, *ROUND, *workers, *TIMEOUT, *options.arguments], env=env, process_group=0
+            ) as process,
             Stopper(process.pid, STOP_S, PAUSE_S, exempt, seed) as stopper,
         ):
             try:
@@ -103,6 +106,7 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=3, help="how often each test is to pass in a row (3)")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no further test (60)")
     parser.add_argument("--busy", type=int, default=2, help="how many busy processes for each processor (2)")
+    parser.add_argument("--workers", type=int, default=2 * PROCESSORS, help="how many run tests (2 for each processor)")
     parser.add_argument("--results", type=Path, required=True, help="the file that collects the results")
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier runs")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32), help="of order and stops")

@@ -52,6 +52,8 @@ def suite(tmp_path: Path) -> Path:
 
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "AIOVERBS_TEST_ROUND"}
+# What this suite does not need is not loaded each time.
+ENVIRONMENT |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
 
 
 def command(suite: Path, *arguments: str) -> list[str]:
@@ -61,7 +63,7 @@ def command(suite: Path, *arguments: str) -> list[str]:
 
 
 def flaky(suite: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return run(command(suite, "--busy", "0", *arguments), patience(200), env=ENVIRONMENT, cwd=suite)
+    return run(command(suite, "--busy", "0", "--workers", "2", *arguments), patience(200), env=ENVIRONMENT, cwd=suite)
 
 
 def test_it_ends_when_each_test_has_passed_and_goes_on_from_there(suite: Path) -> None:
@@ -94,10 +96,12 @@ def test_a_suite_that_cannot_be_collected_is_an_error(suite: Path) -> None:
 
 def test_no_process_is_left_when_it_is_ended(suite: Path) -> None:
     (suite / "test_passing.py").write_text("import time\ndef test_stays(): time.sleep(100)\n")
-    with subprocess.Popen(command(suite, "--minutes", "3"), env=ENVIRONMENT, cwd=suite) as process:
+    with subprocess.Popen(
+        command(suite, "--busy", "1", "--workers", "2", "--minutes", "3"), env=ENVIRONMENT, cwd=suite
+    ) as process:
         try:
             runner = psutil.Process(process.pid)
-            busy, workers = 2 * (os.cpu_count() or 1), 2 * (os.cpu_count() or 1)
+            busy, workers = os.cpu_count() or 1, 2
             wait_until(lambda: len(runner.children(recursive=True)) == busy + 1 + workers, 60)
             started = runner.children(recursive=True)
         finally:

@@ -10,9 +10,19 @@ import anyio
 import pytest
 
 from aioverbs import Connection, ConnectionListener, ConnectionSettings, Device, ResourceDomain, connect, listen
+from tests.pace import patience
 from tests.waiting import until
 
-__all__ = ["SMALL", "Pair", "cancel_by_its_scope", "cancel_by_its_task", "every_way_to_cancel", "pair", "use_up"]
+__all__ = [
+    "SMALL",
+    "Pair",
+    "cancel_by_its_scope",
+    "cancel_by_its_task",
+    "every_way_to_cancel",
+    "pair",
+    "use_up",
+    "works",
+]
 
 SMALL = ConnectionSettings(buffer_size=1024, receive_depth=4, send_buffers=2, send_depth=16, max_message=1 << 20)
 """Of few and small buffers, so that everything has to wait."""
@@ -65,6 +75,14 @@ async def use_up(connection: Connection) -> int:
         await connection.send(b"one of them")
         count += 1
     return count
+
+
+async def works(near: Connection, far: Connection) -> None:
+    """See that both ends send and receive."""
+    async with asyncio.timeout(patience(10)):
+        for one, other in ((near, far), (far, near)):
+            await one.send(b"as ever")
+            assert await other.receive() == b"as ever"
 
 
 Cancel = Callable[[Coroutine[Any, Any, object], Callable[[], object]], Coroutine[Any, Any, None]]

@@ -49,6 +49,7 @@ def fill(connection: Connection, source: MemoryRegion, target: Granted) -> list[
     return writes
 
 
+@pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_a_message_that_was_sent_is_not_withdrawn_with_the_next(device: Device) -> None:
     async with (
@@ -75,6 +76,7 @@ async def test_a_message_that_was_sent_is_not_withdrawn_with_the_next(device: De
             assert [await ends.far.receive() for _ in range(3)] == [b"one", b"two", b"four"]
 
 
+@pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_a_write_is_not_withdrawn_where_the_message_goes_that_tells_of_it(device: Device) -> None:
     async with (
@@ -114,6 +116,7 @@ class InUse:
         return self._verb(*args, **options)
 
 
+@pytest.mark.every_way
 async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +231,7 @@ async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more
         assert drain.left < 3
 
 
+@pytest.mark.every_way
 async def test_closing_while_another_thread_is_inside(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sent is delivered, the peer is told that no more comes, and all of it is closed."""
     async with pair(device) as ends:

@@ -8,9 +8,7 @@ import pytest
 
 from aioverbs import AccessFlags, AffinityError, Connection, Device, ThreadModel, connect, listen
 from aioverbs._verbs.base_domain import Domain
-from tests.connections.ends import HOST, SMALL, pair
-from tests.connections.serving import asked, served
-from tests.core.children import in_child
+from tests.connections.ends import HOST, SMALL, pair, works
 from tests.pace import patience
 from tests.waiting import until
 
@@ -30,16 +28,9 @@ async def refused(*calls: Call) -> None:
     await asyncio.to_thread(asyncio.run, call_all())
 
 
-async def works(near: Connection, far: Connection) -> None:
-    async with asyncio.timeout(patience(10)):
-        for one, other in ((near, far), (far, near)):
-            await one.send(b"as ever")
-            assert await other.receive() == b"as ever"
-
-
 @asynccontextmanager
 async def placed(device: Device, where: str) -> AsyncIterator[tuple[Connection, Connection]]:
-    """Connected ends on a domain of another kind than `pair` has: nobody in particular owns what is made there."""
+    """Connected ends on a domain of some kind. But for SINGLE, nobody in particular owns what is made there."""
     async with AsyncExitStack() as stack:
         domain: Domain = await stack.enter_async_context(device.protection_domain())
         if where != "PD":
@@ -49,7 +40,7 @@ async def placed(device: Device, where: str) -> AsyncIterator[tuple[Connection, 
         yield near, await stack.enter_async_context(await listener.accept())
 
 
-@pytest.mark.parametrize("where", ["PD", "SAFE", "UNSAFE"])
+@pytest.mark.parametrize("where", ["PD", "SAFE", "UNSAFE", "SINGLE"])
 async def test_a_connection_is_its_loops_wherever_it_is_made(device: Device, where: str) -> None:
     async with placed(device, where) as (near, far):
         assert near.owner is not None
@@ -79,6 +70,7 @@ async def test_memory_of_the_peers_is_its_loops_to_reach(device: Device, where: 
         await grant.revoke()
 
 
+@pytest.mark.every_way
 async def test_sending_beside_the_owner(device: Device) -> None:
     """While the owner waits for credits, under its lock: that stays the owner's."""
     async with pair(device) as ends:
@@ -104,31 +96,3 @@ async def test_a_call_that_is_made_here_and_awaited_elsewhere(device: Device) ->
         sent = await asyncio.to_thread(lambda: ends.near.send(b"y"))
         await sent
         assert await ends.far.receive() == b"y"
-
-
-async def test_closing_in_the_child_of_a_fork(device: Device) -> None:
-    """That does nothing: all of it is the parent's."""
-    async with (
-        device.resource_domain() as domain,
-        served(domain) as server,
-        listen(HOST, domain=domain, settings=SMALL) as listener,
-        connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
-        await listener.accept() as far,
-    ):
-        stream = far.as_byte_stream()
-
-        async def close() -> None:
-            async with asyncio.timeout(patience(5)):
-                await near.aclose()
-                await far.__aexit__(None, None, None)
-                await stream.aclose()
-                await listener.aclose()
-                await server.aclose()
-
-        in_child(lambda: asyncio.run(close()))
-        await works(near, far)
-        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as late, await listener.accept() as peer:
-            await works(late, peer)
-        async with asked(server, domain) as connection:
-            await connection.send(b"hello")
-            assert await connection.receive() == b"hello"

@@ -1,14 +1,17 @@
-"""A task forks a child that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.
+"""Listeners, servers and connections in the child of a fork: all of it stays the parent's, and goes on there."""
 
-What the parent listens at, and who is connected there, goes on.
-"""
-
+import asyncio
 import sys
 
+from aioverbs import Device, connect, listen
+from tests.connections.ends import HOST, SMALL, works
+from tests.connections.serving import asked, served
+from tests.core.children import in_child
 from tests.pace import patience
 from tests.running import run
 
-# It is ended at once: asyncio's own end of the child's loop takes what wakes the parent's from other threads.
+# A task forks a child that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.
+# The parent is ended at once: asyncio's own end of the child's loop takes what wakes it from other threads.
 PARENT = """
 import asyncio, os, socket, sys
 from aioverbs import BrokenResourceError, connect, listen, open_device, serve
@@ -69,3 +72,31 @@ def test_listeners_and_servers_go_on() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout.splitlines()
     assert said == ["3", "BrokenResourceError", "b'as ever'", "b'as ever'", "heard of the end", "closed"]
+
+
+async def test_closing_in_the_child_of_a_fork(device: Device) -> None:
+    """That does nothing: all of it is the parent's."""
+    async with (
+        device.resource_domain() as domain,
+        served(domain) as server,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+        connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
+        await listener.accept() as far,
+    ):
+        stream = far.as_byte_stream()
+
+        async def close() -> None:
+            async with asyncio.timeout(patience(5)):
+                await near.aclose()
+                await far.__aexit__(None, None, None)
+                await stream.aclose()
+                await listener.aclose()
+                await server.aclose()
+
+        in_child(lambda: asyncio.run(close()))
+        await works(near, far)
+        async with connect(HOST, listener.port, domain=domain, settings=SMALL) as late, await listener.accept() as peer:
+            await works(late, peer)
+        async with asked(server, domain) as connection:
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"

@@ -148,6 +148,7 @@ async def _reads(connection: Connection, local: Any, granted: Granted) -> int:
                 done += 1
 
 
+@pytest.mark.every_way
 @REGIONS
 async def test_revoked_under_load(device: Device, region: AccessFlags) -> None:
     """The late access is refused, and nothing else is: not what was under way, nor messages, nor another grant."""

@@ -94,6 +94,7 @@ async def test_any_buffer_is_sent_and_may_be_changed_at_once(device: Device) -> 
             await ends.near.send("text")  # type: ignore[arg-type]
 
 
+@pytest.mark.every_way
 async def test_one_way_for_long(device: Device) -> None:
     """The peer has nothing to say, and so gives credits back by messages of their own."""
     async with pair(device) as ends:
@@ -113,6 +114,7 @@ async def test_one_way_for_long(device: Device) -> None:
         assert WcStatus.RNR_RETRY_EXC_ERR not in dict(failed)
 
 
+@pytest.mark.every_way
 async def test_both_ways_at_once_by_many_tasks(device: Device) -> None:
     """Each message arrives whole, and those of one task in their order."""
     tasks, each = 6, fewer(40)

@@ -120,6 +120,7 @@ async def test_a_peer_that_goes_is_no_error(device: Device, caplog: pytest.LogCa
     assert not [each for each in warned if "native" not in each]  # of the device's own there may be some
 
 
+@pytest.mark.every_way
 async def test_drained_when_it_stops(device: Device) -> None:
     """Handlers come to their end; nobody new is accepted meanwhile."""
     at_work, go_on = asyncio.Event(), asyncio.Event()
@@ -148,6 +149,7 @@ async def test_drained_when_it_stops(device: Device) -> None:
         await waiting
 
 
+@pytest.mark.every_way
 async def test_a_deadline_under_load(device: Device) -> None:
     """Handlers that do not end are cancelled after that time, and their peers told."""
     cancelled = 0
@@ -181,6 +183,7 @@ async def test_a_deadline_under_load(device: Device) -> None:
             await near.aclose()
 
 
+@pytest.mark.every_way
 async def test_who_cancels_it_does_not_wait(device: Device) -> None:
     async def handler(connection: Connection) -> None:
         await asyncio.sleep(60)
@@ -231,6 +234,7 @@ async def test_a_domain_or_a_pool(device: Device) -> None:
 # ---- Again and again
 
 
+@pytest.mark.every_way
 async def test_connected_again(device: Device) -> None:
     """When the server goes and comes back, and when it hangs up."""
     async with device.resource_domain() as domain:
@@ -280,10 +284,18 @@ async def test_what_waiting_does_not_mend(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize(
-    "number",
-    [errno.ETIMEDOUT, errno.ENETUNREACH, errno.ENODEV, errno.EMFILE, errno.EIO, errno.ECONNRESET, errno.EADDRINUSE],
+    ("end", "number"),
+    [
+        ("near", errno.ETIMEDOUT),
+        ("far", errno.ETIMEDOUT),
+        ("near", errno.ENETUNREACH),
+        ("near", errno.ENODEV),
+        ("near", errno.EMFILE),
+        ("near", errno.EIO),
+        ("near", errno.ECONNRESET),
+        ("near", errno.EADDRINUSE),
+    ],
 )
-@pytest.mark.parametrize("end", ["near", "far"])
 async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
     device: Device, caplog: pytest.LogCaptureFixture, end: str, number: int
 ) -> None:

@@ -1,7 +1,7 @@
 """Storms of cancellations: of grants and their ends, of registrations, of ends of sending, and of who accepts.
 
 What was done is whole, what was cancelled can be tried again, and nothing is left of either. Where it is cancelled is
-drawn as a number of turns of the loop, or as a time.
+drawn as a number of turns of the loop, or as a time. The long storms are slow.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from aioverbs import (
     listen,
 )
 from tests.capabilities import Capability, needs
-from tests.connections.ends import HOST, SMALL, Pair, deeper, pair
+from tests.connections.ends import HOST, SMALL, Pair, deeper, pair, works
 from tests.holding import hold, unhold
-from tests.pace import fewer, patience
+from tests.pace import patience
 from tests.waiting import until
 
 READ, WRITE = AccessFlags.REMOTE_READ, AccessFlags.REMOTE_WRITE
@@ -39,6 +39,12 @@ QUIET = deeper(SMALL, keep_alive_s=None, receive_depth=8)  # what is held is no 
 PIECE = 128
 NUMBERS = 32  # of grants: all of them are used again and again
 POISON = b"\xee" * PIECE
+
+
+def short_and_long(rounds: int) -> pytest.MarkDecorator:
+    """Have a storm of so many rounds, and one of fifty times as many."""
+    long = pytest.param(50 * rounds, marks=[pytest.mark.slow, pytest.mark.timeout(1200)], id="long")
+    return pytest.mark.parametrize("rounds", [pytest.param(rounds, id="short"), long])
 
 
 class Weather:
@@ -114,13 +120,6 @@ def pattern(task: int, time: int) -> bytes:
     return bytes([task, time >> 8, time & 0xFF, 7]) * (PIECE // 4)
 
 
-async def exchange(ends: Pair) -> None:
-    """Both ends work."""
-    for one, other in ((ends.near, ends.far), (ends.far, ends.near)):
-        await one.send(b"as ever")
-        assert await other.receive() == b"as ever"
-
-
 # ---- Grants
 
 
@@ -190,11 +189,16 @@ class Grants:
 
 
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
+@short_and_long(40)
 @pytest.mark.parametrize("access", [READ | AccessFlags.MW_BIND, READ], ids=["windows", "registrations"])
-async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: AccessFlags) -> None:
+async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: AccessFlags, rounds: int) -> None:
     monkeypatch.setattr("aioverbs._connection.grants._NUMBERS", NUMBERS)
     weather = Weather(1)
-    async with asyncio.timeout(patience(50)), pair(device, QUIET) as ends, contextlib.AsyncExitStack() as stack:
+    async with (
+        asyncio.timeout(patience(50 + rounds)),
+        pair(device, QUIET) as ends,
+        contextlib.AsyncExitStack() as stack,
+    ):
         opened = stack.enter_async_context
         access |= AccessFlags.LOCAL_WRITE
         memory = [[await opened(ends.domain.register(PIECE, each)) for each in (access, access)] for _ in range(4)]
@@ -203,7 +207,7 @@ async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: A
         hearing = asyncio.create_task(storm.hear())
         async with tide(device, weather, ends.near.qp, ends.far.qp), asyncio.TaskGroup() as group:
             for task, (granted, local) in enumerate(memory):
-                group.create_task(storm.work(task, granted, local, fewer(150, least=30)))
+                group.create_task(storm.work(task, granted, local, rounds))
         hearing.cancel()
         await asyncio.wait([hearing])
         near, far = ends.near._grants, ends.far._grants
@@ -213,7 +217,7 @@ async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: A
         assert storm.came == {}
         assert device.statistics().objects == before, "keys are left"
         assert not any(len(each.pins) for both in memory for each in both)
-        await exchange(ends)
+        await works(ends.near, ends.far)
         weather.check("grant", "receive_grant", "revoke")
         assert weather.ended["revoke under load"]
 
@@ -260,10 +264,11 @@ class Drops:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_registrations(device: Device) -> None:
+@short_and_long(40)
+async def test_registrations(device: Device, rounds: int) -> None:
     weather, tasks = Weather(2), 6
     async with (
-        asyncio.timeout(patience(50)),
+        asyncio.timeout(patience(50 + rounds)),
         pair(device, QUIET) as ends,
         ends.domain.register(tasks * PIECE, AccessFlags.LOCAL_WRITE | WRITE) as memory,
         await ends.near.grant(memory, WRITE),
@@ -273,11 +278,11 @@ async def test_registrations(device: Device) -> None:
         async with tide(device, weather, ends.far.qp), asyncio.TaskGroup() as group:
             for task in range(tasks):
                 there = memory.buffer[task * PIECE : (task + 1) * PIECE]
-                group.create_task(storm.work(task, there, fewer(200, least=40)))
+                group.create_task(storm.work(task, there, rounds))
         found = cache.statistics()
         assert (found.entries, found.bytes, len(cache._going)) == (0, 0, 0)
         assert not ends.far.qp.statistics().sends.failed
-        await exchange(ends)
+        await works(ends.near, ends.far)
         weather.check("drop")
 
 
@@ -371,10 +376,11 @@ async def accepting(*who: Callable[[], Coroutine[Any, Any, None]]) -> AsyncItera
 
 
 @needs(Capability.OBJECT_COUNTS)
-async def test_ends_of_sending_and_who_accepts(device: Device) -> None:
-    weather, count = Weather(3), fewer(20)
+@short_and_long(15)
+async def test_ends_of_sending_and_who_accepts(device: Device, rounds: int) -> None:
+    weather, count = Weather(3), rounds
     async with (
-        asyncio.timeout(patience(50)),
+        asyncio.timeout(patience(50 + rounds)),
         device.resource_domain() as domain,
         listen(HOST, domain=domain, settings=QUIET) as listener,
     ):

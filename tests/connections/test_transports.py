@@ -242,7 +242,7 @@ async def test_auto_leaves_time_for_tcp(
     async with (
         device.resource_domain() as domain,
         served(domain) as server,
-        asked(server, domain, transport="auto", timeout_s=patience(4)) as near,
+        asked(server, domain, transport="auto", timeout_s=patience(1.6)) as near,
     ):
         await near.send(b"hello")
         assert await near.receive() == b"hello"
@@ -271,5 +271,5 @@ async def test_a_timeout_of_tcp_says_what_was_waited_for(
         port = listening.getsockname()[1]
         async with device.resource_domain() as domain:
             with pytest.raises(TimeoutError, match=f"port {port}, within .*: the peer.* TCP") as caught:
-                await connect(HOST, port, domain=domain, transport=transport, settings=SMALL, timeout_s=patience(0.5))
+                await connect(HOST, port, domain=domain, transport=transport, settings=SMALL, timeout_s=0.05)
     assert ("and before that: rdma_resolve_addr failed" in str(caught.value)) == (transport == "auto")

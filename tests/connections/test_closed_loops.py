@@ -1,4 +1,4 @@
-"""Listeners and servers whose loop is closed: another one closes them, and so does closing their pool or device."""
+"""Listeners, servers and connections whose loop is closed: another one closes them, or closes their device."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,19 @@ from typing import Any
 
 import pytest
 
-from aioverbs import AffinityError, ConnectionListener, Device, WorkerPool, connect, listen, open_device, serve
+from aioverbs import (
+    AffinityError,
+    Connection,
+    ConnectionListener,
+    Device,
+    WorkerPool,
+    connect,
+    listen,
+    open_device,
+    serve,
+)
 from aioverbs._server.server import Server
+from tests.conftest import LOOP_FACTORIES
 from tests.connections.ends import SMALL
 from tests.connections.serving import echo
 from tests.listening import own_address
@@ -127,3 +138,64 @@ async def test_those_of_a_loop_that_runs_are_its_own_to_close(device: Device) ->
         await domain.aclose()
         assert accepts(listener.port)
         assert accepts(server.port)
+
+
+# ---- Connections
+
+
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def test_a_device_is_closed_whose_connections_waited_on_a_closed_loop(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Who closes the device on another loop closes it at the first attempt, whatever was waited for on that loop."""
+
+    async def begin() -> tuple[Device, Connection, Connection]:
+        device = await open_device("soft0").open()
+        domain = await device.resource_domain().open()
+        async with listen(HOST, domain=domain, settings=SMALL) as listener:
+            near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+            far = await listener.accept()
+        held.extend(asyncio.create_task(each) for each in (near.receive(), far.receive(), near.receive_grant()))
+        await asyncio.sleep(0)
+        return device, near, far
+
+    async def end(device: Device) -> None:
+        async with asyncio.timeout(patience(10)):
+            await device.aclose()
+
+    held: list[asyncio.Task[object]] = []
+    loop = factory()
+    device, near, far = loop.run_until_complete(begin())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        loop.close()  # uvloop would wait for ever for a handle of which an error was made of its warning
+        asyncio.run(end(device))
+        assert near.closed
+        assert far.closed
+        del near, far
+        held.clear()
+        gc.collect()
+
+
+def test_connections_of_a_closed_loop_are_closed_one_by_one() -> None:
+    """Its peer is told nothing, and all of it is closed."""
+
+    async def begin() -> tuple[Device, Connection, Connection]:
+        device = await open_device("soft0").open()
+        domain = await device.resource_domain().open()
+        async with listen(HOST, domain=domain, settings=SMALL) as listener:
+            return device, await connect(HOST, listener.port, domain=domain, settings=SMALL), await listener.accept()
+
+    async def end() -> None:
+        async with asyncio.timeout(patience(10)):
+            await near.aclose()
+            await far.__aexit__(None, None, None)
+            assert near.closed
+            assert far.closed
+            await device.aclose()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        device, near, far = asyncio.run(begin())
+        asyncio.run(end())
+        gc.collect()

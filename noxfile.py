@@ -40,10 +40,10 @@ CHOSEN_TESTS = [f"tests/{name}/test_{each}.py" for name, files in ANSWERS_OF_DEV
 CHOSEN_TESTS += [
     f"tests/{name}"
     for name in (
-        "data_path/test_arguments.py::test_gathered_and_scattered",
-        "data_path/test_arguments.py::test_no_bytes",
+        "data_path/test_arguments.py::test_pieces_are_gathered_and_scattered",
+        "data_path/test_arguments.py::test_requests_of_no_bytes_are_carried_out",
         "data_path/test_arguments.py::test_small_requests_go_inline",
-        "data_path/test_arguments.py::test_a_message_longer_than_the_port_takes",
+        "data_path/test_arguments.py::test_a_message_longer_than_the_port_takes_is_refused",
         "connections/test_grants.py::test_read_write_and_atomics",
         "connections/test_grants.py::test_what_the_device_refuses",
         "connections/test_grants.py::test_revoked_under_load",
@@ -267,7 +267,7 @@ def tsan(session: nox.Session) -> None:
     run(*tests)
     # Of the fabric: without those that look at memory which a peer may write just then, as RDMA has it.
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
-    chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or half or chance) or not test_frames"
+    chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or seed) or not test_frames"
     run(*fabric, "-k", chosen)
     # Of processes, most of whose time goes to starting them: on one loop always. Pools have workers with both.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]

@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error", "match"), WRONG.values(), ids=WRONG)
-async def test_what_is_wrong(
+async def test_a_wrong_argument_is_refused_before_it_is_posted(
     device: Device, call: Callable[[Ends], object], error: type[Exception], match: str
 ) -> None:
     async with ends(device) as pair:
@@ -126,7 +126,7 @@ async def test_pieces_are_counted_whatever_their_length_says(device: Device) -> 
         assert pair.nothing_is_left()
 
 
-async def test_memory_that_the_device_may_not_write_to(device: Device) -> None:
+async def test_memory_that_the_device_may_not_write_to_is_refused(device: Device) -> None:
     async with ends(device) as pair, pair.domain.register(64, AccessFlags.REMOTE_READ) as region:
         for call in (lambda: pair.near.read(region, _remote(pair, 64)), lambda: pair.far.receive(region)):
             with pytest.raises(ValueError, match=r"register it with AccessFlags\.LOCAL_WRITE"):
@@ -135,7 +135,7 @@ async def test_memory_that_the_device_may_not_write_to(device: Device) -> None:
         await pair.near.write(region, _remote(pair, 64))
 
 
-async def test_memory_of_another_protection_domain(device: Device) -> None:
+async def test_memory_of_another_protection_domain_is_refused(device: Device) -> None:
     async with ends(device) as pair, device.protection_domain() as pd, pd.register(64, ACCESS) as region:
         for call in (
             lambda: pair.near.write(region, _remote(pair, 64)),
@@ -148,7 +148,7 @@ async def test_memory_of_another_protection_domain(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-async def test_memory_that_is_closed(device: Device) -> None:
+async def test_closed_memory_is_refused(device: Device) -> None:
     async with ends(device) as pair:
         async with pair.domain.register(64, ACCESS) as region:
             part = region[:8]
@@ -162,7 +162,7 @@ async def test_memory_that_is_closed(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-async def test_windows_that_cannot_be_bound(device: Device) -> None:
+async def test_windows_that_cannot_be_bound_are_refused(device: Device) -> None:
     async with ends(device) as pair, pair.domain.register(64, AccessFlags.LOCAL_WRITE) as region:
         async with pair.domain.memory_window(MwType.TYPE_2) as window:
             with pytest.raises(ValueError, match=r"register it with AccessFlags\.MW_BIND"):
@@ -177,7 +177,7 @@ async def test_windows_that_cannot_be_bound(device: Device) -> None:
         assert pair.near.statistics().sends.posted == 0
 
 
-async def test_where_datagrams_go(device: Device) -> None:
+async def test_datagrams_need_an_open_address_handle(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         with pytest.raises(ValueError, match="say where the datagram goes, by `to`"):
             _ = pair.near.send(pair.source[:8])
@@ -211,7 +211,7 @@ async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device
         assert len(handle.pins) == 0
 
 
-async def test_queue_pairs_that_are_not_connected(device: Device) -> None:
+async def test_queue_pairs_that_are_not_connected_refuse_requests(device: Device) -> None:
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as fresh:
         with pytest.raises(StateError, match="is in state RESET: connect it, or move it to RTS, first"):
             _ = fresh.write(pair.source[:8], _remote(pair))
@@ -237,7 +237,7 @@ async def test_queue_pairs_that_are_not_connected(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_verb_that_fails(device: Device) -> None:
+async def test_a_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
     async with ends(device) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
         for verb, call in (
             ("post_send", lambda: pair.write(b"hello")),
@@ -258,7 +258,7 @@ async def test_a_verb_that_fails(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_gathered_and_scattered(device: Device) -> None:
+async def test_pieces_are_gathered_and_scattered(device: Device) -> None:
     async with ends(device) as pair:
         pair.source.buffer[:26] = bytes(range(65, 91))
         pieces = [pair.source[4:6], pair.source[0:0], (pair.source[:2]), pair.source[10:13]]
@@ -284,7 +284,7 @@ async def test_gathered_and_scattered(device: Device) -> None:
 
 
 @pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UD], ids=lambda qp_type: qp_type.name)
-async def test_no_bytes(device: Device, qp_type: QpType) -> None:
+async def test_requests_of_no_bytes_are_carried_out(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair:
         nothing: list[Any] = [None, pair.source[5:5], [], [pair.source[:0], pair.source[7:7]]]
         for local in nothing:
@@ -323,7 +323,7 @@ async def test_small_requests_go_inline(device: Device) -> None:
 
 
 @needs(Capability.SHARED_DOMAINS)
-async def test_a_shared_instance_is_as_good(device: Device) -> None:
+async def test_memory_of_a_shared_protection_domain_is_taken(device: Device) -> None:
     async with (
         open_device("soft0") as other,
         device.protection_domain() as pd,
@@ -340,7 +340,7 @@ async def test_a_shared_instance_is_as_good(device: Device) -> None:
         assert bytes(here.buffer[:2]) == b"ok"
 
 
-async def test_a_message_longer_than_the_port_takes(device: Device) -> None:
+async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -> None:
     """Of many pieces, which may be one place: no device has that much memory registered for it."""
     most = device.port().max_msg_sz
     pieces = min(device.attributes().max_sge, 16)
@@ -357,7 +357,7 @@ async def test_a_message_longer_than_the_port_takes(device: Device) -> None:
             await pair.near.write(pair.source[:8], _remote(pair))
 
 
-async def test_a_read_into_more_pieces_than_the_device_scatters_to(device: Device) -> None:
+async def test_a_read_into_more_pieces_than_the_device_scatters_to_is_refused(device: Device) -> None:
     """Some devices have fewer pieces for reads than for the rest, as it is made believe here."""
     async with ends(device) as pair:
         completer = pair.cq._cq_dispatcher

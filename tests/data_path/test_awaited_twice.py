@@ -88,7 +88,9 @@ THERE = [in_loop, in_thread]
 
 @pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.SAFE], ids=lambda model: model.name)
 @pytest.mark.parametrize("where", HERE + THERE)
-async def test_another_one_is_refused(device: Device, where: Callable[..., Any], model: ThreadModel) -> None:
+async def test_a_second_one_who_awaits_is_refused(
+    device: Device, where: Callable[..., Any], model: ThreadModel
+) -> None:
     is_affinity = where in THERE and model is ThreadModel.SINGLE
     refusal = "which belongs to thread" if is_affinity else AWAITED
     async with ends(device, thread_model=model) as pair:
@@ -107,7 +109,7 @@ async def test_another_one_is_refused(device: Device, where: Callable[..., Any],
 
 
 @pytest.mark.every_way
-async def test_a_second_task(device: Device) -> None:
+async def test_a_second_task_is_refused(device: Device) -> None:
     async with ends(device) as pair:
         operation, task = await waiting(pair)
         async with asyncio.timeout(patience(10)):
@@ -133,7 +135,9 @@ async def test_a_task_that_was_cancelled_has_left(device: Device) -> None:
 
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
-async def test_two_loops_at_once(device: Device, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+async def test_one_of_two_loops_that_await_at_once_is_refused(
+    device: Device, factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     """Anybody may await it, but one of them."""
     async with ends(device, thread_model=ThreadModel.SAFE) as pair:
         operation = pair.receive()
@@ -164,7 +168,7 @@ async def test_two_loops_at_once(device: Device, factory: Callable[[], asyncio.A
 
 
 @pytest.mark.parametrize("where", THERE)
-async def test_one_that_nobody_awaits_yet(device: Device, where: Callable[..., Any]) -> None:
+async def test_one_that_nobody_awaits_yet_is_its_owners(device: Device, where: Callable[..., Any]) -> None:
     """It is its owner's: neither used up by others nor ended."""
     async with ends(device) as pair:
         operation = pair.receive()
@@ -208,7 +212,7 @@ class Delegating:
 
 
 @pytest.mark.every_way
-async def test_delegated(device: Device) -> None:
+async def test_a_coroutine_delegates_to_an_operation(device: Device) -> None:
     """At once, after others ran, and after a sleep."""
     async with ends(device) as pair:
         for number in range(200):
@@ -263,7 +267,7 @@ async def test_what_runs_while_an_await_begins(device: Device, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", THERE)
-async def test_what_others_ask_of_messages(device: Device, where: Callable[..., Any]) -> None:
+async def test_messages_are_refused_to_others_than_their_owner(device: Device, where: Callable[..., Any]) -> None:
     """Before the end, and after it, when what came is still given: nothing is taken from their owner."""
     async with (
         device.resource_domain() as domain,

@@ -98,7 +98,7 @@ if sys.version_info >= (3, 12):
 
 
 @every_model
-async def test_in_debug_mode(device: Device, model: MessageModel) -> None:
+async def test_awaits_work_in_debug_mode(device: Device, model: MessageModel) -> None:
     loop = asyncio.get_running_loop()
     loop.set_debug(True)
     try:
@@ -115,7 +115,7 @@ async def test_in_debug_mode(device: Device, model: MessageModel) -> None:
 
 
 @pytest.mark.every_way
-async def test_awaited_once(device: Device) -> None:
+async def test_an_operation_is_awaited_once(device: Device) -> None:
     async with ends(device) as pair:
         once = add(pair)
         await once
@@ -138,7 +138,7 @@ async def test_awaited_once(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_asked_before_it_is_done(device: Device) -> None:
+async def test_asking_for_the_result_does_not_spin(device: Device) -> None:
     async with ends(device, message_model=MessageModel.LOW_LATENCY, spin_ns=10**9) as pair:
         hold(device, pair.near)
         asked = add(pair)
@@ -154,7 +154,7 @@ async def test_asked_before_it_is_done(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_done_by_looking_alone(device: Device) -> None:
+async def test_an_operation_is_done_by_looking_alone(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)
         wait_until(asked.done)  # the loop has no part in this
@@ -163,7 +163,7 @@ async def test_done_by_looking_alone(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_by_hand(device: Device) -> None:
+async def test_an_operation_is_driven_by_hand(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)
         wait_until(asked.done)

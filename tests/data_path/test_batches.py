@@ -29,7 +29,7 @@ def bad(pair: Ends) -> RemoteRegion:
 
 
 @every_model
-async def test_one_doorbell_and_one_completion(device: Device, model: MessageModel) -> None:
+async def test_a_batch_has_one_doorbell_and_one_completion(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair:
         pair.source.buffer[:10] = b"0123456789"
         batch = pair.near.batch()
@@ -48,7 +48,7 @@ async def test_one_doorbell_and_one_completion(device: Device, model: MessageMod
 
 
 @pytest.mark.every_way
-async def test_all_kinds_in_one(device: Device) -> None:
+async def test_a_batch_takes_all_kinds_of_requests(device: Device) -> None:
     async with ends(device) as pair:
         receives = [pair.receive(pair.target[512 + 8 * n : 520 + 8 * n]) for n in range(3)]
         pair.source.buffer[:8] = b"kind ..."
@@ -73,7 +73,7 @@ async def test_all_kinds_in_one(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_datagrams(device: Device) -> None:
+async def test_a_batch_of_datagrams(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         receives = [pair.receive(pair.target[8 * n : 8 * n + 8]) for n in range(3)]
         pair.source.buffer[:3] = b"abc"
@@ -85,7 +85,7 @@ async def test_datagrams(device: Device) -> None:
 
 
 @every_model
-async def test_a_failure_in_the_middle(device: Device, model: MessageModel) -> None:
+async def test_a_batch_tells_which_request_failed(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair:
         pair.source.buffer[:8] = b"xxxxxxxx"
         remote = pair.target.remote()
@@ -144,7 +144,7 @@ async def test_what_waits_behind_a_failure_is_flushed(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_the_last_one_fails(device: Device) -> None:
+async def test_a_batch_tells_that_its_last_request_failed(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
@@ -154,7 +154,7 @@ async def test_the_last_one_fails(device: Device) -> None:
         assert (caught.value.index, caught.value.errors[0]) == (1, None)
 
 
-async def test_too_large_and_empty(device: Device) -> None:
+async def test_batches_that_are_too_large_or_empty_are_refused(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_wr=4)) as pair:
         with pytest.raises(ValueError, match="there is nothing in the batch"):
             _ = pair.near.batch().post()
@@ -175,7 +175,7 @@ async def test_too_large_and_empty(device: Device) -> None:
             batch.send(None)
 
 
-async def test_used_once(device: Device) -> None:
+async def test_a_batch_is_posted_once(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_wr=4)) as pair:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
@@ -189,7 +189,7 @@ async def test_used_once(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-async def test_its_parts_are_not_awaited(device: Device) -> None:
+async def test_parts_of_a_batch_are_not_awaited(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
         part: Any = batch.write(pair.source[:1], pair.target.remote()[:1])
@@ -216,7 +216,7 @@ async def test_a_block_that_fails_posts_nothing(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_the_verb_refuses_it(device: Device) -> None:
+async def test_a_batch_that_the_verb_refused_can_be_posted_again(device: Device) -> None:
     """What was not posted can be posted again."""
     async with ends(device) as pair:
         batch = pair.near.batch()
@@ -231,7 +231,7 @@ async def test_the_verb_refuses_it(device: Device) -> None:
         assert pair.nothing_is_left()
 
 
-async def test_closed_before_it_was_posted(device: Device) -> None:
+async def test_a_batch_is_not_posted_to_a_closed_queue_pair(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
@@ -243,7 +243,7 @@ async def test_closed_before_it_was_posted(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_closed_while_it_is_under_way(device: Device) -> None:
+async def test_a_batch_is_flushed_by_closing(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()
         batch = pair.near.batch()
@@ -261,7 +261,7 @@ async def test_closed_while_it_is_under_way(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_batch_in_error_state(device: Device) -> None:
+async def test_a_batch_is_flushed_by_the_error_state(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()
         batch = pair.near.batch()

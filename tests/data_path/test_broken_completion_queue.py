@@ -34,7 +34,7 @@ async def leased_again(pool: BufferPool, stack: contextlib.AsyncExitStack) -> by
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_a_receive(device: Device) -> None:
+async def test_a_receive_ends_when_its_completion_queue_breaks(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.register(SIZE) as source,
@@ -87,7 +87,7 @@ async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, B
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENODEV, errno.ENOMEM], ids=errno.errorcode.get)
 @needs(Capability.FAULT_PLAN)
-async def test_memory_of_a_queue_pair_that_cannot_be_reset(device: Device, number: int) -> None:
+async def test_memory_stays_pinned_where_a_queue_pair_cannot_be_reset(device: Device, number: int) -> None:
     """It has the use of the memory until it is closed, whatever error the verb gave."""
     async with stuck(device, number) as (near, pool):
         assert near.query().qp_state is QpState.RTS
@@ -108,7 +108,9 @@ async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Dev
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_receives_of_a_shared_receive_queue_whose_queue_pair_cannot_be_reset(device: Device) -> None:
+async def test_receives_of_a_shared_receive_queue_stay_pinned_where_a_queue_pair_cannot_be_reset(
+    device: Device,
+) -> None:
     async with (
         device.resource_domain() as domain,
         domain.buffer_pool(SIZE, 1) as pool,
@@ -136,7 +138,7 @@ async def test_receives_of_a_shared_receive_queue_whose_queue_pair_cannot_be_res
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_receives_of_a_shared_receive_queue(device: Device) -> None:
+async def test_receives_of_a_shared_receive_queue_go_on_with_another_queue_pair(device: Device) -> None:
     """They go on as long as one of the queue pairs can complete them."""
     async with (
         device.resource_domain() as domain,
@@ -196,7 +198,7 @@ async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(devi
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_a_queue_pair_of_another_loop(device: Device) -> None:
+async def test_a_queue_pair_of_another_loop_is_reset_by_that_loop(device: Device) -> None:
     """The completion queue is anybody's, and watched by one loop; the queue pair is reset by another one, its own."""
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 

@@ -52,7 +52,7 @@ async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_what_it_counts(device: Device) -> None:
+async def test_completions_and_wakeups_are_counted(device: Device) -> None:
     async with ends(device) as pair:
         before = pair.cq.statistics()
         assert (before.completions, before.late, before.under_way, before.spins) == (0, 0, 0, 0)
@@ -88,7 +88,9 @@ async def test_completions_of_what_is_not_there_are_counted(device: Device) -> N
 
 
 @pytest.mark.every_way
-async def test_a_completion_of_a_request_that_ended_before(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_completion_is_not_taken_for_another_requests(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its slot is another one's by then: that is not taken for done."""
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as other:
@@ -106,7 +108,7 @@ async def test_a_completion_of_a_request_that_ended_before(device: Device, monke
         assert pair.nothing_is_left()
 
 
-async def test_what_cannot_be(device: Device) -> None:
+async def test_wrong_arguments_of_completion_queues_are_refused(device: Device) -> None:
     async with device.protection_domain() as pd:
         for model in (MessageModel.DEFAULT, MessageModel.HIGH_BANDWIDTH):
             with pytest.raises(ValueError, match=f"{model.name} has none of those: leave it out"):

@@ -173,7 +173,7 @@ async def test_misuse_fails_one_request_and_flushes_those_behind_it(
         await pair.near.read(pair.source[:8], pair.target.remote()[:8])
 
 
-async def test_reads_that_were_not_agreed_on(device: Device) -> None:
+async def test_reads_that_were_not_agreed_on_are_refused(device: Device) -> None:
     """Some devices would let them wait for ever: they are refused, and nothing is broken by that."""
     async with ends(device) as pair:
         connect_badly(pair, max_rd_atomic=0)
@@ -190,7 +190,7 @@ async def test_reads_that_were_not_agreed_on(device: Device) -> None:
 
 
 @every_model
-async def test_a_receive_that_comes_after_the_failure(device: Device, model: MessageModel) -> None:
+async def test_a_receive_that_comes_after_the_failure_is_flushed(device: Device, model: MessageModel) -> None:
     """It is posted before anybody knows of that, and flushed all the same."""
     async with ends(device, message_model=model) as pair:
         failed = pair.near.write(pair.source[:8], RemoteRegion(pair.target.address, 8, pair.target.rkey ^ 0x5500))
@@ -200,7 +200,7 @@ async def test_a_receive_that_comes_after_the_failure(device: Device, model: Mes
         assert pair.nothing_is_left()
 
 
-async def test_a_window_that_is_granted_too_much(device: Device) -> None:
+async def test_a_window_that_is_granted_too_much_fails_to_bind(device: Device) -> None:
     async with (
         ends(device) as pair,
         pair.domain.register(64, AccessFlags.REMOTE_READ | AccessFlags.MW_BIND) as region,
@@ -213,7 +213,7 @@ async def test_a_window_that_is_granted_too_much(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_memory_that_goes_behind_its_back(device: Device) -> None:
+async def test_memory_that_is_deregistered_by_its_handle_fails_the_request(device: Device) -> None:
     """By the handles somebody can do what resources do not do."""
     async with ends(device) as pair, pair.domain.register(4096) as region:
         pair.near.to_sqd()
@@ -333,7 +333,7 @@ async def test_a_move_to_error_flushes_all(device: Device, model: MessageModel) 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_a_queue_pair_that_breaks_by_itself(device: Device) -> None:
+async def test_a_queue_pair_that_breaks_by_itself_flushes_its_requests(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()
         write = good(pair)

@@ -67,7 +67,7 @@ class Postbox:
 
 
 @pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
-async def test_in_their_order(device: Device, qp_type: QpType) -> None:
+async def test_messages_come_in_their_order(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair, Postbox(pair) as box:
         assert box.qp.statistics().receives.under_way == 4
         for number in range(20):
@@ -184,7 +184,7 @@ async def test_who_is_cancelled_loses_nothing(device: Device) -> None:
                 assert message.data[0] == number
 
 
-async def test_one_at_a_time(device: Device) -> None:
+async def test_a_second_waiter_for_messages_is_refused(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         task = asyncio.ensure_future(anext(box.qp.messages()))
         await asyncio.sleep(0)
@@ -195,7 +195,7 @@ async def test_one_at_a_time(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_ends_when_it_is_closed(device: Device) -> None:
+async def test_messages_end_when_their_queue_pair_is_closed(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         messages = box.qp.messages()
         await box.send(b"last")
@@ -234,7 +234,7 @@ async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None
             assert box.qp.statistics().receives.under_way == 4
 
 
-async def test_what_cannot_be(device: Device) -> None:
+async def test_wrong_sizes_of_receives_are_refused(device: Device) -> None:
     async with ends(device) as pair:
         with pytest.raises(ValueError, match="make it with receive_depth and receive_size"):
             pair.near.messages()

@@ -39,7 +39,7 @@ def at_each_message(what: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.every_way
-async def test_who_asks_while_messages_are_told_of(device: Device) -> None:
+async def test_messages_keep_their_order_where_their_teller_asks_for_more(device: Device) -> None:
     asked = []
     async with (
         ends(device, capabilities=QpCapabilities(max_send_wr=MESSAGES)) as pair,
@@ -61,7 +61,7 @@ async def test_who_asks_while_messages_are_told_of(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_who_waits_while_another_thread_tells(device: Device) -> None:
+async def test_a_waiter_hears_of_what_came_while_another_thread_told(device: Device) -> None:
     """The loop looks, and goes to sleep; what was done by then it hears of when that thread is through."""
     telling, go_on = threading.Event(), threading.Event()
 

@@ -47,7 +47,9 @@ async def takers(
 
 @both
 @pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
-async def test_whoever_hears_first(device: Device, queues: int, model: MessageModel) -> None:
+async def test_a_shared_receive_goes_to_the_queue_pair_that_hears_first(
+    device: Device, queues: int, model: MessageModel
+) -> None:
     async with takers(device, queues, model) as (pair, srq, qps, cqs):
         receives = [srq.receive(pair.target[n : n + 1]) for n in range(12)]  # four wait for a place
         assert (srq.statistics().under_way, srq.statistics().queued) == (8, 4)
@@ -62,7 +64,7 @@ async def test_whoever_hears_first(device: Device, queues: int, model: MessageMo
 
 
 @both
-async def test_queue_pairs_come_and_go(device: Device, queues: int) -> None:
+async def test_queue_pairs_come_to_a_shared_receive_queue_and_go(device: Device, queues: int) -> None:
     async with takers(device, queues) as (pair, srq, qps, cqs):
         receives = [srq.receive(pair.target[8 * n : 8 * n + 8]) for n in range(6)]
         reserved = [cq.statistics().reserved for cq in cqs]
@@ -89,7 +91,7 @@ async def test_queue_pairs_come_and_go(device: Device, queues: int) -> None:
 
 
 @both
-async def test_one_that_is_too_small(device: Device, queues: int) -> None:
+async def test_a_shared_receive_that_is_too_small_breaks_one_queue_pair(device: Device, queues: int) -> None:
     async with takers(device, queues) as (pair, srq, qps, _):
         receive, second = srq.receive(pair.target[:7]), srq.receive(pair.target[:8])
         with pytest.raises(WorkCompletionError) as refused:

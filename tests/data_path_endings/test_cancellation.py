@@ -63,7 +63,7 @@ every_leave = pytest.mark.parametrize("leave", LEAVES)
 
 
 @pytest.mark.parametrize(("model", "leave"), list(zip(MessageModel, itertools.cycle(LEAVES), strict=False)))
-async def test_one_that_was_posted_goes_on(device: Device, model: MessageModel, leave: Leave) -> None:
+async def test_a_request_that_was_posted_goes_on(device: Device, model: MessageModel, leave: Leave) -> None:
     async with pair_on(device, model, spin_ns=1000 if "LATENCY" in model.name else None) as pair:
         pair.hold()
         await leave(pair.write())
@@ -75,7 +75,7 @@ async def test_one_that_was_posted_goes_on(device: Device, model: MessageModel, 
 
 
 @every_leave
-async def test_one_that_waits_for_a_place_is_withdrawn(device: Device, leave: Leave) -> None:
+async def test_a_request_that_waits_for_a_place_is_withdrawn(device: Device, leave: Leave) -> None:
     async with pair_on(device, sends=2) as pair:
         pair.hold()
         first = [pair.write(8 * each) for each in (0, 1)]
@@ -90,7 +90,7 @@ async def test_one_that_waits_for_a_place_is_withdrawn(device: Device, leave: Le
 
 
 @every_leave
-async def test_one_that_is_kept_is_posted_when_its_turn_comes(device: Device, leave: Leave) -> None:
+async def test_a_request_that_is_kept_is_posted_when_its_turn_comes(device: Device, leave: Leave) -> None:
     async with pair_on(device, sends=2) as pair:
         pair.hold()
         operations = [pair.write(8 * each) for each in range(3)]
@@ -130,7 +130,7 @@ async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> 
 
 @pytest.mark.parametrize("sends", [1, 16], ids=["signalled", "covered"])
 @pytest.mark.every_way
-async def test_one_that_is_chained_goes_on(device: Device, sends: int) -> None:
+async def test_a_request_that_is_chained_goes_on(device: Device, sends: int) -> None:
     async with pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair:
         pair.hold()
         operation = pair.write()
@@ -151,7 +151,9 @@ async def test_one_that_is_chained_goes_on(device: Device, sends: int) -> None:
 
 
 @every_model
-async def test_one_that_is_done_and_lets_others_run(device: Device, model: MessageModel) -> None:
+async def test_a_request_that_is_done_keeps_its_result_where_its_await_is_cancelled(
+    device: Device, model: MessageModel
+) -> None:
     async with pair_on(device, model, sends=128) as pair:
         operations = [pair.write(8 * each) for each in range(128)]
         await until(lambda: all(each.done() for each in operations))
@@ -197,7 +199,7 @@ async def test_a_task_is_cancelled_between_its_completion_and_its_step(device: D
 
 
 @pytest.mark.every_way
-async def test_one_in_a_task_that_never_began(device: Device) -> None:
+async def test_a_request_in_a_task_that_never_began_goes_on(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
         task = asyncio.create_task(pair.write())
@@ -210,7 +212,7 @@ async def test_one_in_a_task_that_never_began(device: Device) -> None:
 
 
 @every_model
-async def test_those_that_are_dropped_go_on(device: Device, model: MessageModel) -> None:
+async def test_requests_that_are_dropped_go_on(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model) as pair:
         for each in range(16):
             _ = pair.write(8 * each)
@@ -300,7 +302,7 @@ async def test_who_waits_for_a_message_loses_none(mail: Pair, leave: Leave) -> N
 
 
 @pytest.mark.every_way
-async def test_a_message_that_was_handed_over_to_who_is_cancelled(mail: Pair) -> None:
+async def test_a_message_that_was_handed_over_to_who_is_cancelled_is_given_back(mail: Pair) -> None:
     async def next_message() -> object:
         return await anext(mail.far.messages())
 
@@ -335,7 +337,7 @@ async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled
 
 
 @pytest.mark.every_way
-async def test_a_message_that_is_there_and_lets_others_run(mail: Pair) -> None:
+async def test_a_message_that_is_there_is_given_back_where_its_await_is_cancelled(mail: Pair) -> None:
     inbox = mail.far.messages()
     assert isinstance(inbox, Inbox)
     for number in range(128):

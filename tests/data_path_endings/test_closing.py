@@ -148,7 +148,7 @@ async def test_an_error_ends_one_queue_pair_and_no_other(device: Device, model: 
 
 
 @pytest.mark.every_way
-async def test_messages_end(device: Device) -> None:
+async def test_messages_end_with_their_queue_pair(device: Device) -> None:
     async with pair_on(device, receive_depth=4, receive_size=8) as pair:
         await pair.near.send(pair.source[:8])
         found = []
@@ -201,7 +201,7 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_one_that_is_held_when_its_queue_pair_is_destroyed(
+async def test_a_request_that_is_held_when_its_queue_pair_is_destroyed_ends(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.01)

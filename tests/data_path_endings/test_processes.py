@@ -156,7 +156,7 @@ SCRIPTS = {
 
 @every_loop
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_the_interpreter_ends(script: str, loop_name: str) -> None:
+def test_the_interpreter_ends_in_silence(script: str, loop_name: str) -> None:
     loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
     made = textwrap.dedent(f"""
         def new_event_loop():
@@ -256,7 +256,7 @@ async def test_what_is_raised_where_one_completes_loses_no_other(
 
 @every_loop
 @pytest.mark.every_way
-def test_keyboard_interrupt_in_the_middle_of_a_spin(loop_name: str) -> None:
+def test_keyboard_interrupt_ends_a_spin_and_loses_nothing(loop_name: str) -> None:
     loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
     text = PREAMBLE + textwrap.dedent(f"""
         import signal, threading
@@ -289,7 +289,7 @@ def test_keyboard_interrupt_in_the_middle_of_a_spin(loop_name: str) -> None:
 
 
 @every_model
-async def test_a_fork_with_work_outstanding(device: Device, model: MessageModel) -> None:
+async def test_a_child_of_a_fork_is_refused_and_the_parent_goes_on(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model, sends=4, receive_depth=4, receive_size=8) as pair:
         pair.hold()
         operations = [pair.write(8 * each) for each in range(6)]

@@ -47,7 +47,7 @@ def calls_of(pair: Pair) -> list[Callable[[], object]]:
 
 
 @every_model
-async def test_two_loops_and_one_who_misuses_their_objects(device: Device, model: MessageModel) -> None:
+async def test_two_loops_go_on_beside_one_who_misuses_their_objects(device: Device, model: MessageModel) -> None:
     playing: list[Pair] = []
     played: list[int] = []
     over = threading.Event()
@@ -136,7 +136,7 @@ async def test_each_waiter_of_a_shared_queue_is_woken_on_its_own_loop(device: De
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.every_way
-async def test_who_waits_on_another_loop_than_that_which_takes_what_completes(device: Device, shared: bool) -> None:
+async def test_a_waiter_is_woken_on_its_loop_by_the_one_that_takes_completions(device: Device, shared: bool) -> None:
     """The completion queue is anybody's, and this loop watches it; the queue pair's owner sleeps."""
     async with (
         device.protection_domain() as pd,
@@ -172,7 +172,7 @@ async def test_who_waits_on_another_loop_than_that_which_takes_what_completes(de
         await waiting
 
 
-async def test_what_waits_for_a_place_that_comes_back_on_another_loop(device: Device) -> None:
+async def test_what_waits_for_a_place_is_posted_by_its_owner(device: Device) -> None:
     """It is posted by its owner: whoever takes what completes there may not."""
     async with (
         device.protection_domain() as pd,
@@ -206,7 +206,7 @@ async def test_what_waits_for_a_place_that_comes_back_on_another_loop(device: De
             await asyncio.wait_for(write, PATIENCE_S)
 
 
-async def test_what_is_posted_together_and_completes_where_another_loop_watches(device: Device) -> None:
+async def test_a_chain_is_posted_by_its_owner_where_another_loop_watches(device: Device) -> None:
     """At the end of that loop's turn; by its owner."""
     async with (
         device.protection_domain() as pd,
@@ -240,7 +240,7 @@ async def test_what_is_posted_together_and_completes_where_another_loop_watches(
 
 
 @pytest.mark.every_way
-async def test_a_receive_that_another_loop_posts_for_the_owner_of_what_it_completes_in(device: Device) -> None:
+async def test_a_receive_completes_for_the_loop_that_watches_its_completion_queue(device: Device) -> None:
     loop = asyncio.get_running_loop()
     async with (
         device.protection_domain() as pd,
@@ -269,7 +269,7 @@ async def test_a_receive_that_another_loop_posts_for_the_owner_of_what_it_comple
 
 
 @every_model
-async def test_threads_that_forget_what_waits_for_a_place(device: Device, model: MessageModel) -> None:
+async def test_threads_forget_what_waits_for_a_place_and_lose_no_place(device: Device, model: MessageModel) -> None:
     """Operations end, wait, are withdrawn, asked for their result and forgotten, in whatever thread, all at once."""
     async with pair_on(device, model, ThreadModel.SAFE, sends=4) as pair:
 
@@ -303,7 +303,7 @@ async def test_threads_that_forget_what_waits_for_a_place(device: Device, model:
 
 
 @pytest.mark.every_way
-async def test_an_owner_beside_threads_that_forget_its_operations(device: Device) -> None:
+async def test_an_owner_is_not_disturbed_by_threads_that_forget_its_operations(device: Device) -> None:
     async with pair_on(device, sends=4) as pair:
 
         def forget() -> None:
@@ -330,7 +330,7 @@ async def test_an_owner_beside_threads_that_forget_its_operations(device: Device
 
 
 @pytest.mark.every_way
-async def test_callers_that_take_turns(device: Device) -> None:
+async def test_callers_that_take_turns_disturb_nobody(device: Device) -> None:
     async with pair_on(device, thread_model=ThreadModel.UNSAFE, sends=4) as pair:
         turn = threading.Lock()
 

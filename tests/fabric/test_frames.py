@@ -148,7 +148,7 @@ async def work(here: Scene, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mishap", MISHAPS)
-async def test_it_gets_over_it(device: Device, mishap: str, kind: FrameKind) -> None:
+async def test_mishaps_of_frames_are_made_good(device: Device, mishap: str, kind: FrameKind) -> None:
     async with scene(device, **(QUICK if mishap in SENT_AGAIN else {})) as here:
         await work(here, 0)
         plan = here.plan(kind)
@@ -166,7 +166,7 @@ async def test_it_gets_over_it(device: Device, mishap: str, kind: FrameKind) -> 
 
 
 @pytest.mark.parametrize("mishap", MISHAPS)
-async def test_xrc_gets_over_it(device: Device, mishap: str) -> None:
+async def test_mishaps_of_frames_are_made_good_with_xrc(device: Device, mishap: str) -> None:
     async with scene(device, QpType.XRC_SEND, **(QUICK if mishap in SENT_AGAIN else {})) as here:
         for kind in KINDS:
             MISHAPS[mishap](here.plan(kind), kind, first=2, every=5, times=2)
@@ -218,7 +218,7 @@ def connect_again(pair: Ends) -> None:
 
 @pytest.mark.parametrize("side", ["near", "far"])
 @pytest.mark.every_way
-async def test_a_peer_that_is_silent(device: Device, side: str) -> None:
+async def test_a_request_fails_in_time_where_the_peer_is_silent(device: Device, side: str) -> None:
     async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
         plan = here.plans[side == "far"]
@@ -232,7 +232,7 @@ async def test_a_peer_that_is_silent(device: Device, side: str) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_peer_that_is_silent_for_a_while(device: Device) -> None:
+async def test_requests_wait_for_a_peer_that_is_silent_for_a_while(device: Device) -> None:
     async with scene(device) as here:
         await here.pair.near.write(*here.part(0, 8))
         for plan in here.plans:
@@ -245,7 +245,7 @@ async def test_a_peer_that_is_silent_for_a_while(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_streams_are_cut_and_connected_again(device: Device) -> None:
+async def test_streams_that_are_cut_are_connected_again(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         for times, plan in enumerate((*here.plans, *here.plans)):
             asked = asyncio.ensure_future(work(here, times))
@@ -258,14 +258,14 @@ async def test_streams_are_cut_and_connected_again(device: Device) -> None:
         assert peer.connections > 1
 
 
-async def test_cut_for_good(device: Device) -> None:
+async def test_a_request_fails_in_time_where_each_stream_is_cut(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
         here.plans[0].cut_at_frames("request_out", times=0)
         await fails_in_time(here)
 
 
-async def test_all_is_lost(device: Device) -> None:
+async def test_a_request_fails_in_time_where_all_frames_are_lost(device: Device) -> None:
     """Of any kind, for good: what nobody answers may have been done."""
     for kind in KINDS:
         async with scene(device, **QUICK) as here:
@@ -279,7 +279,7 @@ async def test_all_is_lost(device: Device) -> None:
 # ---- Whose frames
 
 
-async def test_of_one_queue_pair_or_peer(device: Device) -> None:
+async def test_a_rule_is_for_one_queue_pair_or_peer(device: Device) -> None:
     async with scene(device, **QUICK) as here, ends(device) as other:
         plan = here.plans[0]
         there = here.pair.far.local_endpoint().gid
@@ -342,7 +342,9 @@ async def _take(receive: Operation[Any]) -> bytes:
     ("mishap", "arrived"),
     [("drop", [0, 2, 3]), ("duplicate", [0, 1, 1, 2, 3]), ("delay", [0, 1, 2, 3]), ("cut", [0])],
 )
-async def test_unreliable_ones(device: Device, qp_type: QpType, mishap: str, arrived: list[int]) -> None:
+async def test_unreliable_messages_come_whole_or_not_at_all(
+    device: Device, qp_type: QpType, mishap: str, arrived: list[int]
+) -> None:
     """Whoever sends is told that it is sent, and no more; what comes is whole."""
     async with scene(device, qp_type) as here:
         MISHAPS[mishap](here.plans[1], "request_in", first=2)
@@ -356,7 +358,7 @@ async def test_unreliable_ones(device: Device, qp_type: QpType, mishap: str, arr
 
 
 @pytest.mark.every_way
-async def test_no_half_messages(device: Device) -> None:
+async def test_an_unreliable_message_that_lost_a_frame_does_not_come(device: Device) -> None:
     """A message of many frames of an unreliable connection, of which one is lost, is none."""
     async with scene(device, QpType.UC) as here:
         here.local.buffer[:] = pattern(9, 2 * SIZE)
@@ -386,7 +388,7 @@ async def test_memory_for_what_is_late_is_bounded(device: Device) -> None:
             assert bytes(large.buffer[31 * part :]) == bytes(9 * part)
 
 
-async def test_by_chance_and_again(device: Device) -> None:
+async def test_a_seed_chooses_what_is_lost(device: Device) -> None:
     """Which requests are lost is the seed's choice alone."""
     async with scene(device, QpType.UC) as here:
         plan = here.plans[0]
@@ -464,7 +466,7 @@ OTHER = f"soft0@{own_address()}:7476"  # its own number; both find each other by
 @pytest.mark.parametrize("direct", ["0", "1"])
 @settings(max_examples=fewer(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules=st.lists(RULES, max_size=4), chances=CHANCES, seed=st.integers(0, 1000))
-def test_anything_at_once(
+def test_mishaps_at_once_are_made_good_or_told(
     loop: str,
     direct: str,
     monkeypatch: pytest.MonkeyPatch,

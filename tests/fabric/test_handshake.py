@@ -25,7 +25,7 @@ REFUSED_VERSION = 1
 PROBLEM = "the peer speaks protocol version 2, not 1: use the same release of aioverbs on both sides"
 
 
-async def test_who_connects_and_speaks_another_version(short_path: Path) -> None:
+async def test_a_peer_that_connects_with_another_version_is_told(short_path: Path) -> None:
     async with end() as here:
         (qp,) = here.qps
         qp.connect(Endpoint(os.urandom(16), 17, 0, Mtu.MTU_4096), AccessFlags.LOCAL_WRITE)  # so it can be found
@@ -39,7 +39,7 @@ async def test_who_connects_and_speaks_another_version(short_path: Path) -> None
         assert here.device.refusals()[-1].reason == PROBLEM
 
 
-async def test_who_is_connected_to_and_speaks_another_version(short_path: Path) -> None:
+async def test_the_user_is_told_of_a_peer_with_another_version(short_path: Path) -> None:
     gid = os.urandom(16)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

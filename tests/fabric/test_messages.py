@@ -2,9 +2,9 @@
 
 from tests.data_path.test_messages import (
     test_a_failure_is_told_and_a_reset_begins_anew,
-    test_ends_when_it_is_closed,
-    test_in_their_order,
     test_messages_begin_again_after_a_reset,
+    test_messages_come_in_their_order,
+    test_messages_end_when_their_queue_pair_is_closed,
     test_messages_end_where_none_is_posted,
     test_what_is_forgotten_comes_back,
     test_what_is_kept_is_not_received_into,
@@ -14,9 +14,9 @@ from tests.data_path.test_messages import (
 
 __all__ = [
     "test_a_failure_is_told_and_a_reset_begins_anew",
-    "test_ends_when_it_is_closed",
-    "test_in_their_order",
     "test_messages_begin_again_after_a_reset",
+    "test_messages_come_in_their_order",
+    "test_messages_end_when_their_queue_pair_is_closed",
     "test_messages_end_where_none_is_posted",
     "test_what_is_forgotten_comes_back",
     "test_what_is_kept_is_not_received_into",

@@ -64,20 +64,24 @@ every_family = pytest.mark.parametrize("family", HOSTS)
 
 
 @every_family
-async def test_over_a_network(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
+async def test_data_comes_over_a_network(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str
+) -> None:
     async with way(monkeypatch, short_path, cable, family) as between:
         for seed in range(3):
             await between.exchange(seed=seed)
 
 
 @every_family
-async def test_small_packets(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> None:
+async def test_data_comes_in_small_packets(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str
+) -> None:
     cable.packet_size(1280 if family == "ipv6" else 100)
     async with way(monkeypatch, short_path, cable, family) as between:
         await between.exchange(most=20_000)
 
 
-async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
+async def test_lost_packets_change_nothing(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
     cable.lose(5)
     async with way(monkeypatch, short_path, cable, "ipv6") as between:
         for seed in range(3):
@@ -85,13 +89,17 @@ async def test_packets_are_lost(monkeypatch: pytest.MonkeyPatch, short_path: Pat
 
 
 @pytest.mark.parametrize("what", ["delay 5ms 3ms", "loss 5% delay 1ms", "delay 2ms reorder 25% 50%", "duplicate 20%"])
-async def test_as_netem_has_it(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, what: str) -> None:
+async def test_what_netem_does_to_packets_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, what: str
+) -> None:
     cable.emulate(*what.split())
     async with way(monkeypatch, short_path, cable, "ipv6") as between:
         await between.exchange()
 
 
-async def test_the_cable_is_out_for_a_while(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
+async def test_requests_wait_while_the_cable_is_out(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network
+) -> None:
     async with way(monkeypatch, short_path, cable, "ipv6") as between:
         await between.exchange()
         cable.cable(up=False)
@@ -102,7 +110,9 @@ async def test_the_cable_is_out_for_a_while(monkeypatch: pytest.MonkeyPatch, sho
         await asked
 
 
-async def test_the_cable_is_out(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network) -> None:
+async def test_a_request_fails_in_time_where_the_cable_is_out(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network
+) -> None:
     async with way(monkeypatch, short_path, cable, "ipv4") as between:
         await between.exchange(most=4096)
         qp = between.qp

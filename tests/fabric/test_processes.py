@@ -30,7 +30,7 @@ every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: m
 
 
 @every_model
-async def test_what_one_asks_of_the_other(model: MessageModel, direct: bool) -> None:
+async def test_operations_reach_another_process(model: MessageModel, direct: bool) -> None:
     async with other(model) as there, end(model) as here:
         (qp,) = here.qps
         await there.connect(qp)
@@ -97,7 +97,7 @@ async def test_requests_that_the_other_process_refuses_fail(direct: bool) -> Non
             assert len(here.region.pins) == 0
 
 
-async def test_nobody_receives() -> None:
+async def test_messages_wait_for_receives_of_another_process() -> None:
     """Sixteen receives are posted there; what finds none waits, and is received when there are some again."""
     async with other() as there, end() as here:
         (qp,) = here.qps
@@ -110,7 +110,7 @@ async def test_nobody_receives() -> None:
             await echo
 
 
-async def test_one_that_is_not_there() -> None:
+async def test_a_request_to_a_process_that_is_gone_fails() -> None:
     async with other() as there, end() as here:
         (qp,) = here.qps
         await there.connect(qp, **QUICK)
@@ -121,7 +121,7 @@ async def test_one_that_is_not_there() -> None:
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
 
 
-async def test_one_whose_loop_is_busy() -> None:
+async def test_a_process_whose_loop_is_busy_is_served_by_its_thread() -> None:
     """Its loop sleeps on the completion channel, where peers wake it up; while it does not come, its thread serves."""
     async with other() as there, end() as here:
         (qp,) = here.qps
@@ -142,7 +142,7 @@ def stop(pid: int) -> None:
 
 
 @pytest.mark.stops_processes
-async def test_one_that_is_stopped_and_goes_on() -> None:
+async def test_a_request_to_a_stopped_process_fails_and_is_not_done_later() -> None:
     """Silent for longer than all repetitions take; then what was asked is not done any more."""
     async with other() as there, end(queue_pairs=2) as here:
         first, second = here.qps
@@ -202,20 +202,20 @@ async def a_kill(seed: int, model: MessageModel) -> None:
 
 
 @pytest.mark.parametrize(("seed", "model"), list(enumerate(MessageModel)))
-async def test_the_other_is_killed(seed: int, model: MessageModel, direct: bool) -> None:
+async def test_a_process_is_killed_and_all_who_wait_are_told(seed: int, model: MessageModel, direct: bool) -> None:
     await a_kill(seed, model)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.every_way
-async def test_the_other_is_killed_two_hundred_times(direct: bool) -> None:
+async def test_a_process_is_killed_two_hundred_times(direct: bool) -> None:
     for seed in range(100, 200):
         await a_kill(seed, random.Random(seed).choice(list(MessageModel)))
 
 
 @pytest.mark.every_way
-async def test_memory_goes_during_a_large_read(direct: bool) -> None:
+async def test_memory_that_goes_during_a_large_read_is_not_written_to(direct: bool) -> None:
     """By its handle somebody gives it back: the other one writes to it no more, and the read fails."""
     memory = bytearray(b"\xaa" * SIZE)
     async with other() as there, end() as here:

@@ -76,7 +76,9 @@ async def way(
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp4", "tcp6"])
-async def test_in_single_bytes(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
+async def test_a_stream_in_single_bytes_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str
+) -> None:
     how = Proxy(piece=1)
     async with way(monkeypatch, short_path, carrier, how) as between:
         await between.exchange(most=2000)
@@ -94,7 +96,9 @@ CUTS = [1, 150, 260, 400, 4500, 200_000]
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp4"])
-async def test_cut_again_and_again(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str) -> None:
+async def test_a_stream_that_is_cut_again_and_again_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str
+) -> None:
     """Each connection lasts a little longer than the one before it."""
     how = Proxy(cut_after=list(CUTS))
     attributes = {"timeout": 15, "retry_cnt": 7}  # 134 ms, eight times: each cut takes one of them
@@ -111,7 +115,9 @@ async def exchange_for_ever(between: Way) -> None:
 
 
 @pytest.mark.parametrize(("carrier", "after"), [("tcp6", 0), ("unix", 300), ("tcp4", 700), ("unix", 20_000)])
-async def test_it_stops(monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, after: int) -> None:
+async def test_a_stream_that_stops_is_told_of_in_time_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, after: int
+) -> None:
     """Nothing passes any more: that is told in time, and when it goes on there is nothing wrong."""
     how = Proxy(stall_after=after)
     async with way(monkeypatch, short_path, carrier, how, **QUICK) as between:

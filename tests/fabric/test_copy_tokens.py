@@ -33,7 +33,7 @@ engine = pytest.mark.parametrize("device", ["direct-engine"], indirect=True)
 FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # as soft/fabric/frame.h has it
 HELLO, PROOF, PROBE_AT, NONCE_AT, NONCE = 112, 40, 48, 72, 32  # as protocol.md has it
 DIRECT_HELLO, DIRECT_FRAME = 2, 8
-LEASES, FREE, OPEN, BUSY = 4096, 0, 1, 2
+TOKENS, FREE, OPEN, BUSY = 4096, 0, 1, 2
 PART = 65536
 COUNT = 4
 REMOTE = RemoteRegion(0, COUNT * PART, 1)
@@ -41,10 +41,10 @@ REMOTE = RemoteRegion(0, COUNT * PART, 1)
 
 @dataclass(frozen=True, slots=True)
 class Asked(Request):
-    """A request frame, and its lease."""
+    """A request frame, and the token by which the peer may copy."""
 
     direct: bool
-    lease: int
+    copy_token: int
     serial: int
 
 
@@ -73,7 +73,7 @@ class Keeper:
         if self.offered:
             (probe,) = struct.unpack_from("<Q", hello, PROBE_AT)
             ctypes.memmove(probe, nonce, NONCE)
-            self.page = mmap.mmap(descriptors[0], LEASES)
+            self.page = mmap.mmap(descriptors[0], TOKENS)
         for descriptor in descriptors:
             os.close(descriptor)
         flags = DIRECT_HELLO if self.offered else 0
@@ -84,10 +84,10 @@ class Keeper:
         return [self._hear() for _ in range(count)]
 
     def _hear(self) -> Asked:
-        _, _, flags, _, _, _, _, _, size, *numbers, lease, _, serial = FRAME.unpack(self._take(FRAME.size))
+        _, _, flags, _, _, _, _, _, size, *numbers, copy_token, _, serial = FRAME.unpack(self._take(FRAME.size))
         self._take(size)
         to, sender, token, psn, packets, *_ = numbers
-        return Asked(to, sender, token, psn, packets, bool(flags & DIRECT_FRAME), lease, serial)
+        return Asked(to, sender, token, psn, packets, bool(flags & DIRECT_FRAME), copy_token, serial)
 
     def _take(self, size: int) -> bytes:
         taken = b""
@@ -100,11 +100,11 @@ class Keeper:
     def mark(self, state: int, asked: list[Asked]) -> None:
         for each in asked:
             assert each.direct
-            struct.pack_into("<Q", self.page, 8 * each.lease, state << 32 | each.serial)
+            struct.pack_into("<Q", self.page, 8 * each.copy_token, state << 32 | each.serial)
 
     def look(self, asked: Asked) -> int:
-        """What state the lease is in."""
-        (word,) = struct.unpack_from("<Q", self.page, 8 * asked.lease)
+        """What state the copy token is in."""
+        (word,) = struct.unpack_from("<Q", self.page, 8 * asked.copy_token)
         return int(word >> 32)
 
     def close(self) -> None:

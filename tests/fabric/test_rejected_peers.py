@@ -61,7 +61,7 @@ async def is_taken(here: End, there: Other) -> None:
 
 
 @pytest.mark.usefixtures("direct")
-async def test_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_with_the_same_secret_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOVERBS_SOFT_SECRET", "open sesame")
     async with other() as there, end() as here:
         await is_taken(here, there)
@@ -76,7 +76,7 @@ async def test_the_same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["another", "only here", "only there"],
 )
-async def test_other_secrets(
+async def test_a_peer_with_another_secret_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: str, theirs: str, problem: str
 ) -> None:
     monkeypatch.setenv("AIOVERBS_SOFT_SECRET", ours)
@@ -113,7 +113,7 @@ def shared() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("direct", ["0", "1"])
-async def test_another_user_who_may(monkeypatch: pytest.MonkeyPatch, shared: Path, direct: str) -> None:
+async def test_another_user_who_may_is_taken(monkeypatch: pytest.MonkeyPatch, shared: Path, direct: str) -> None:
     prefix = as_somebody()
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(shared))
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", direct)
@@ -125,7 +125,7 @@ async def test_another_user_who_may(monkeypatch: pytest.MonkeyPatch, shared: Pat
 
 
 @pytest.mark.parametrize("by", ["us", "them"])
-async def test_another_user_who_may_not(
+async def test_another_user_who_may_not_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shared: Path, by: str
 ) -> None:
     """One of both allows somebody else only."""

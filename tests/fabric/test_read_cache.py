@@ -27,7 +27,10 @@ from tests.pace import patience
 
 PAGE = 4096
 LONGEST = 16 * 1024  # of a read that is not asked about
-PLACES, WORDS = 4, 251  # for licences that a queue pair has, and for what is taken back: a key has one by its number
+PLACES, WORDS = (
+    4,
+    251,
+)  # for permissions that a queue pair remembers, and for what is taken back: a key has one by its number
 
 directly = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 models = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -38,7 +41,7 @@ def asked(device: Device) -> int:
     return sum(peer.frames_out for peer in device.peers() if peer.connected_by_us)
 
 
-async def is_licensed(here: Scene, remote: RemoteRegion | None = None) -> bool:
+async def is_remembered(here: Scene, remote: RemoteRegion | None = None) -> bool:
     """Whether the second of two reads is not asked about."""
     remote = here.remote.remote() if remote is None else remote
     await here.pair.near.read(here.local[:8], remote[:8])
@@ -53,7 +56,7 @@ async def test_what_was_allowed_once_is_read_without_asking(device: Device, size
     async with scene(device) as here:
         here.remote.buffer[:] = pattern(1, 2 * SIZE)
         expected = bytes(here.remote.buffer)
-        assert await is_licensed(here)
+        assert await is_remembered(here)
         before = asked(device)
         for at in (0, 5, PAGE - 1, 2 * SIZE - size):
             here.local.buffer[:size] = bytes(size)
@@ -65,7 +68,7 @@ async def test_what_was_allowed_once_is_read_without_asking(device: Device, size
 @directly
 async def test_what_is_larger_is_asked_about(device: Device) -> None:
     async with scene(device) as here:
-        assert await is_licensed(here)
+        assert await is_remembered(here)
         before = asked(device)
         await here.pair.near.read(here.local[: LONGEST + 1], here.remote.remote()[: LONGEST + 1])
         assert asked(device) > before
@@ -80,7 +83,7 @@ async def test_many_are_read_together(device: Device, model: str) -> None:
         near = here.pair.near
         here.remote.buffer[:] = chance.randbytes(2 * SIZE)
         expected = bytearray(here.local.buffer)
-        assert await is_licensed(here)
+        assert await is_remembered(here)
         expected[:8] = here.remote.buffer[:8]
         before, at = asked(device), 64
         parts: list[tuple[Any, RemoteRegion]] = []
@@ -126,7 +129,7 @@ async def test_a_queue_that_never_runs_empty_comes_to_it(device: Device) -> None
 async def test_reads_stay_behind_what_was_posted_before(device: Device) -> None:
     async with scene(device) as here:
         near, remote = here.pair.near, here.remote.remote()
-        assert await is_licensed(here)
+        assert await is_remembered(here)
         for number in range(300):
             here.local.buffer[:8] = number.to_bytes(8, "little")
             written = near.write(here.local[:8], remote[:8])
@@ -197,10 +200,10 @@ TAKEN_BACK: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
 
 @directly
 @pytest.mark.parametrize("what", TAKEN_BACK)
-async def test_it_is_taken_back(device: Device, what: str) -> None:
+async def test_a_read_is_asked_about_when_its_permission_is_taken_back(device: Device, what: str) -> None:
     take_back, status = TAKEN_BACK[what]
     async with scene(device, **(QUICK if status is WcStatus.RETRY_EXC_ERR else {})) as here:
-        assert await is_licensed(here)
+        assert await is_remembered(here)
         remote = here.remote.remote()[:8]
         take_back(here)
         with pytest.raises(WorkCompletionError) as caught:
@@ -211,10 +214,10 @@ async def test_it_is_taken_back(device: Device, what: str) -> None:
 
 
 @directly
-async def test_a_queue_pair_that_is_connected_anew(device: Device) -> None:
+async def test_a_queue_pair_that_is_connected_anew_has_no_old_permissions(device: Device) -> None:
     """What its former life was allowed is none of the new one's."""
     async with scene(device) as here:
-        assert await is_licensed(here)
+        assert await is_remembered(here)
         for qp in (here.pair.near, here.pair.far):
             qp.to_reset()
         here.pair.near.connect(here.pair.far.local_endpoint(), PEERS, **PATIENT)
@@ -226,12 +229,12 @@ async def test_a_queue_pair_that_is_connected_anew(device: Device) -> None:
 
 @directly
 @pytest.mark.parametrize("how", ["invalidated", "by its owner", "closed"])
-async def test_a_window_that_goes(device: Device, how: str) -> None:
+async def test_a_window_that_goes_takes_its_permission_with_it(device: Device, how: str) -> None:
     async with scene(device) as here, here.pair.far_domain.memory_window() as window:
         far = here.pair.far
         bound = await far.bind_window(window, here.remote[PAGE : 3 * PAGE], AccessFlags.REMOTE_READ)
         here.remote.buffer[PAGE : PAGE + 8] = b"a window"
-        assert await is_licensed(here, bound)
+        assert await is_remembered(here, bound)
         assert bytes(here.local.buffer[:8]) == b"a window"
         if how == "invalidated":
             back = here.pair.receive()
@@ -247,10 +250,10 @@ async def test_a_window_that_goes(device: Device, how: str) -> None:
 
 
 @directly
-async def test_a_licence_is_for_its_window_alone(device: Device) -> None:
+async def test_a_permission_is_for_its_window_alone(device: Device) -> None:
     async with scene(device) as here, here.pair.far_domain.memory_window() as window:
         bound = await here.pair.far.bind_window(window, here.remote[PAGE : 2 * PAGE], AccessFlags.REMOTE_READ)
-        assert await is_licensed(here, bound)
+        assert await is_remembered(here, bound)
         with pytest.raises(WorkCompletionError) as caught:
             await here.pair.near.read(here.local[:16], RemoteRegion(bound.address + PAGE - 8, 16, bound.rkey))
         assert caught.value.status is WcStatus.REM_ACCESS_ERR
@@ -268,11 +271,11 @@ async def apart(here: Scene, opened: contextlib.AsyncExitStack) -> list[MemoryRe
 
 
 @directly
-async def test_other_regions_keep_theirs(device: Device) -> None:
+async def test_other_regions_keep_their_permissions(device: Device) -> None:
     async with scene(device) as here, contextlib.AsyncExitStack() as opened:
         regions = await apart(here, opened)
         for region in regions:
-            assert await is_licensed(here, region.remote())
+            assert await is_remembered(here, region.remote())
         before = asked(device)
         await regions[-1].aclose()
         for region in regions[:-1]:
@@ -281,10 +284,10 @@ async def test_other_regions_keep_theirs(device: Device) -> None:
 
 
 @directly
-async def test_streams_that_are_cut(device: Device) -> None:
+async def test_permissions_end_with_a_stream_that_is_cut(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         for _ in range(5):
-            assert await is_licensed(here)
+            assert await is_remembered(here)
             before = asked(device)
             device.faults.cut_streams()
             await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
@@ -294,14 +297,14 @@ async def test_streams_that_are_cut(device: Device) -> None:
 
 async def test_without_leave_everything_is_asked_about(device: Device, request: pytest.FixtureRequest) -> None:
     async with scene(device) as here:
-        assert await is_licensed(here) == ("direct" in request.node.name)
+        assert await is_remembered(here) == ("direct" in request.node.name)
 
 
 # ---- Two processes
 
 
 @models
-async def test_memory_that_becomes_something_else(model: MessageModel, direct: bool) -> None:
+async def test_memory_that_becomes_something_else_is_not_read(model: MessageModel, direct: bool) -> None:
     """The other process lends memory and takes it back, again and again, while it is read. What is read is what was
     there while it was lent, whole; or it is refused."""
     lent, taken = b"\xa5" * 64, b"\x5a" * 64
@@ -326,7 +329,7 @@ async def test_memory_that_becomes_something_else(model: MessageModel, direct: b
             assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-async def test_the_owner_is_killed() -> None:
+async def test_memory_of_a_killed_owner_is_not_read() -> None:
     async with other() as there, end() as here:
         (qp,) = here.qps
         await there.connect(qp, timeout=14, retry_cnt=2)  # 67 ms, three times

@@ -26,6 +26,7 @@ folder                 what it tests
 ``checks``             the scripts that check the sources, and tests of them
 ``rdma``               what RDMA devices alone have: `nox -s rdma` runs them, and many of the others, on soft-RoCE
 ``verbs_matrix``       each verb on the software device and on soft-RoCE, and why they differ where they do
+``costs``              system calls, doorbells, turns of the loop and allocations of the fast paths, counted
 ``bench``              benchmarks: `nox -s bench`
 ``fuzz``               programs that feed parsers and devices nonsense: `nox -s fuzz`
 ``soak``               minutes of random use: `nox -s soak`

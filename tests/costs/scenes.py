@@ -1,0 +1,262 @@
+"""A program that does what is counted, `OPERATIONS` times each, and prints what was counted as JSON.
+
+It is started by `tests.costs.test_costs`, by `system_calls` and with the library of `allocations.c`.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aioverbs
+from aioverbs import AccessFlags, ConnectionSettings, Device, MessageModel, QueuePair, WorkerPool
+from aioverbs._providers import peer_log
+from tests.costs.counting import Counted, Counting
+from tests.listening import own_address
+
+ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+OPERATIONS = 128
+"""As many are counted. Small integers are no allocations, and what comes once in 64 comes twice."""
+WARM_UP = 64
+BATCH = 16
+SETTINGS = ConnectionSettings(keep_alive_s=None)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is counted in one.
+
+    :param operations: does so many.
+    :param queue_pairs: those with doorbells.
+    :param hold: threads that stand still meanwhile.
+    """
+
+    operations: Callable[[int], Awaitable[None]]
+    queue_pairs: Collection[QueuePair] = ()
+    hold: Collection[int] = ()
+
+    async def warm_up(self) -> None:
+        await self.operations(WARM_UP)
+
+    async def measured(self) -> None:
+        await self.operations(OPERATIONS)
+
+    def doorbells(self) -> int:
+        return sum(
+            each.statistics().sends.doorbells + each.statistics().receives.doorbells for each in self.queue_pairs
+        )
+
+
+def other_threads() -> set[int]:
+    """The numbers of the threads of this process but this one."""
+    return {int(each.name) for each in Path("/proc/self/task").iterdir()} - {os.getpid()}
+
+
+@asynccontextmanager
+async def writing(
+    near_device: Device,
+    far_device: Device,
+    message_model: MessageModel = MessageModel.DEFAULT,
+    hold: Collection[int] = (),
+    *,
+    batches: bool = False,
+    together: bool = False,
+) -> AsyncIterator[Scene]:
+    """Writes of 8 bytes.
+
+    :param batches: they are posted as batches, and these are awaited.
+    :param together: so many as in a batch are posted by themselves, and then awaited.
+    """
+    async with AsyncExitStack() as stack:
+        opened = stack.enter_async_context
+        domain = await opened(near_device.resource_domain(message_model=message_model))
+        there = domain
+        cq = far_cq = await opened(domain.completion_queue(64))
+        if far_device is not near_device:
+            there = await opened(far_device.resource_domain(message_model=message_model))
+            far_cq = await opened(there.completion_queue(64))
+        source = await opened(domain.register(4096, ACCESS))
+        target = await opened(there.register(4096, ACCESS))
+        near, far = await opened(domain.queue_pair(cq)), await opened(there.queue_pair(far_cq))
+        near.connect(far.local_endpoint(), ACCESS)
+        far.connect(near.local_endpoint(), ACCESS)
+        local, remote = source[:8], target.remote()[:8]
+
+        async def write(count: int) -> None:
+            for _ in range(count):
+                await near.write(local, remote)
+
+        async def write_batches(count: int) -> None:
+            for _ in range(count // BATCH):
+                batch = near.batch()
+                for _ in range(BATCH):
+                    batch.write(local, remote)
+                await batch.post()
+
+        async def write_together(count: int) -> None:
+            for _ in range(count // BATCH):
+                posted = [near.write(local, remote) for _ in range(BATCH)]
+                for each in posted:
+                    await each
+
+        yield Scene(write_batches if batches else write_together if together else write, [near, far], hold)
+
+
+@asynccontextmanager
+async def messages(near_device: Device, far_device: Device, length: int = 8) -> AsyncIterator[Scene]:
+    """Messages, every other one an echo of the one before it. Both ends sleep until they come.
+
+    :param length: of each, in bytes.
+    """
+    data = bytes(length)
+    async with (
+        near_device.resource_domain() as domain,
+        far_device.resource_domain() as there,
+        aioverbs.listen("127.0.0.1", domain=there, settings=SETTINGS) as listener,
+        aioverbs.connect("127.0.0.1", listener.port, domain=domain, settings=SETTINGS) as near,
+        await listener.accept() as far,
+    ):
+
+        async def echo() -> None:
+            async for message in far:
+                await far.send(message)
+
+        async def exchange(count: int) -> None:
+            for _ in range(count // 2):
+                await near.send(data)
+                await near.receive()
+
+        echoing = asyncio.create_task(echo())
+        # Their threads would read what the loop reads, should they come first.
+        yield Scene(exchange, [near.qp, far.qp], other_threads())
+        await near.send_eof()
+        await echoing
+
+
+@asynccontextmanager
+async def leases(device: Device) -> AsyncIterator[Scene]:
+    """Buffers of a pool."""
+    async with device.resource_domain() as domain, domain.buffer_pool(4096, 4) as pool:
+
+        async def lease(count: int) -> None:
+            for _ in range(count):
+                async with pool.lease():
+                    pass
+
+        yield Scene(lease)
+
+
+def nothing() -> None:
+    """Is called on a worker."""
+
+
+@asynccontextmanager
+async def calls(device: Device, loop: str) -> AsyncIterator[Scene]:
+    """Calls that a thread does."""
+    async with WorkerPool(device, 1, loop=loop) as pool:
+
+        async def run(count: int) -> None:
+            for _ in range(count):
+                await pool.run(nothing)
+
+        yield Scene(run)
+
+
+@asynccontextmanager
+async def device(way: str = "inline") -> AsyncIterator[Device]:
+    """A device that executes requests so."""
+    async with aioverbs.open_device("soft0", engine_mode=way == "thread") as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def devices(way: str) -> AsyncIterator[tuple[Device, Device, Collection[int]]]:
+    """Two devices that reach each other in a way, direct, socket or tcp, and the threads of the first one."""
+    os.environ["AIOVERBS_SOFT_SPIN"] = "0"
+    os.environ["AIOVERBS_SOFT_DIRECT"] = str(int(way == "direct"))
+    home = Path(os.environ["AIOVERBS_COSTS_FOLDER"])
+    address = own_address()
+    for name in ("near", "far"):
+        (home / name).mkdir(mode=0o700, exist_ok=True)
+    os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(home / "near")
+    async with aioverbs.open_device(f"soft0@{address}:7474" if way == "tcp" else "soft0") as near:
+        if way == "tcp":  # then no Unix socket is found
+            os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(home / "far")
+        threads = other_threads()
+        async with aioverbs.open_device(f"soft0@{address}:7475") as far:
+            yield near, far, threads
+
+
+@asynccontextmanager
+async def on(way: str, scene: Callable[[Device], AbstractAsyncContextManager[Scene]]) -> AsyncIterator[Scene]:
+    """A scene on one device."""
+    async with device(way) as opened, scene(opened) as entered:
+        yield entered
+
+
+@asynccontextmanager
+async def between(
+    way: str, scene: Callable[[Device, Device, Collection[int]], AbstractAsyncContextManager[Scene]]
+) -> AsyncIterator[Scene]:
+    """A scene on two devices."""
+    async with devices(way) as ends, scene(*ends) as entered:
+        yield entered
+
+
+@asynccontextmanager
+async def idle() -> AsyncIterator[Scene]:
+    """Nothing at all."""
+
+    async def nothing_at_all(count: int) -> None:
+        for _ in range(count):
+            pass
+
+    yield Scene(nothing_at_all)
+
+
+def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
+    """All of them, by their names, to be entered one after the other."""
+    gathered = MessageModel.HIGH_BANDWIDTH
+    return {
+        "nothing": idle(),
+        "write": on("inline", lambda device: writing(device, device)),
+        "write in batches": on("inline", lambda device: writing(device, device, batches=True)),
+        "write together": on("inline", lambda device: writing(device, device, gathered, together=True)),
+        "write by the thread": on("thread", lambda device: writing(device, device)),
+        "write in batches by the thread": on("thread", lambda device: writing(device, device, batches=True)),
+        "write to another device": between("socket", lambda near, far, threads: writing(near, far, hold=threads)),
+        "message": on("inline", lambda device: messages(device, device)),
+        "message by Unix socket": between("socket", lambda near, far, _: messages(near, far)),
+        "message by TCP": between("tcp", lambda near, far, _: messages(near, far)),
+        "message of 32 KiB, direct": between("direct", lambda near, far, _: messages(near, far, 1 << 15)),
+        "lease": on("inline", leases),
+        "call of a worker": on("inline", lambda device: calls(device, loop)),
+    }
+
+
+async def main(loop: str, counting: Counting) -> dict[str, Counted]:
+    """Count all that is done on a loop of that kind."""
+    peer_log.EVERY_S = 3600.0  # nothing is done by the clock meanwhile
+    counted = {}
+    for name, scene in scenes(loop).items():
+        async with scene as entered:
+            counted[name] = await counting.count(entered.warm_up, entered.measured, entered.doorbells, entered.hold)
+    return counted
+
+
+if __name__ == "__main__":
+    loop_name, shared = sys.argv[1:]
+    counters = Counting(int(shared))
+    if loop_name == "uvloop":
+        import uvloop
+
+        counted = uvloop.run(main(loop_name, counters))
+    else:
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            counted = runner.run(main(loop_name, counters))
+    print(json.dumps({name: dataclasses.asdict(each) for name, each in counted.items()}))

@@ -1,0 +1,254 @@
+"""What operations cost is what COSTS says: the docstring of this package tells how to read and to change it."""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.costs.counting import COUNTS_BYTES
+from tests.pace import patience
+
+# Who stops the process in a system call has it called again.
+pytestmark = [pytest.mark.toolchain, pytest.mark.stops_processes, pytest.mark.timeout(patience(120))]
+
+HERE = Path(__file__).parent
+LOOPS = ("asyncio", "uvloop")
+# How an allocator gets its memory is not counted, but that it is asked. The clock is read without the kernel where
+# there is a vDSO. Python 3.11 asks for the number of its process whenever it looks for the running loop.
+NOT_COUNTED = {"brk", "mmap", "munmap", "mremap", "madvise", "clock_gettime", "gettimeofday", "getpid"}
+# glibc calls either, as the architecture and the caller have it.
+SAME = {"epoll_pwait": "epoll_wait", "ppoll": "poll"}
+UNABLE = 126  # of system_calls.c
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+# What is counted itself makes an object more or less.
+ALLOCATIONS_WITHIN = 4
+
+Calls = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a scene costs in all, on asyncio and on uvloop.
+
+    :param doorbells: calls of verbs that post.
+    :param loop: system calls of the event loop's thread. Those of epoll_wait are turns of the loop, and on a device
+        with peers also looks for what these sent.
+    :param others: some of those of other kinds of threads: see `tests.costs.counting.Counted`.
+    :param native: allocations in C and Cython.
+    :param allocations: of all, by CPython 3.11, in the order of its loops.
+    :param within: by so much calls may differ, and allocations by five times that.
+    """
+
+    doorbells: int
+    loop: Calls
+    allocations: tuple[int, int]
+    others: Mapping[str, Calls] = field(default_factory=dict)
+    native: int = 0
+    within: int = 0
+
+
+# Of two devices, the stream that was busy last is read seven times of eight, and all descriptors the eighth time: how
+# many of these are in the counted part is chance. So it is whether the peer's thread finds, once a millisecond, that
+# nobody has read for it. One more for each operation is 128.
+LOOKS = 8
+
+# Both ends are asleep, and each wakes up when the other one has sent a frame, with a message or an answer.
+MESSAGE_BY_SOCKET = {
+    "epoll_wait": (321, 320),
+    "read": (128, 128),
+    "recvfrom": (703, 703),
+    "sendmsg": (256, 256),
+    "write": (128, 128),
+}
+
+COSTS = {
+    # 64 awaits that are done at once, then a turn of the loop.
+    "write": Cost(128, {"epoll_wait": (1, 1)}, (17, 5)),
+    # 16 in each. The C memory of a batch is allocated once; the await is done at once.
+    "write in batches": Cost(8, {}, (89, 88), native=8),
+    # HIGH_BANDWIDTH: 16 are posted in one turn of the loop, with one doorbell at its end.
+    "write together": Cost(8, {"epoll_wait": (16, 16)}, (305, 169)),
+    # The device is woken, and wakes the loop: one turn to arm the queue, one asleep, and on asyncio one for the task.
+    "write by the thread": Cost(
+        128,
+        {"epoll_wait": (384, 256), "futex": (128, 128), "read": (128, 128)},
+        (4377, 921),
+        {"device": {"futex": (128, 128), "write": (128, 128)}},
+    ),
+    "write in batches by the thread": Cost(
+        8,
+        {"epoll_wait": (24, 16), "futex": (8, 8), "read": (8, 8)},
+        (361, 145),
+        {"device": {"futex": (8, 8), "write": (8, 8)}},
+        native=8,
+    ),
+    # The peer's thread reads a frame and sends the answer: one sendmsg on either side.
+    "write to another device": Cost(
+        128,
+        {
+            "epoll_wait": (560, 432),
+            "read": (128, 128),
+            "recvfrom": (464, 464),
+            "sendmsg": (128, 128),
+            "write": (128, 128),
+        },
+        (4762, 922),
+        {"fabric": {"recvfrom": (128, 128), "sendmsg": (128, 128)}},
+        within=LOOKS,
+    ),
+    # A message is a send, and a receive that is posted again. Credits go back with the echo. It wakes the peer by the
+    # receive, and the sender by the completion of the send.
+    "message": Cost(256, {"epoll_wait": (256, 128), "read": (256, 256), "write": (256, 256)}, (5977, 2522)),
+    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=LOOKS),
+    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=LOOKS),
+    # Each is read from the peer's memory, after a look whether the peer still lives.
+    "message of 32 KiB, direct": Cost(
+        256, {**MESSAGE_BY_SOCKET, "poll": (128, 128), "process_vm_readv": (128, 128)}, (5218, 2778), within=LOOKS
+    ),
+    # As awaits that are done at once: others run after so many.
+    "lease": Cost(0, {"epoll_wait": (7, 7)}, (2182, 2126)),
+    # Each loop wakes the other one, once; the caller has a second turn for its task.
+    "call of a worker": Cost(
+        0,
+        {"epoll_wait": (256, 256), "read": (0, 128), "recvfrom": (256, 0), "sendto": (128, 0), "write": (0, 128)},
+        (10522, 3483),
+        {
+            "worker": {
+                "epoll_wait": (128, 128),
+                "read": (0, 128),
+                "recvfrom": (256, 0),
+                "sendto": (128, 0),
+                "write": (0, 128),
+            }
+        },
+    ),
+}
+
+
+def compiled(folder: Path) -> tuple[Path, Path]:
+    """Compile what starts the scenes, and what is loaded before them."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g"]
+    program, library = folder / "system_calls", folder / "allocations.so"
+    subprocess.run([*compiler, *flags, HERE / "system_calls.c", "-o", program], check=True)
+    subprocess.run([*compiler, *flags, "-shared", "-fPIC", HERE / "allocations.c", "-o", library], check=True)
+    return program, library
+
+
+def names() -> dict[int, str]:
+    """The names of this architecture's system calls, by their numbers, as the compiler knows them."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, "-E", "-dM", "-include", "sys/syscall.h", "-x", "c", os.devnull]
+    defined = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {int(number): name for name, number in re.findall(r"^#define __NR_(\w+) (\d+)$", defined, re.MULTILINE)}
+
+
+def count(loop: str, program: Path, library: Path, folder: Path) -> dict[str, dict[str, Any]] | None:
+    """Count in all scenes on a loop of that kind; None: this process may not trace another one."""
+    folder.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AIOVERBS_")}
+    environment |= {"LD_PRELOAD": str(library), "PYTHONHASHSEED": "0", "AIOVERBS_COSTS_FOLDER": str(folder)}
+    if not FREE_THREADED:  # which has no other allocator than its own
+        environment["PYTHONMALLOC"] = "malloc"
+    words = os.memfd_create("counts", 0)
+    try:
+        os.ftruncate(words, COUNTS_BYTES)
+        os.set_inheritable(words, True)
+        run = "runpy.run_module('tests.costs.scenes', alter_sys=True, run_name='__main__')"
+        start = f"import sys, runpy; sys.path.append({str(ROOT)!r}); {run}"
+        command = [str(program), str(words), sys.executable, "-P", "-c", start, loop, str(words)]
+        done = subprocess.run(
+            command, env=environment, pass_fds=[words], capture_output=True, text=True, timeout=patience(60)
+        )
+    finally:
+        os.close(words)
+    if done.returncode == UNABLE:
+        return None
+    assert not done.returncode, f"status {done.returncode}: {done.stderr}"
+    counted: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return counted
+
+
+def count_all(folder: Path) -> dict[str, Any]:
+    """Count in all scenes on both kinds of loops."""
+    program, library = compiled(folder)
+    with ThreadPoolExecutor(len(LOOPS)) as pool:
+        counted = list(pool.map(lambda loop: count(loop, program, library, folder / loop), LOOPS))
+    return dict(zip(LOOPS, counted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """What was counted, for each loop and scene: once, for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "costs"
+    folder.mkdir(exist_ok=True)
+    results = folder / "results.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            # Their sockets have short paths.
+            with tempfile.TemporaryDirectory(prefix="aioverbs-") as short:
+                results.write_text(json.dumps(count_all(Path(short))))
+    told: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text())
+    if None in told.values():
+        pytest.skip("this process may not trace another one (ptrace), and system calls cannot be counted without that")
+    return told
+
+
+def named(calls: Mapping[str, int], numbers: Mapping[int, str]) -> Counter[str]:
+    """System calls by their names, without those that are not counted."""
+    by_name: Counter[str] = Counter()
+    for number, times in calls.items():
+        name = numbers.get(int(number), number)
+        if name not in NOT_COUNTED:
+            by_name[SAME.get(name, name)] += times
+    return by_name
+
+
+def close_to(counted: Mapping[str, int], expected: Mapping[str, int], within: int) -> bool:
+    """Whether the numbers of all names differ by so much at most."""
+    names_of_both = counted.keys() | expected.keys()
+    return all(abs(counted.get(name, 0) - expected.get(name, 0)) <= within for name in names_of_both)
+
+
+@pytest.mark.parametrize("scene", COSTS)
+def test_system_calls_and_doorbells(scene: str, counted: dict[str, dict[str, dict[str, Any]]]) -> None:
+    cost, numbers = COSTS[scene], names()
+    for at, loop in enumerate(LOOPS):
+        of = counted[loop][scene]
+        assert of["doorbells"] == cost.doorbells
+        for kind, calls in {"loop": cost.loop, **cost.others}.items():
+            done = named(of["calls"].get(kind, {}), numbers)
+            if kind != "loop":
+                done = Counter({name: done[name] for name in calls if done[name]})
+            expected = {name: each[at] for name, each in calls.items() if each[at]}
+            assert close_to(done, expected, cost.within), f"{kind} on {loop}: {dict(done)}, and not {expected}"
+
+
+@pytest.mark.parametrize("scene", COSTS)
+def test_allocations(scene: str, counted: dict[str, dict[str, dict[str, Any]]]) -> None:
+    cost = COSTS[scene]
+    for at, loop in enumerate(LOOPS):
+        of = counted[loop][scene]
+        assert of["native"] == cost.native, loop
+        if sys.implementation.name == "cpython" and sys.version_info[:2] == (3, 11):  # others allocate other objects
+            allocations = of["allocations"] - counted[loop]["nothing"]["allocations"]
+            expected = cost.allocations[at]
+            assert abs(allocations - expected) <= (ALLOCATIONS_WITHIN + 5 * cost.within), (
+                f"{loop}: {allocations}, and not {expected}"
+            )

@@ -69,8 +69,3 @@ class Holder:
     def give_all(self) -> None:
         for address in list(self.pieces):
             self.give(address)
-
-
-def kept(allocator: NativeAllocator) -> int:
-    """How many chunks may stay mapped without pieces: one of each size of pages."""
-    return 3 if isinstance(allocator, HugePageAllocator) else 1

@@ -1,6 +1,5 @@
 """Allocators that fail, answer nonsense or raise: the verb says so, and nothing is left behind."""
 
-import asyncio
 import errno
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from aioverbs import VerbsError
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from tests.conftest import ROOT
-from tests.core.allocators import CQ, QP, RECORD, Recording
+from tests.core.allocators import QP, Recording
 from tests.core.contexts import children
-from tests.raw_verbs import poll, post_recv
+from tests.raw_verbs import poll
 
 Answer = Callable[[Recording, int, int, int], object]
 
@@ -71,126 +70,43 @@ BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
 }
 
 
-def turns_bad(bad: Answer, at: int) -> Answer:
-    """Good until the request number `at`."""
-
-    def answer(self: Recording, size: int, alignment: int, resource_type: int) -> object:
-        if len(self.pieces) < at:
-            return self.piece(size, alignment, resource_type).address
-        return bad(self, size, alignment, resource_type)
-
-    return answer
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["cq", "its record", "qp", "its record"])
-@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
-def test_bad(
-    context: software.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
-) -> None:
-    allocator = Recording(turns_bad(bad, at))
-    pd = handles.ProtectionDomain(context)
-    domain = parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context), allocator)
-
-    def make() -> None:
-        cq = handles.CompletionQueue(context, 100, parent_domain=domain)
-        handles.QueuePair(domain, cq, cq)
-
-    with pytest.raises(VerbsError) as caught:
-        make()
-    assert caught.value.verb == ("ibv_create_cq_ex" if at < 2 else "ibv_create_qp")
-    assert caught.value.errno == number
-    if cause is None:
-        assert caught.value.__cause__ is None
-    else:
-        assert type(caught.value.__cause__) is cause
-        assert text in str(caught.value.__cause__)
-    # What the failed verb had got was given back, once; what it refused, too.
-    assert domain.held == len(allocator.live) == (0 if at < 2 else 2)
-    assert [piece.resource_type for piece in allocator.live] == ([] if at < 2 else [CQ, RECORD])
-    assert len(children(context)) == (3 if at < 2 else 4)
-
-    allocator.answer = None  # and now it behaves
-    cq = handles.CompletionQueue(context, 100, parent_domain=domain)
-    handles.QueuePair(domain, cq, cq)
-
-
-@pytest.mark.parametrize("at", [0, 1], ids=["queue", "its record"])
-@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
-def test_bad_for_a_shared_receive_queue(
-    context: software.Context, at: int, bad: Answer, number: int, cause: type[BaseException] | None, text: str
-) -> None:
-    allocator = Recording(turns_bad(bad, at))
-    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
-    with pytest.raises(VerbsError) as caught:
-        handles.SharedReceiveQueue(domain, 100)
-    assert (caught.value.verb, caught.value.errno) == ("ibv_create_srq", number)
-    assert type(caught.value.__cause__) is (cause or type(None))
-    assert text in str(caught.value.__cause__)
-    assert domain.held == len(allocator.live) == context.counts()["srqs"] == 0
-    allocator.answer = None
-    handles.SharedReceiveQueue(domain, 100)
-
-
-@pytest.mark.parametrize("which", ["cq", "srq"])
-@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
-def test_bad_for_another_size(
-    context: software.Context, which: str, bad: Answer, number: int, cause: type[BaseException] | None, text: str
-) -> None:
-    """What was refused was given back, and the queue is in its old memory."""
-    allocator = Recording()
-    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+def made_with(context: software.Context, domain: parent_domain.ParentDomain) -> dict[str, Callable[[], object]]:
+    """The calls of each verb that asks an allocator, by its name; the queues that they need are made here."""
     cq = handles.CompletionQueue(context, 64, parent_domain=domain)
     srq = handles.SharedReceiveQueue(domain, 64)
-    for wr_id in range(64):
-        post_recv(srq, wr_id=wr_id)
-    before = allocator.live
-    allocator.answer = bad
-    with pytest.raises(VerbsError) as caught:
-        cq.resize(1000) if which == "cq" else srq.modify(max_wr=1000)
-    assert (caught.value.verb, caught.value.errno) == ("ibv_resize_cq" if which == "cq" else "ibv_modify_srq", number)
-    assert type(caught.value.__cause__) is (cause or type(None))
-    assert text in str(caught.value.__cause__)
-    assert allocator.live == before
-    assert (cq.cqe, srq.query().max_wr) == (64, 64)
-    allocator.answer = None
-    cq.resize(1000)
-    srq.modify(max_wr=1000)
-    with pytest.raises(VerbsError, match="EINVAL"):
-        srq.modify(max_wr=32)  # it holds more, and what it was given for that goes back
-    assert len(allocator.live) == len(before)
-    srq.destroy()
-    cq.destroy()
-    asked = [piece.freed for piece in allocator.pieces]
-    domain.destroy()
-    assert [piece.freed for piece in allocator.pieces] == asked == [1] * len(asked)
-
-
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()], ids=repr)
-@pytest.mark.parametrize("which", ["cq", "qp", "srq", "resize_cq", "modify_srq"])
-def test_what_interrupts_it_goes_on_as_itself(
-    context: software.Context, which: str, interruption: BaseException
-) -> None:
-    """It is no answer of the allocator's; the verb has failed all the same, and left nothing behind."""
-    allocator = Recording()
-    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
-    cq = handles.CompletionQueue(context, 64, parent_domain=domain)
-    srq = handles.SharedReceiveQueue(domain, 64)
-    calls: dict[str, Callable[[], object]] = {
-        "cq": lambda: handles.CompletionQueue(context, 64, parent_domain=domain),
-        "qp": lambda: handles.QueuePair(domain, cq, cq),
-        "srq": lambda: handles.SharedReceiveQueue(domain, 64),
-        "resize_cq": lambda: cq.resize(1000),
-        "modify_srq": lambda: srq.modify(max_wr=1000),
+    return {
+        "ibv_create_cq_ex": lambda: handles.CompletionQueue(context, 64, parent_domain=domain),
+        "ibv_create_qp": lambda: handles.QueuePair(domain, cq, cq),
+        "ibv_create_srq": lambda: handles.SharedReceiveQueue(domain, 64),
+        "ibv_resize_cq": lambda: cq.resize(1000),
+        "ibv_modify_srq": lambda: srq.modify(max_wr=1000),
     }
-    before, made = allocator.live, len(children(context))
-    allocator.answer = raising(interruption)
-    with pytest.raises(type(interruption)) as caught:
-        calls[which]()
-    assert caught.value is interruption
-    assert allocator.live == before
-    assert len(children(context)) == made
-    allocator.answer = None
-    calls[which]()
+
+
+@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
+def test_a_bad_answer(
+    context: software.Context, bad: Answer, number: int, cause: type[BaseException] | None, text: str
+) -> None:
+    """For the memory of the queue or for its record: what the verb had got was given back, and what it refused, too."""
+    allocator = Recording()
+    domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
+    for good in range(2):
+
+        def answer(self: Recording, *request: int, first: int = len(allocator.pieces) + good) -> object:
+            return bad(self, *request) if len(self.pieces) >= first else self.piece(*request).address
+
+        allocator.answer = answer
+        with pytest.raises(VerbsError) as caught:
+            handles.CompletionQueue(context, 100, parent_domain=domain)
+        assert (caught.value.verb, caught.value.errno) == ("ibv_create_cq_ex", number)
+        assert type(caught.value.__cause__) is (cause or type(None))
+        assert text in str(caught.value.__cause__)
+        assert domain.held == len(allocator.live) == len(children(context)) - 2 == 0
+    allocator.answer = None  # and now it behaves
+    handles.CompletionQueue(context, 100, parent_domain=domain)
+
+
+VERBS = ["ibv_create_cq_ex", "ibv_create_qp", "ibv_create_srq", "ibv_resize_cq", "ibv_modify_srq"]
 
 
 def test_the_same_address_twice(context: software.Context) -> None:

@@ -1,14 +1,20 @@
-"""Allocators that work in C, by themselves: what they promise, whatever is asked of them."""
+"""Allocators that work in C, by themselves: what their handles in Python answer and refuse.
 
+Their memory, and threads and forks in the midst of it, are tested in C: tests/native/test_alloc_*.c.
+"""
+
+import ctypes
 import errno
-import functools
+import gc
+import os
 import re
+import shlex
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, assert_type
 
 import pytest
-from hypothesis import given, strategies as st
 
 from aioverbs.allocators import (
     USE_DEFAULT,
@@ -25,92 +31,23 @@ from aioverbs.allocators import (
     SharedPageAllocator,
     UseDefault,
 )
-from tests.core.pieces import GIB, KIB, MIB, PAGE, Holder, all_kinds, huge_pages_free, kept
-
-SIZES = st.one_of(st.integers(1, 100), st.integers(1, 20_000), st.integers(1, 3 * MIB))
-ALIGNMENTS = st.integers(0, 21).map(lambda power: 1 << power)
-
-
-@functools.cache
-def one_of(make: Callable[[], NativeAllocator]) -> NativeAllocator:
-    """The same for all examples: a huge page takes long to clear."""
-    return make()
-
-
-# A request, or which of the pieces that are out goes.
-STEPS = st.lists(st.one_of(st.tuples(SIZES, ALIGNMENTS), st.integers(0, 1000)), max_size=25)
+from tests.core.pieces import GIB, KIB, MIB, Holder, all_kinds, contents, huge_pages_free
 
 
 @all_kinds
-@given(steps=STEPS)
-def test_any_sequence(make: Callable[[], NativeAllocator], steps: list[tuple[int, int] | int]) -> None:
-    holder = Holder(one_of(make))
-    try:
-        for step in steps:
-            if isinstance(step, tuple):
-                holder.take(*step)
-            elif holder.pieces:
-                holder.give(list(holder.pieces)[step % len(holder.pieces)])
-            assert holder.allocator.statistics().pieces == len(holder.pieces)
-    finally:
-        holder.give_all()
-    statistics = holder.allocator.statistics()
-    assert statistics.pieces == 0
-    assert statistics.mappings <= kept(holder.allocator)
-
-
-def power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-@given(requests=st.lists(st.tuples(st.integers(1, 300_000), st.integers(0, 16).map(lambda n: 1 << n)), max_size=60))
-def test_the_footprint_of_an_arena(requests: list[tuple[int, int]]) -> None:
-    """What it maps is bounded by what it was asked for: less than twice, and chunks that are partly used."""
-    arena = ArenaAllocator(chunk_bytes=256 * KIB)
-    holder = Holder(arena)
-    blocks = large = 0
-    for size, alignment in requests:
-        holder.take(size, alignment)
-        least = max(size, alignment, 64)
-        if least > arena.chunk_bytes // 2:
-            large += -(-size // PAGE) * PAGE
-        else:
-            blocks += power_of_two(least)
-    statistics = arena.statistics()
-    assert statistics.mapped_bytes >= large + blocks
-    # A new chunk comes only when no other has room for a block of half of it, or less.
-    assert statistics.mapped_bytes - large <= 2 * blocks + arena.chunk_bytes
-    assert statistics.bookkeeping_bytes <= 8 * KIB + statistics.mapped_bytes // 16 + 100 * len(requests)
-    holder.give_all()
-    assert arena.statistics().mapped_bytes <= arena.chunk_bytes
-
-
-def test_ten_thousand_doorbell_records_in_a_mebibyte() -> None:
-    arena = ArenaAllocator()
-    records = [arena.allocate(8, 8, 1 << 32 | 3) for _ in range(10_000)]
-    assert all(isinstance(record, int) and record % 64 == 0 for record in records)  # a cache line each
-    statistics = arena.statistics()
-    assert statistics.mapped_bytes + statistics.bookkeeping_bytes <= MIB
-    assert len(set(records)) == statistics.pieces == 10_000
-    for record in records:
-        assert isinstance(record, int)
-        arena.free(record)
-    assert arena.statistics().mapped_bytes == arena.chunk_bytes
-
-
-def test_pages_are_a_mapping_each() -> None:
-    pages = SharedPageAllocator()
-    holder = Holder(pages)
-    holder.take(8, 8)
-    holder.take(PAGE + 1, MIB)
-    assert (pages.statistics().mappings, pages.statistics().mapped_bytes) == (2, 3 * PAGE)
-    holder.give_all()
-    assert pages.statistics().mappings == 0
-
-
-@all_kinds
-def test_nonsense(make: Callable[[], NativeAllocator]) -> None:
+def test_each_kind_refuses_nonsense(make: Callable[[], NativeAllocator]) -> None:
     allocator = make()
+    assert isinstance(allocator, Allocator)
+    assert allocator.native
+    assert allocator.statistics().pieces == 0
+    assert isinstance(allocator.statistics(), AllocatorStatistics)
+    with pytest.raises(TypeError, match="not an acceptable base type"):
+        type("Derived", (type(allocator),), {})
+    # A second time it would forget what is out.
+    initialise: Any = type(allocator).__init__
+    arguments: dict[type, list[object]] = {NumaAllocator: [0], RecordingAllocator: [SharedPageAllocator()]}
+    with pytest.raises(RuntimeError, match="was made before"):
+        initialise(allocator, *arguments.get(type(allocator), []))
     for size, alignment in ((0, 8), (-1, 8), (8, 0), (8, -8), (8, 24)):
         with pytest.raises(ValueError, match=r"a piece has 1 byte at least|an alignment is a power of two"):
             allocator.allocate(size, alignment)
@@ -129,22 +66,6 @@ def test_nonsense(make: Callable[[], NativeAllocator]) -> None:
     allocator.free(address)
     with pytest.raises(ValueError, match="is no piece of"):
         allocator.free(address)
-
-
-@all_kinds
-def test_what_they_are(make: Callable[[], NativeAllocator]) -> None:
-    allocator = make()
-    assert isinstance(allocator, Allocator)
-    assert allocator.native
-    assert allocator.statistics().pieces == 0
-    assert isinstance(allocator.statistics(), AllocatorStatistics)
-    with pytest.raises(TypeError, match="not an acceptable base type"):
-        type("Derived", (type(allocator),), {})
-    # A second time it would forget what is out.
-    initialise: Any = type(allocator).__init__
-    arguments: dict[type, list[object]] = {NumaAllocator: [0], RecordingAllocator: [SharedPageAllocator()]}
-    with pytest.raises(RuntimeError, match="was made before"):
-        initialise(allocator, *arguments.get(type(allocator), []))
 
 
 def test_what_all_have_in_common_is_no_allocator() -> None:
@@ -259,6 +180,80 @@ def test_nodes(node: int) -> None:
             strict.allocate(8, 8)
         assert caught.value.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM)
     assert node != 1000 or not bound
+    holder.give_all()
+
+
+# ---- Without the interpreter, and when nobody remembers them
+
+BESIDE = """
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+struct allocator {
+    void *(*alloc)(void *self, size_t size, size_t alignment, uint64_t resource_type);
+    void (*free)(void *self, void *address, uint64_t resource_type);
+    void *self;
+    int sound;
+};
+
+static void *use(void *argument)
+{
+    struct allocator *allocator = argument;
+    int i;
+
+    for (i = 0; i < 1000; i++) {
+        char *piece = allocator->alloc(allocator->self, 100, 64, 1);
+
+        if (!piece || (uintptr_t)piece % 64 || piece[99]++)
+            return NULL;
+        allocator->free(allocator->self, piece, 1);
+    }
+    allocator->sound = 1;
+    return NULL;
+}
+
+int beside(void *alloc, void *free, void *self)
+{
+    struct allocator allocator = {alloc, free, self, 0};
+    pthread_t thread;
+
+    return pthread_create(&thread, NULL, use, &allocator) == 0 && pthread_join(thread, NULL) == 0 && allocator.sound;
+}
+"""
+
+
+@pytest.mark.toolchain
+def test_no_interpreter_is_needed(tmp_path: Path) -> None:
+    """A thread that Python knows nothing of asks, while this one waits for it and keeps the GIL."""
+    source, library = tmp_path / "beside.c", tmp_path / "beside.so"
+    source.write_text(BESIDE)
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    subprocess.run([*compiler, "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True)
+    beside = ctypes.PyDLL(str(library)).beside
+    beside.argtypes = [ctypes.c_void_p] * 3
+    allocator = RecordingAllocator(ArenaAllocator())
+    assert beside(*allocator.c_functions) == 1
+    assert allocator.statistics().pieces == 0
+
+
+def test_memory_outlives_a_forgotten_allocator() -> None:
+    arena = ArenaAllocator()
+    address = arena.allocate(100, 64)
+    assert isinstance(address, int)
+    with pytest.warns(ResourceWarning, match="an allocator was forgotten with a piece out: their memory stays"):
+        del arena
+    ctypes.memset(address, 1, 100)
+    assert contents(address, 100) == b"\1" * 100
+
+
+def test_what_is_on_top_keeps_what_is_under() -> None:
+    arena = ArenaAllocator(RecordingAllocator(SharedPageAllocator()))
+    holder = Holder(arena)
+    gc.collect()
+    holder.take(8, 8)
+    holder.take(MIB, 8)
+    assert arena.inner.statistics().pieces == 2
     holder.give_all()
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -24,23 +23,16 @@ from aioverbs.allocators import (
 )
 from tests.core.allocators import CQ, QP, RECORD, Recording
 from tests.core.children import in_child
-from tests.core.pairs import PATIENCE_S, connect, make_end, succeed
-from tests.core.pieces import all_kinds, huge_pages_free
+from tests.core.pairs import connect, make_end, succeed
+from tests.core.pieces import huge_pages_free
 from tests.raw_verbs import post_send
 
 SRQ = 1 << 32 | 4
 TYPES = {CQ: "completion queue", RECORD: "doorbell record", QP: "queue pair", SRQ: "shared receive queue"}
 
 
-@pytest.fixture(params=["no thread domain", "thread domain"])
-def td(request: pytest.FixtureRequest, context: software.Context) -> parent_domain.ThreadDomain | None:
-    return parent_domain.ThreadDomain(context) if request.param == "thread domain" else None
-
-
-def domain_of(
-    context: software.Context, allocator: Allocator | Recording, td: parent_domain.ThreadDomain | None = None
-) -> parent_domain.ParentDomain:
-    return parent_domain.ParentDomain(handles.ProtectionDomain(context), td, allocator)
+def domain_of(context: software.Context, allocator: Allocator | Recording) -> parent_domain.ParentDomain:
+    return parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
 
 
 def pieces(allocator: RecordingAllocator) -> dict[str, int]:
@@ -48,12 +40,10 @@ def pieces(allocator: RecordingAllocator) -> dict[str, int]:
     return {kind.kind: usage.pieces for kind, usage in allocator.usage().items() if usage.pieces}
 
 
-@all_kinds
-def test_queues(
-    context: software.Context, td: parent_domain.ThreadDomain | None, make: Callable[[], NativeAllocator]
-) -> None:
+@pytest.mark.parametrize("make", [ArenaAllocator, SharedPageAllocator])
+def test_queues(context: software.Context, make: Callable[[], NativeAllocator]) -> None:
     allocator = RecordingAllocator(make())
-    domain = domain_of(context, allocator, td)
+    domain = domain_of(context, allocator)
     assert domain.allocator is allocator
     near, far = make_end(domain), make_end(domain)
     srq = handles.SharedReceiveQueue(domain, 16, 2)
@@ -94,26 +84,9 @@ def test_queues(
     assert pieces(allocator) == {}
 
 
-@all_kinds
-def test_many_loops_worth_of_queues(inline: software.Context, make: Callable[[], NativeAllocator]) -> None:
-    """Made and destroyed again and again: nothing is left, and nothing grows."""
-    allocator = make()
-    domain = domain_of(inline, allocator)
-    mapped = []
-    for _ in range(30):
-        made = [make_end(domain) for _ in range(3)]
-        for end in made:
-            end.qp.destroy()
-            end.cq.destroy()
-            end.region.destroy()
-        mapped.append(allocator.statistics().mapped_bytes)
-    assert domain.held == allocator.statistics().pieces == 0
-    assert set(mapped[1:]) == {mapped[0]}
-
-
-def test_the_default(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_the_default(context: software.Context) -> None:
     allocator = RecordingAllocator(DefaultAllocator())
-    domain = domain_of(context, allocator, td)
+    domain = domain_of(context, allocator)
     near, far = make_end(domain), make_end(domain)
     connect(near.qp, far.qp)
     post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
@@ -132,12 +105,12 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
     return found
 
 
-def test_exhaustion(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_exhaustion(context: software.Context) -> None:
     """The verb fails with the allocator's errno, and its reason is the cause."""
     for allocator, text in without_memory().values():
         recording = RecordingAllocator(allocator)
         for each in (allocator, recording):
-            domain = domain_of(context, each, td)
+            domain = domain_of(context, each)
             for _ in range(2):
                 with pytest.raises(VerbsError, match="ibv_create_cq_ex failed") as caught:
                     handles.CompletionQueue(context, 16, parent_domain=domain)
@@ -232,7 +205,7 @@ def in_a_foreign_thread(function: Callable[[], None]) -> None:
         raise failed[0]
 
 
-@pytest.mark.parametrize("make", [ArenaAllocator, Recording, lambda: RecordingAllocator(Recording())])
+@pytest.mark.parametrize("make", [ArenaAllocator, lambda: RecordingAllocator(Recording())])
 def test_a_foreign_thread(context: software.Context, make: Callable[[], Allocator | Recording]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
@@ -245,32 +218,10 @@ def test_a_foreign_thread(context: software.Context, make: Callable[[], Allocato
     assert domain.held == 0
 
 
-@pytest.mark.parametrize("make", [ArenaAllocator, SharedPageAllocator, lambda: RecordingAllocator(ArenaAllocator())])
-def test_many_threads(context: software.Context, make: Callable[[], NativeAllocator]) -> None:
-    allocator = make()
-    domain = domain_of(context, allocator)
-
-    def work() -> None:
-        for number in range(20):
-            cq = handles.CompletionQueue(context, 4, parent_domain=domain)
-            qp = handles.QueuePair(domain, cq, cq)
-            cq.resize(4 << number % 10)
-            qp.destroy()
-            cq.destroy()
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    assert domain.held == allocator.statistics().pieces == 0
-
-
 # ------------------------------------------------------------------------------------------ recording one in Python
 
 
-def test_recording_an_allocator_in_python(context: software.Context, td: parent_domain.ThreadDomain | None) -> None:
+def test_recording_an_allocator_in_python(context: software.Context) -> None:
     inner = Recording()
     allocator = RecordingAllocator(inner)
     assert allocator.inner is inner
@@ -279,7 +230,7 @@ def test_recording_an_allocator_in_python(context: software.Context, td: parent_
         _ = allocator.c_functions
     with pytest.raises(TypeError, match="is an allocator in Python"):
         ArenaAllocator(allocator)
-    domain = domain_of(context, RecordingAllocator(allocator), td)
+    domain = domain_of(context, RecordingAllocator(allocator))
     end = make_end(domain)
     assert inner.asked == [CQ, RECORD, QP, RECORD]
     assert pieces(allocator) == {"completion queue": 1, "doorbell record": 2, "queue pair": 1}
@@ -333,31 +284,22 @@ def test_what_an_allocator_in_python_answers() -> None:
     assert inner.freed == [4096]
 
 
-@pytest.mark.parametrize(
-    ("resource_type", "text"),
-    [
-        (1 << 32 | 1, "mlx5 queue pair"),
-        (1 << 32 | 2, "mlx5 receive work queue"),
-        (1 << 32 | 3, "mlx5 doorbell record"),
-        (1 << 32 | 4, "mlx5 shared receive queue"),
-        (1 << 32 | 5, "mlx5 completion queue"),
-        (1 << 32 | 6, "mlx5 resource 6"),
-        (21 << 32 | 1, "ionic completion queue"),
-        (21 << 32 | 2, "ionic send queue"),
-        (21 << 32 | 3, "ionic receive queue"),
-        (14 << 32 | 1, "rxe resource 1"),
-        (20 << 32 | 9, "mana resource 9"),
-        (22 << 32 | 1, "driver 22 resource 1"),
-        (3, "unknown resource 3"),
-        (0, "aioverbs buffer"),
-    ],
-)
-def test_resource_types(resource_type: int, text: str) -> None:
-    kind = ResourceKind.decode(resource_type)
-    assert str(kind) == text
-    assert kind.resource_type == resource_type
-    with pytest.raises(AttributeError):
-        kind.kind = "another"  # type: ignore[misc]
+def test_resource_types() -> None:
+    texts = {
+        1 << 32 | 2: "mlx5 receive work queue",
+        1 << 32 | 6: "mlx5 resource 6",
+        21 << 32 | 1: "ionic completion queue",
+        14 << 32 | 1: "rxe resource 1",
+        22 << 32 | 1: "driver 22 resource 1",
+        3: "unknown resource 3",
+        0: "aioverbs buffer",
+    }
+    for resource_type, text in texts.items():
+        kind = ResourceKind.decode(resource_type)
+        assert str(kind) == text
+        assert kind.resource_type == resource_type
+        with pytest.raises(AttributeError):
+            kind.kind = "another"  # type: ignore[misc]
 
 
 def test_usage_does_not_change() -> None:

@@ -104,7 +104,3 @@ def make_all(context: software.Context, family: Family | None = None) -> Family:
     for name in MEMBERS:
         make(name, family)
     return family
-
-
-# Every parent with each child that it can have.
-KINSHIPS = [(parent, child) for child, member in MEMBERS.items() for parent in dict.fromkeys(member.parents)]

@@ -22,11 +22,11 @@ def test_a_region_of_a_process_that_may_lock_no_memory() -> None:
         context.destroy()
 
 
-@pytest.mark.parametrize("verb", ["ibv_reg_mr", "ibv_create_cq", "ibv_create_qp", "ibv_create_srq", "ibv_resize_cq"])
-def test_verbs_that_lock_memory_name_its_limit(verb: str) -> None:
-    text = str(VerbsError(verb, errno.EPERM))
-    assert "`ulimit -l`" in text
-    assert "privilege" not in text
+def test_verbs_that_lock_memory_name_its_limit() -> None:
+    for verb in ("ibv_reg_mr", "ibv_create_cq", "ibv_create_qp", "ibv_create_srq", "ibv_resize_cq"):
+        text = str(VerbsError(verb, errno.EPERM))
+        assert "`ulimit -l`" in text
+        assert "privilege" not in text
 
 
 def test_other_verbs_that_are_not_permitted_need_a_privilege() -> None:

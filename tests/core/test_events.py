@@ -11,7 +11,6 @@ from aioverbs._core.software import software
 from tests.core.contexts import opened
 from tests.core.pairs import PATIENCE_S, End, connect, make_domain, make_end, make_pair, succeed, wait_for
 from tests.raw_verbs import poll, post_recv, post_send
-from tests.waiting import wait_until
 
 WRITE, SEND = SendOpcode.RDMA_WRITE, SendOpcode.SEND
 SIGNALED = SendFlags.SIGNALED
@@ -24,10 +23,10 @@ def channel(context: software.Context) -> handles.CompletionChannel:
 
 @pytest.fixture(params=["basic", "extended"])
 def pair(
-    request: pytest.FixtureRequest, context: software.Context, kind: str, channel: handles.CompletionChannel
+    request: pytest.FixtureRequest, context: software.Context, channel: handles.CompletionChannel
 ) -> tuple[End, End]:
     """Two connected ends, both with their queue on the channel."""
-    domain, extended = make_domain(context, kind), request.param == "extended"
+    domain, extended = make_domain(context, "plain"), request.param == "extended"
     near, far = (make_end(domain, channel=channel, extended=extended) for _ in range(2))
     connect(near.qp, far.qp)
     return near, far
@@ -51,6 +50,7 @@ def settle(end: End, count: int = 1) -> None:
     end.qp.query()  # waits for whoever executes
 
 
+@pytest.mark.every_way
 def test_an_event_for_the_next_completion(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     near, _ = pair
     assert near.cq.channel is channel
@@ -63,20 +63,6 @@ def test_an_event_for_the_next_completion(channel: handles.CompletionChannel, pa
     settle(near, 2)
     assert channel.get_event() is None  # one, however many completions
     assert not readable(channel)
-
-
-def test_no_event_without_request_nor_for_what_is_there(
-    channel: handles.CompletionChannel, pair: tuple[End, End]
-) -> None:
-    near, _ = pair
-    post_send(near.qp, WRITE, flags=SIGNALED)
-    wait_until(lambda: near.qp.query().sq_psn == 1)
-    near.cq.request_notify()
-    assert channel.get_event() is None
-    settle(near)
-    post_send(near.qp, WRITE, flags=SIGNALED)
-    assert next_event(channel) is near.cq
-    near.cq.ack_events()
 
 
 def test_solicited_only(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
@@ -94,16 +80,6 @@ def test_solicited_only(channel: handles.CompletionChannel, pair: tuple[End, End
     post_send(near.qp, SEND, [near.sge(0, 1)])
     assert next_event(channel) is far.cq
     far.cq.ack_events(2)
-
-
-def test_a_wish_for_any_outdoes_one_for_solicited(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
-    near, far = pair
-    post_recv(far.qp)
-    far.cq.request_notify()
-    far.cq.request_notify(solicited_only=True)
-    post_send(near.qp, SEND)
-    assert next_event(channel) is far.cq
-    far.cq.ack_events()
 
 
 def test_a_channel_of_many_queues(context: software.Context, channel: handles.CompletionChannel) -> None:
@@ -147,24 +123,6 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
     near.cq.destroy()
 
 
-def test_events_that_nobody_took_go_with_the_queue(
-    context: software.Context, channel: handles.CompletionChannel
-) -> None:
-    domain = make_domain(context, "plain")
-    near, far = make_end(domain, channel=channel), make_end(domain)
-    connect(near.qp, far.qp)
-    near.cq.request_notify()
-    post_send(near.qp, WRITE, flags=SIGNALED)
-    assert readable(channel, PATIENCE_S)
-    with pytest.raises(BusyResourceError):
-        channel.destroy()
-    near.qp.destroy()
-    near.cq.destroy()
-    assert not readable(channel)
-    assert channel.get_event() is None
-    channel.destroy()
-
-
 def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
     """Destroying waits for what is executed elsewhere, and is overtaken.
 
@@ -174,7 +132,7 @@ def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
         busy, target = make_pair(context, size=32 << 20)
         channel = handles.CompletionChannel(context)
         domain = make_domain(context, "plain")
-        for _ in range(20):
+        for _ in range(4):
             near = make_end(domain, channel=channel)
             near.cq.request_notify()
             far = make_end(domain)

@@ -1,17 +1,12 @@
 """What the software device tells of itself, its port and its queue pairs."""
 
 from ipaddress import IPv4Address, IPv6Address
-from typing import Any
 
-import pytest
-
-from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, VerbsError
+from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState
 from aioverbs._core.handles import handles
 from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
-from tests.core.children import in_child
-from tests.core.contexts import opened
-from tests.core.pairs import make_pair, to_init, to_rtr, to_rts
+from tests.core.pairs import make_pair, to_init
 
 
 def test_device(context: software.Context) -> None:
@@ -43,16 +38,6 @@ def test_tables(context: software.Context) -> None:
     assert mapped.is_loopback
     assert mapped != IPv4Address("127.0.0.1")
     assert context.query_pkey() == 0xFFFF
-
-
-def test_a_process_has_gids_of_its_own(context: software.Context) -> None:
-    def gids() -> list[bytes]:
-        with opened("inline") as other:
-            return [other.query_gid(1, index) for index in range(2)]
-
-    ours = gids()
-    assert ours == gids() == [context.query_gid(1, index) for index in range(2)]
-    assert not {*ours} & {*in_child(gids)}
 
 
 def test_what_a_context_is(context: software.Context) -> None:
@@ -106,52 +91,3 @@ def test_a_queue_pair_tells_what_it_was_told(context: software.Context) -> None:
     assert (told.dest_qp_num, told.rq_psn, told.sq_psn) == (qp.qp_num, 0xFFFFFF, 0x123456)
     assert (told.max_rd_atomic, told.max_dest_rd_atomic, told.min_rnr_timer) == (16, 7, 31)
     assert (told.timeout, told.retry_cnt, told.rnr_retry) == (31, 7, 6)
-
-
-def test_a_missing_attribute_changes_nothing(context: software.Context) -> None:
-    pd = handles.ProtectionDomain(context)
-    cq = handles.CompletionQueue(context, 1)
-    qp = handles.QueuePair(pd, cq, cq)
-    before = qp.query()
-    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
-        qp.modify(QpState.INIT, pkey_index=0, port_num=1)
-    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
-        to_rtr(qp, qp.qp_num)
-    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
-        to_rts(qp)
-    assert qp.query() == before
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"dest_qp_num": 1 << 24},
-        {"rq_psn": 1 << 24},
-        {"max_dest_rd_atomic": 17},
-        {"min_rnr_timer": 32},
-        {"path_mtu": 0},
-        {"path_mtu": 6},
-        {"av": AddressVector()},
-        {"av": AddressVector(bytes(16), sgid_index=2)},
-        {"av": AddressVector(bytes(16), port_num=2)},
-        {"timeout": 1},
-    ],
-    ids=str,
-)
-def test_a_wrong_value_changes_nothing(inline: software.Context, wrong: dict[str, Any]) -> None:
-    pd = handles.ProtectionDomain(inline)
-    cq = handles.CompletionQueue(inline, 1)
-    qp = handles.QueuePair(pd, cq, cq)
-    to_init(qp)
-    right: dict[str, Any] = {
-        "path_mtu": Mtu.MTU_256,
-        "dest_qp_num": 17,
-        "rq_psn": 0,
-        "max_dest_rd_atomic": 1,
-        "min_rnr_timer": 1,
-        "av": AddressVector(bytes(16)),
-    }
-    with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL"):
-        qp.modify(QpState.RTR, **{**right, **wrong})
-    assert qp.query().qp_state is QpState.INIT
-    qp.modify(QpState.RTR, **right)

@@ -45,13 +45,11 @@ def test_all_is_said() -> None:
         ("DIRECTORY", "/" + 37 * "ö", "AIOVERBS_SOFT_DIRECTORY: a path has 74 bytes at most, .* not 75"),
         ("USERS", "root", "AIOVERBS_SOFT_USERS: 'root' is not the number of a user, from 0 to 4294967294"),
         ("USERS", "1,", "AIOVERBS_SOFT_USERS: '' is not the number of a user"),
-        ("USERS", "-1", "AIOVERBS_SOFT_USERS: '-1' is not the number of a user"),
         ("USERS", "4294967295", "AIOVERBS_SOFT_USERS: '4294967295' is not the number of a user"),
         ("USERS", 65 * "1," + "1", "AIOVERBS_SOFT_USERS: 64 users at most, not 66"),
         ("USERS", "1", "AIOVERBS_SOFT_USERS: .* name one that all of them can write in AIOVERBS_SOFT_DIRECTORY"),
         ("DIRECT", "no", "AIOVERBS_SOFT_DIRECT: write 1 for yes or 0 for no, not 'no'"),
-        ("SPIN", "1e3", "AIOVERBS_SOFT_SPIN: '1e3' is not a number of microseconds, from 0 to 1000000"),
-        ("SPIN", "1000001", "AIOVERBS_SOFT_SPIN: '1000001' is not a number"),
+        ("SPIN", "1000001", "AIOVERBS_SOFT_SPIN: '1000001' is not a number of microseconds, from 0 to 1000000"),
     ],
 )
 def test_what_is_wrong(name: str, text: str, said: str) -> None:
@@ -65,11 +63,12 @@ def test_a_runtime_directory_of_no_use() -> None:
             SoftSettings.read({"XDG_RUNTIME_DIR": path}, 7)
 
 
-@pytest.mark.parametrize("wrong", [{"directory": 108 * b"/"}, {"users": (1,) * 65}, {"secret": 257 * b"s"}])
-def test_what_the_device_has_no_room_for(wrong: dict[str, Any]) -> None:
-    settings = replace(SoftSettings(b"/tmp/peers"), **wrong)
-    with pytest.raises(ValueError, match="longer than the software device takes"):
-        software.Context.open(settings=settings)
+def test_what_the_device_has_no_room_for() -> None:
+    wrongs: list[dict[str, Any]] = [{"directory": 108 * b"/"}, {"users": (1,) * 65}, {"secret": 257 * b"s"}]
+    for wrong in wrongs:
+        settings = replace(SoftSettings(b"/tmp/peers"), **wrong)
+        with pytest.raises(ValueError, match="longer than the software device takes"):
+            software.Context.open(settings=settings)
 
 
 @given(secret=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=20, max_size=300))

@@ -20,7 +20,7 @@ from tests.core.making import RECEIVERS, SENDERS
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE
 from tests.core.rules import Rules
 
-ENOUGH = 150  # examples, to reach all that the test asks for at its end
+ENOUGH = 75  # examples, to reach all that the test asks for at its end
 
 done: Counter[tuple[QpType, int, WcStatus]] = Counter()
 told: Counter[EventType] = Counter()

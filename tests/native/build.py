@@ -14,7 +14,7 @@ CORE = HERE.parent.parent / "aioverbs" / "_core"
 
 COMMON = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", f"-I{CORE}", f"-I{HERE}"]
 KINDS = {
-    "plain": ["-O1"],
+    "plain": ["-O0"],  # runs as quickly, and is built in half the time
     "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "tsan": ["-O1", "-fsanitize=thread"],
     "coverage": ["-O0", "--coverage", "-fprofile-update=atomic"],

@@ -9,6 +9,8 @@
 #include "soft/api/device.h"
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
 #include "soft/objects/qp.h"
 #include "soft/objects/worker_thread.h"
 
@@ -27,9 +29,37 @@ void sleep_us(unsigned int microseconds)
     nanosleep(&time, NULL);
 }
 
-void settle(void)
+/* Whether a context's thread has nothing to do before that moment, and sleeps. */
+static bool is_quiet(struct soft_context *context, uint64_t until)
 {
-    sleep_us(10000 + (unsigned int)(variant->options.delay_ns / 1000));
+    struct soft_engine *engine = &context->engine;
+    bool quiet;
+
+    soft_mutex_take(&engine->lock);
+    quiet = !engine->started || engine->stop ||
+            (atomic_load(&engine->sleeper.asleep) && !atomic_load(&engine->submitted) && !engine->first &&
+             (!engine->timer_count || engine->timers[0]->due > until));
+    soft_mutex_give(&engine->lock);
+    return quiet;
+}
+
+void settle(struct ibv_context *of)
+{
+    struct soft_device *device = to_soft_context(of)->device;
+    uint64_t until = now_ns() + 10000000 + variant->options.delay_ns;
+    unsigned int passes = 0;
+
+    while (passes < 2 && now_ns() < until) { /* one thread may have given another one something to do */
+        struct soft_context *context;
+        bool quiet = true;
+
+        soft_mutex_take(&device->lock);
+        for (context = device->first; context; context = context->next)
+            quiet = is_quiet(context, until) && quiet;
+        soft_mutex_give(&device->lock);
+        passes = quiet ? passes + 1 : 0;
+        sched_yield();
+    }
 }
 
 static uint64_t deadline(void)
@@ -87,7 +117,7 @@ void expect_nothing_at(struct ibv_cq *cq, struct check_place place)
 {
     struct ibv_wc wc;
 
-    settle();
+    settle(cq->context);
     check_equal(verbs_poll_cq(cq, 1, &wc), 0, place, "poll_cq", "nothing");
 }
 

@@ -9,8 +9,9 @@
 uint64_t now_ns(void); /* CLOCK_MONOTONIC */
 void sleep_us(unsigned int microseconds);
 
-/* Some milliseconds and the engine's delay: who does something without being asked has done it by then. */
-void settle(void);
+/* Until no context of the device of this one has anything to do for some milliseconds: what its thread does without being
+ * asked is done. Those milliseconds at most: where requests are tried again all the time, that is often. */
+void settle(struct ibv_context *context);
 
 /* The next completion; false where none comes. */
 bool wait_completion(struct ibv_cq *cq, struct ibv_wc *wc);

@@ -79,7 +79,7 @@ static void not_ready(void)
         b = span(&bridge.pair.b, 64, 8);
         CHECK_EQ(post_send(&bridge.pair.a, 1, 8), 0);
         CHECK_EQ(post_send(&bridge.pair.b, 2, 8), 0);
-        settle();
+        settle(bridge.pair.a.qp->context);
         CHECK_EQ(post_receive_list(&bridge.pair.a, 3, &a, 1), 0);
         CHECK_EQ(post_receive_list(&bridge.pair.b, 4, &b, 1), 0);
         EXPECT(bridge.pair.a.send_cq, 1, IBV_WC_SUCCESS);
@@ -110,7 +110,7 @@ static void broken(void)
             to = way ? &bridge.pair.a : &bridge.pair.b;
             CHECK_EQ(post_receive(to, 5, 8), 0);
             CHECK_EQ(post_send(to, 6, 8), 0);
-            settle();
+            settle(bridge.pair.a.qp->context);
             sge = span(from, 0, 8);
             wr = request_to(IBV_WR_RDMA_WRITE, 1, &sge, 1, to, 0);
             wr.wr.rdma.rkey ^= 1;

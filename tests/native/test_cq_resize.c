@@ -285,7 +285,7 @@ static void memory_of_an_allocator(void)
 /* ---- While others complete and poll ------------------------------------------------------------------------- */
 
 #define PUSHERS 2
-#define MESSAGES SCALED(4000u)
+#define MESSAGES 2000u
 #define ROOM 16u /* of each queue pair; no size is below what all of them fill */
 
 struct bustle {
@@ -372,10 +372,10 @@ static void be_busy(void *argument)
     else if (busy->role == POLLER)
         poll(bustle, end);
     else
-        while (!atomic_load(&bustle->done) && goes_on(bustle, end)) {
+        do {
             resize(bustle, &seed);
             sleep_us(next_random(&seed, 50));
-        }
+        } while (!atomic_load(&bustle->done) && goes_on(bustle, end));
 }
 
 static void among_others(void)

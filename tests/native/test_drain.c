@@ -30,7 +30,7 @@ static void pair_of(struct pair *pair, enum ibv_qp_type type)
 /* An SQ_DRAINED that must not be raised would be by then. */
 static void expect_silence(struct ibv_context *context)
 {
-    settle();
+    settle(context);
     EXPECT_NO_ASYNC(context);
 }
 

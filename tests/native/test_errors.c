@@ -156,7 +156,7 @@ static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big
     } else if (faults[fault].breaks_peer) { /* else nobody would end its wait */
         CHECK_EQ(post_send(&pair.b, 10, 8), 0);
         CHECK_EQ(post_write(&pair.b, &pair.a, 11, 8), 0);
-        settle();
+        settle(home->context);
     }
     good = span(&pair.a, 0, 1);
     wrs[0] = spoiled(fault, &pair, list, big);

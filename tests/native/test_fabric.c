@@ -418,7 +418,7 @@ static void answers_to_messages_wait(void)
 
     open_both();
     sender_open(&sender, a, &b->device.gids[0], 5);
-    for (i = 1; i <= 8 || (i <= 200 && now_ns() < enough); i++) {
+    for (i = 1; i <= 8 || (i <= SCALED(400) && now_ns() < enough); i++) {
         enum ibv_wr_opcode opcode = i % 4 ? IBV_WR_SEND : IBV_WR_RDMA_WRITE;
         uint64_t end = now_ns() + WAIT_S * 1000000000ull;
 
@@ -449,7 +449,7 @@ static void who_goes_to_sleep_says_so(void)
 
     open_both();
     sender_open(&sender, a, &b->device.gids[0], 5);
-    for (i = 1; i <= 200; i++) {
+    for (i = 1; i <= SCALED(400); i++) {
         for (n = 0; n < 40; n++)
             soft_fabric_progress(&a->device, false);
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);

@@ -418,7 +418,7 @@ static void lost(void)
     }
     CHECK_EQ(soft_alloc_shpd(world.home.base, 1, &i), EIO);
     CHECK_EQ(soft_break_qp(world.qp), 0); /* what was posted is not flushed, either */
-    settle();
+    settle(world.home.context);
     CHECK_EQ(verbs_poll_cq(world.cq, 1, &wc), 0);
     EXPECT_ASYNC(world.home.context, IBV_EVENT_QP_FATAL, world.qp);
     world_close(&world);

@@ -1,5 +1,6 @@
 /* Queue pairs as they leave RTS: held, flushed, reset, destroyed. */
 #include "support.h"
+#include "support_threads.h"
 
 /* In ERR everything that is posted is flushed, in order, at once. */
 static void posting_in_error(void)
@@ -202,7 +203,7 @@ static void reset_and_connect_again(void)
             CHECK_EQ(post_write(&pair.a, peer, 2, 8), 0);
         }
         CHECK_EQ(post_receive(&pair.a, 1, 8), ENOMEM);
-        settle();
+        settle(pair.a.qp->context);
         CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_RESET), 0);
         CHECK_EQ(qp_state(pair.a.qp), IBV_QPS_RESET);
         EXPECT_NOTHING(pair.a.send_cq);
@@ -243,7 +244,7 @@ static void reset_right_after_error(void)
     int i;
 
     PAIR_OPEN(&pair, .unconnected = true);
-    for (i = 0; i < (UNDER_TSAN ? 300 : 3000); i++) {
+    for (i = 0; i < (int)SCALED(1000); i++) {
         REQUIRE_EQ(qp_to_init(pair.a.qp, &default_link), 0);
         REQUIRE_EQ(post_receive(&pair.a, 1, 8), 0);
         REQUIRE_EQ(verbs_poll_cq(pair.a.recv_cq, 1, &wc), 0);
@@ -289,7 +290,7 @@ static void destroyed_while_retrying(void)
     int i;
 
     home_open(&home);
-    for (i = 0; i < (UNDER_TSAN ? 200 : 1500); i++) {
+    for (i = 0; i < (int)SCALED(600); i++) {
         PAIR_OPEN(&pair, .homes = {&home, &home}, .memory = 64);
         CHECK_EQ(post_send(&pair.a, 1, 8), 0);
         CHECK_EQ(post_send(&pair.b, 1, 8), 0);

@@ -240,7 +240,7 @@ static void solicited_ones(void)
     arm(&watched, true);
     for (i = 0; i < 5; i++)
         deliver(&watched, false);
-    settle();
+    settle(watched.cq->context);
     check_no_event(&watched);
     end = after_us(LONG_US);
     deliver(&watched, true);
@@ -255,7 +255,7 @@ static void solicited_ones(void)
     CHECK_EQ(moderate(watched.cq, 2, 1000), 0); /* nor does the period begin before the first of them */
     arm(&watched, true);
     deliver(&watched, false);
-    settle();
+    settle(watched.cq->context);
     check_no_event(&watched);
     deliver(&watched, true);
     expect_event(&watched);

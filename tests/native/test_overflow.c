@@ -90,7 +90,7 @@ static void raised_once(void)
     CHECK_EQ(post_nothing(qp, 9), 0);
     CHECK(wait_state(qp, IBV_QPS_ERR));
     CHECK_EQ(soft_break_cq(cq), 0);
-    settle();
+    settle(home.context);
     CHECK_EQ(drain_events(&home), 0);
     CHECK_EQ(verbs_poll_cq(cq, 1, &wc), -EIO);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);

@@ -20,7 +20,7 @@ static void open_pair(struct pair *pair, enum ibv_qp_type type)
 
 static void expect_silence(struct ibv_context *context)
 {
-    settle();
+    settle(context);
     EXPECT_NO_ASYNC(context);
 }
 
@@ -429,7 +429,7 @@ static void destruction_waits(void)
     REQUIRE(event.element.qp == pair.b.qp);
     pair.b.qp = NULL;
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy, &destroyer), 0);
-    settle();
+    sleep_us(10000);
     CHECK(!atomic_load(&destroyer.done));
     soft_verbs.ack_async_event(&event);
     CHECK_EQ(pthread_join(thread, NULL), 0);

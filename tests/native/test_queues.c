@@ -40,7 +40,7 @@ static void signalled_places(void)
     depth = granted_sends(&pair);
     for (round = 0; round < 3; round++) {
         CHECK_EQ(fill_send_queue(&pair, true), depth);
-        settle();
+        settle(pair.own.context);
         CHECK_EQ(fill_send_queue(&pair, true), 0);
         for (i = 1; i <= depth; i++) {
             EXPECT(pair.a.send_cq, i, IBV_WC_SUCCESS);
@@ -349,7 +349,7 @@ static void halted(void)
     soft_halt(pair.own.context);
     soft_halt(pair.own.context);
     CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
-    settle();
+    settle(pair.own.context);
     CHECK_EQ(verbs_poll_cq(pair.a.send_cq, 1, &wc), variant->options.mode == SOFT_INLINE ? 1 : 0);
     pair_close(&pair);
 }

@@ -247,7 +247,7 @@ static void destruction_waits_for_events(void)
     CHECK_EQ(soft_break_srq(lines.srq), 0); /* a second one, that nobody takes */
     CHECK(is_readable(lines.home.context->async_fd));
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy_it, &lines), 0);
-    settle();
+    sleep_us(10000);
     soft_count(lines.home.context, &counts);
     CHECK_EQ(counts.srqs, 1); /* still there */
     soft_verbs.ack_async_event(&event);

@@ -346,7 +346,7 @@ static void check_posting(const struct stock *stock, int type, enum ibv_qp_state
         CHECK(bad_send == &send);
     if (state == IBV_QPS_SQE)
         EXPECT(stock->cq, 1, IBV_WC_WR_FLUSH_ERR);
-    settle();
+    settle(qp->context);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
 }
 

@@ -569,7 +569,7 @@ static void so_it_is_with_windows_that_count_themselves(void)
 
 /* ---- Races ------------------------------------------------------------------------------------------------- */
 
-enum { ROUNDS = UNDER_TSAN ? 60 : 150 };
+enum { ROUNDS = UNDER_TSAN ? 60 : 16 };
 
 struct race {
     struct home writer_home;

@@ -336,7 +336,7 @@ static void established(void)
         if (i == 0)
             EXPECT_ASYNC(net.home.context, IBV_EVENT_COMM_EST, net.to.qp);
     }
-    settle();
+    settle(net.home.context);
     EXPECT_NO_ASYNC(net.home.context);
     net_close(&net);
 }

@@ -162,6 +162,7 @@ def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
 # ---- What cannot be closed, where who closes it is cancelled
 
 
+@pytest.mark.every_way
 @pytest.mark.parametrize("whole", [False, True])
 async def test_what_cannot_be_drained_stays_open_where_that_was_cancelled(device: Device, whole: bool) -> None:
     """The failure is told in a note of the cancellation."""

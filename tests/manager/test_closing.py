@@ -37,6 +37,7 @@ async def begin_closing(pair: Ends) -> "asyncio.Task[None]":
     return closing
 
 
+@pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_who_closes_second_waits(device: Device) -> None:
     async with ends(device) as pair:
@@ -98,6 +99,7 @@ async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is
         await first
 
 
+@pytest.mark.every_way
 async def test_a_cancelled_opener_of_many_closes_what_it_opened(device: Device) -> None:
     """Each await of a block's beginning and end is cancelled in turn: nothing is left, wherever it was."""
     for turns in range(12):
@@ -147,6 +149,7 @@ async def test_a_parent_waits_for_a_child_that_is_being_opened(device: Device, m
     assert pd.closed
 
 
+@pytest.mark.every_way
 async def test_opening_that_is_cancelled_again_and_again_leaves_nothing(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +339,7 @@ async def test_memory_is_closed_after_the_queues_that_work_with_it(
     unhold(device, near)
 
 
+@pytest.mark.every_way
 async def test_an_orphan_with_work_under_way_is_reaped() -> None:
     device = await open_device("soft0").open()
 
@@ -381,6 +385,7 @@ async def test_what_cannot_be_flushed_is_closed_all_the_same(device: Device) -> 
         unhold(device, pair.near)
 
 
+@pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_writes_keep_their_memory_where_destroying_fails(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
@@ -395,6 +400,7 @@ async def test_writes_keep_their_memory_where_destroying_fails(device: Device, m
         unhold(device, pair.near)
 
 
+@pytest.mark.every_way
 async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.completion_queue._STOP_S", 0.05)
     pd = await device.protection_domain().open()
@@ -410,6 +416,7 @@ async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypat
     await pd.aclose()
 
 
+@pytest.mark.every_way
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: Device, times: int) -> None:
     async with device.protection_domain() as pd:

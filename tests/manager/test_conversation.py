@@ -89,53 +89,53 @@ async def talk(conversation: Conversation, kind: CmEventType, *, timeout_s: floa
     return heard
 
 
-@pytest.mark.parametrize(
-    ("told", "expected", "message"),
-    [
-        (event(CmEventType.REJECTED, 8), ConnectionRejectedError, "nobody listens at that port"),
-        (event(CmEventType.REJECTED, 28), ConnectionRejectedError, "the program there refused it"),
-        (event(CmEventType.REJECTED, 77), ConnectionRejectedError, "reason 77"),
-        (event(CmEventType.ADDR_ERROR, -errno.ENODEV), UnreachableError, "no RDMA device leads to that address"),
-        (event(CmEventType.ADDR_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
-        (event(CmEventType.ROUTE_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
-        (event(CmEventType.UNREACHABLE, -errno.ETIMEDOUT), UnreachableError, "connection manager did not answer"),
-        (event(CmEventType.CONNECT_ERROR), UnreachableError, "EIO"),
-        (event(CmEventType.DISCONNECTED), BrokenResourceError, "the peer disconnected"),
-        (event(CmEventType.DEVICE_REMOVAL), DeviceRemovedError, "the device was removed"),
-        (event(CmEventType.MULTICAST_JOIN), BrokenResourceError, "event 12"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_an_event_raises(told: core.Event, expected: type[Exception], message: str) -> None:
-    error = error_of("rdma_connect", told)
-    assert type(error) is expected
-    assert message in str(error)
+RAISES: list[tuple[core.Event, type[Exception], str]] = [
+    (event(CmEventType.REJECTED, 8), ConnectionRejectedError, "nobody listens at that port"),
+    (event(CmEventType.REJECTED, 28), ConnectionRejectedError, "the program there refused it"),
+    (event(CmEventType.REJECTED, 77), ConnectionRejectedError, "reason 77"),
+    (event(CmEventType.ADDR_ERROR, -errno.ENODEV), UnreachableError, "no RDMA device leads to that address"),
+    (event(CmEventType.ADDR_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
+    (event(CmEventType.ROUTE_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
+    (event(CmEventType.UNREACHABLE, -errno.ETIMEDOUT), UnreachableError, "connection manager did not answer"),
+    (event(CmEventType.CONNECT_ERROR), UnreachableError, "EIO"),
+    (event(CmEventType.DISCONNECTED), BrokenResourceError, "the peer disconnected"),
+    (event(CmEventType.DEVICE_REMOVAL), DeviceRemovedError, "the device was removed"),
+    (event(CmEventType.MULTICAST_JOIN), BrokenResourceError, "event 12"),
+]
+
+
+def test_what_an_event_raises() -> None:
+    for told, expected, message in RAISES:
+        error = error_of("rdma_connect", told)
+        assert type(error) is expected
+        assert message in str(error)
 
 
 LIMITS = Limits(mtu=Mtu.MTU_1024, max_rd_atomic=16, max_dest_rd_atomic=8)
 
 
-@pytest.mark.parametrize(
-    ("told", "given", "settled"),
-    [
-        (Changes(retry_cnt=7, rnr_retry=7), Changes(), Changes(retry_cnt=6, rnr_retry=6)),
-        (Changes(retry_cnt=2, rnr_retry=0), Changes(), Changes(retry_cnt=2, rnr_retry=0)),
-        (Changes(rnr_retry=7), Changes(rnr_retry=7), Changes(rnr_retry=7)),
-        (Changes(min_rnr_timer=0), Changes(), Changes(min_rnr_timer=18)),
-        (Changes(min_rnr_timer=0), Changes(min_rnr_timer=3), Changes(min_rnr_timer=3)),
-        (Changes(path_mtu=Mtu.MTU_4096), Changes(), Changes(path_mtu=Mtu.MTU_1024)),
-        (Changes(max_rd_atomic=128), Changes(), Changes(max_rd_atomic=16)),
-        (Changes(max_rd_atomic=1), Changes(max_rd_atomic=4), Changes(max_rd_atomic=1)),
-        (Changes(max_rd_atomic=8), Changes(max_rd_atomic=4), Changes(max_rd_atomic=4)),
-        (Changes(max_dest_rd_atomic=128), Changes(), Changes(max_dest_rd_atomic=8)),
-        (Changes(max_dest_rd_atomic=1), Changes(max_dest_rd_atomic=4), Changes(max_dest_rd_atomic=4)),
-        (Changes(sq_psn=9, timeout=17), Changes(timeout=12), Changes(sq_psn=9, timeout=12)),
-    ],
-)
-def test_what_the_managers_agreed_on(told: Changes, given: Changes, settled: Changes) -> None:
-    before = told.copy()
-    assert settle(told, given, LIMITS) == settled
-    assert told == before
+# What the managers told, what was given by hand, and what they settle on.
+SETTLED = [
+    (Changes(retry_cnt=7, rnr_retry=7), Changes(), Changes(retry_cnt=6, rnr_retry=6)),
+    (Changes(retry_cnt=2, rnr_retry=0), Changes(), Changes(retry_cnt=2, rnr_retry=0)),
+    (Changes(rnr_retry=7), Changes(rnr_retry=7), Changes(rnr_retry=7)),
+    (Changes(min_rnr_timer=0), Changes(), Changes(min_rnr_timer=18)),
+    (Changes(min_rnr_timer=0), Changes(min_rnr_timer=3), Changes(min_rnr_timer=3)),
+    (Changes(path_mtu=Mtu.MTU_4096), Changes(), Changes(path_mtu=Mtu.MTU_1024)),
+    (Changes(max_rd_atomic=128), Changes(), Changes(max_rd_atomic=16)),
+    (Changes(max_rd_atomic=1), Changes(max_rd_atomic=4), Changes(max_rd_atomic=1)),
+    (Changes(max_rd_atomic=8), Changes(max_rd_atomic=4), Changes(max_rd_atomic=4)),
+    (Changes(max_dest_rd_atomic=128), Changes(), Changes(max_dest_rd_atomic=8)),
+    (Changes(max_dest_rd_atomic=1), Changes(max_dest_rd_atomic=4), Changes(max_dest_rd_atomic=4)),
+    (Changes(sq_psn=9, timeout=17), Changes(timeout=12), Changes(sq_psn=9, timeout=12)),
+]
+
+
+def test_what_the_managers_agreed_on() -> None:
+    for told, given, settled in SETTLED:
+        before = told.copy()
+        assert settle(told, given, LIMITS) == settled
+        assert told == before
 
 
 async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:

@@ -158,8 +158,9 @@ async def test_memory_comes_from_the_allocator(device: Device) -> None:
 # ---- Resource domains
 
 
-@pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
-@pytest.mark.parametrize("shared", [False, True], ids=["of its own", "given"])
+@pytest.mark.parametrize(
+    ("model", "shared"), [(ThreadModel.SINGLE, False), (ThreadModel.UNSAFE, True), (ThreadModel.SAFE, False)]
+)
 async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadModel, shared: bool) -> None:
     async with device.protection_domain() as pd:
         async with device.resource_domain(

@@ -104,6 +104,7 @@ async def test_a_block_of_messages_is_begun_once(device: Device) -> None:
             await failed.__aenter__()
 
 
+@pytest.mark.every_way
 async def test_the_end_of_messages_of_a_loop_that_has_gone_waits_for_nobody(device: Device) -> None:
     """Its thread has ended and its loop stands still, so that the task that fills the queue never ends."""
     async with (
@@ -158,6 +159,7 @@ async def test_reconnecting_that_another_loop_asks_first(device: Device) -> None
         await connections.aclose()
 
 
+@pytest.mark.every_way
 async def test_reconnecting_closes_the_connection_of_a_loop_that_is_left_by_break(device: Device) -> None:
     async with device.resource_domain() as domain, serving(domain) as server:
         async for connection in reconnecting(HOST, server.port, domain=domain, settings=SMALL):  # noqa: B007

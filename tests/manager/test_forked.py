@@ -31,6 +31,7 @@ async def write_once(device: Device) -> bytes:
         return bytes(pair.target.buffer[:5])
 
 
+@pytest.mark.every_way
 async def test_what_was_opened_before_says_so(device: Device) -> None:
     async with (
         device.protection_domain() as pd,
@@ -140,6 +141,7 @@ async def test_what_is_forgotten_there_takes_nothing_else_away(device: Device) -
             await region.aclose()
 
 
+@pytest.mark.every_way
 async def test_no_call_is_carried_to_the_parent() -> None:
     owner = Affinity.of_running_loop()
 
@@ -151,6 +153,7 @@ async def test_no_call_is_carried_to_the_parent() -> None:
     assert in_child(lambda: (asyncio.run(call()), owner.inherited)) == (None, True)
 
 
+@pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_what_is_waited_for_there_says_so(device: Device) -> None:
     """Who waits is not left to wait for what only the parent hears of."""

@@ -1,4 +1,4 @@
-"""A thousand event loops, each with a domain of its own, in one process."""
+"""Hundreds of event loops, each with a domain of its own, in one process."""
 
 import asyncio
 import resource
@@ -10,7 +10,7 @@ from aioverbs import AffinityError, Device, ResourceDomain, open_device
 from aioverbs._core.handles import handles
 from tests.conftest import LOOP_FACTORIES
 
-LOOPS = 1000
+LOOPS = 250
 
 
 @pytest.fixture

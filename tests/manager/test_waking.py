@@ -37,6 +37,7 @@ from tests.waiting import until, wait_until
 TURN = 256  # completions are taken in one turn of the loop
 
 
+@pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(patience(10)):
@@ -74,6 +75,7 @@ async def test_more_than_a_turn(device: Device) -> None:
         assert pair.target.buffer[:many] == pair.source.buffer[:many]
 
 
+@pytest.mark.every_way
 async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
     """Queue pairs reserve their room: only who posts by handles of his own comes so far."""
     async with ends(device) as pair, asyncio.timeout(patience(10)):
@@ -125,6 +127,7 @@ async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
         unhold(device, pair.near)
 
 
+@pytest.mark.every_way
 async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = pd.completion_queue(64)
@@ -138,6 +141,7 @@ async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
         await cq.aclose()
 
 
+@pytest.mark.every_way
 async def test_what_was_posted_before_its_loop_was_gone_is_looked_for_but_not_waited_for(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region, asyncio.timeout(patience(10)):
         loop = asyncio.new_event_loop()
@@ -239,6 +243,7 @@ async def somebody_inside(domain: ResourceDomain, staying: Staying) -> AsyncIter
         await cq.aclose()
 
 
+@pytest.mark.every_way
 @needs(Capability.PARENT_DOMAINS)
 async def test_an_event_that_meets_another_thread_is_not_lost(device: Device) -> None:
     staying = Staying()

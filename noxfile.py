@@ -16,6 +16,7 @@ nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "types", "contracts", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"
+nox.options.error_on_missing_interpreters = False  # where CI is set, too
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -55,6 +56,7 @@ CHOSEN_TESTS += [
 CHOSEN_SEEDS = "10"  # of 60, of the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 # Tests sleep and wait for other processes a good part of their time. No more than a few at once: they have time limits.
@@ -135,6 +137,24 @@ def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
     install_project(session, *WHOLE_SUITE)
     session.run("pytest", *AT_ONCE, *session.posargs)
+
+
+# `tests` runs on nox's own Python, and `nox -s tests-3.13` on that one; `nox -t pythons` runs on each. One that is not
+# here is skipped, and named.
+for _version in PYTHONS:
+    nox.session(name=f"tests-{_version}", python=_version, tags=["pythons"], default=False, download_python="never")(
+        tests
+    )
+
+
+@nox.session
+def clang(session: nox.Session) -> None:
+    """Compile the C programs with clang, whose warnings are errors, and run them; `CC=clang nox -s tests` tests all."""
+    compiler = os.environ.get("CLANG", "clang")
+    if not shutil.which(compiler):
+        session.error(f"{compiler} is not here: on Debian and Ubuntu `apt-get install clang`; $CLANG names another")
+    session.install(*group("native"))
+    run_native(session, "plain", env={"CC": compiler})
 
 
 @nox.session

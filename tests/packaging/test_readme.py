@@ -79,5 +79,5 @@ def test_ci_runs_the_line_of_the_readme_and_known_sessions() -> None:
     assert os.access(script, os.X_OK)
     listed = re.search(r"^sessions=\((.*?)\)$", script.read_text(), re.MULTILINE)
     assert listed is not None
-    assert listed[1].split() == ["lint", "types", "contracts", "sanitize", "tsan", "build", "docs", "rdma"]
+    assert listed[1].split() == ["lint", "types", "contracts", "clang", "sanitize", "tsan", "build", "docs", "rdma"]
     assert set(listed[1].split()) <= set(sessions())

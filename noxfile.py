@@ -415,13 +415,6 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
-def storms(session: nox.Session) -> None:
-    """Run the long forms of tests that cancel, close and kill at random: those that are marked `slow`."""
-    install_project(session, *WHOLE_SUITE)
-    session.run("pytest", *AT_ONCE, "-m", "slow and not rdma", "-o", "timeout=1200", *session.posargs)
-
-
-@nox.session
 def build(session: nox.Session) -> None:
     """Build sdist and wheel, and try the wheel in an empty environment outside of the tree."""
     session.install(*group("build"))

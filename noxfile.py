@@ -176,6 +176,13 @@ def power_cuts(session: nox.Session) -> None:
 
 
 @nox.session
+def storms(session: nox.Session) -> None:
+    """Run the long forms of tests whose short ones `tests` has: storms, kills and pools, again and again."""
+    install_project(session, *WHOLE_SUITE)
+    session.run("pytest", *AT_ONCE, "-m", "slow and not rdma", "--ignore=tests/storage", *session.posargs)
+
+
+@nox.session
 def mutate(session: nox.Session) -> None:
     """Plant faults, one at a time, and see whether tests find them; `-- --count 20 --minutes 10 --only aioverbs/_pool`.
 
@@ -289,7 +296,7 @@ def tsan(session: nox.Session) -> None:
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
     chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or seed) or not test_frames"
     run(*fabric, "-k", chosen)
-    # Of processes, most of whose time goes to starting them: on one loop always. Pools have workers with both.
+    # Of processes, most of whose time goes to starting them: on one loop always. Most of their workers have the other.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
     processes += ["tests/pool/test_process_ends.py"]
     run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")

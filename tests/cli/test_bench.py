@@ -90,10 +90,8 @@ class TestWhatIsMeasured:
             return measuring.turn_s(*map(int, arguments))
 
         monkeypatch.setattr(bench_run, "turn_s", turn_s)
-        began = time.monotonic()
-        assert invoke("write", "--seconds", "3").exit_code == Status.OK
-        assert time.monotonic() - began > 1
-        assert asked == [(3.0, len(measuring.cells(("write",))), len(CONTENDERS))]
+        assert invoke("write", "--seconds", "1").exit_code == Status.OK
+        assert asked == [(1.0, len(measuring.cells(("write",))), len(CONTENDERS))]
 
 
 class TestPlots:
@@ -184,7 +182,7 @@ class TestFailures:
         self, calls: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls(lambda: asyncio.sleep(60))
-        monkeypatch.setattr(bench_run, "_STUCK_S", patience(4))
+        monkeypatch.setattr(bench_run, "_STUCK_S", patience(2))
         done = invoke("write", "--seconds", "1")
         assert done.exit_code == Status.NO
         assert "unix: it is stuck: a turn took more than " in done.stdout
@@ -207,7 +205,7 @@ class TestFailures:
         self, calls: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls(lambda: asyncio.sleep(60))
-        monkeypatch.setattr(bench_run, "_START_S", patience(3))
+        monkeypatch.setattr(bench_run, "_START_S", patience(2))
         monkeypatch.setattr(bench_run, "_LONGEST", 0)
         done = invoke("write", "--seconds", "1")
         assert (done.exit_code, done.stdout) == (Status.FAILED, "")

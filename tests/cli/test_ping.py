@@ -262,50 +262,49 @@ def test_rdma_cm_of_a_software_device() -> None:
 # ---- Command lines
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["host", "--count", "0"], "0 is not in the range"),
-        (["host", "--size", "7"], "7 is not in the range"),
-        (["host", "--interval", "-1"], "-1"),
-        (["host", "--interval", "inf"], "inf is no number of seconds"),
-        (["host", "--timeout", "nan"], "nan is no number of seconds"),
-        (["host", "--timeout", "0"], "0.0 is not in the range"),
-        (["host", "--verb", "shout"], "'shout' is not one of"),
-        (["host", "--message-model", "fast"], "'fast' is not one of"),
-        (["host", "another"], "unexpected extra argument"),
-        (["host:0"], "a port is from 1 to 65535"),
-        (["host:65536"], "a port is from 1 to 65535"),
-        (["host:"], "a port is from 1 to 65535"),
-        (["host:http"], "'http' is none"),
-        ([":7471"], "a peer is as HOST"),
-        (["[::1"], "a peer is as HOST"),
-        (["[::1]7471"], "a peer is as HOST"),
-        (["[]:1"], "a peer is as HOST"),
-        ([""], "a peer is as HOST"),
-        (["[::1]:"], "a port is from 1 to 65535"),
-        (["serve", "--port", "65536"], "65536 is not in the range"),
-    ],
-)
-def test_what_is_no_command_line(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(main.main, ["ping", *arguments])
-    assert done.exit_code == 2
-    assert said in done.stderr
+NO_COMMAND_LINES = [
+    (["host", "--count", "0"], "0 is not in the range"),
+    (["host", "--size", "7"], "7 is not in the range"),
+    (["host", "--interval", "-1"], "-1"),
+    (["host", "--interval", "inf"], "inf is no number of seconds"),
+    (["host", "--timeout", "nan"], "nan is no number of seconds"),
+    (["host", "--timeout", "0"], "0.0 is not in the range"),
+    (["host", "--verb", "shout"], "'shout' is not one of"),
+    (["host", "--message-model", "fast"], "'fast' is not one of"),
+    (["host", "another"], "unexpected extra argument"),
+    (["host:0"], "a port is from 1 to 65535"),
+    (["host:65536"], "a port is from 1 to 65535"),
+    (["host:"], "a port is from 1 to 65535"),
+    (["host:http"], "'http' is none"),
+    ([":7471"], "a peer is as HOST"),
+    (["[::1"], "a peer is as HOST"),
+    (["[::1]7471"], "a peer is as HOST"),
+    (["[]:1"], "a peer is as HOST"),
+    ([""], "a peer is as HOST"),
+    (["[::1]:"], "a port is from 1 to 65535"),
+    (["serve", "--port", "65536"], "65536 is not in the range"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ("host", ("host", 7471)),
-        ("host:1", ("host", 1)),
-        ("::1", ("::1", 7471)),
-        ("[::1]", ("::1", 7471)),
-        ("[::1]:99", ("::1", 99)),
-        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
-    ],
-)
-def test_addresses(text: str, where: tuple[str, int]) -> None:
-    assert ping._address(text) == where
+def test_what_is_no_command_line() -> None:
+    for arguments, said in NO_COMMAND_LINES:
+        done = CliRunner().invoke(main.main, ["ping", *arguments])
+        assert done.exit_code == 2, arguments
+        assert said in done.stderr
+
+
+ADDRESSES = [
+    ("host", ("host", 7471)),
+    ("host:1", ("host", 1)),
+    ("::1", ("::1", 7471)),
+    ("[::1]", ("::1", 7471)),
+    ("[::1]:99", ("::1", 99)),
+    ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+]
+
+
+def test_addresses() -> None:
+    assert [(text, ping._address(text)) for text, _ in ADDRESSES] == ADDRESSES
 
 
 def test_the_command_line_has_what_there_is() -> None:
@@ -326,29 +325,29 @@ def test_a_request_arrives(verb: Verb) -> None:
     assert PingRequest.parse(request.pack()) == request
 
 
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        (b"", "no JSON"),
-        (b"[" * 900, "no JSON"),
-        (b"\xff", "no JSON"),
-        (b"[]", "no object"),
-        (b" " * 1001, "1,001 bytes are no request"),
-        (b"{}", "no request of its version"),
-        (b'{"aioverbs-ping": 2, "verb": "send", "size": 64}', "no request of its version"),
-        (b'{"aioverbs-ping": 1, "verb": "send"}', "this one 'verb'"),
-        (b'{"aioverbs-ping": 1}', "this one nothing"),
-        (b'{"aioverbs-ping": 1, "verb": "send", "size": 64, "more": 1}', "'more'"),
-        (b'{"aioverbs-ping": 1, "verb": ["send"], "size": 64}', "not by"),
-        (b'{"aioverbs-ping": 1, "verb": "send", "size": true}', "True is none"),
-        (b'{"aioverbs-ping": 1, "verb": "send", "size": 64.0}', "64.0 is none"),
-        (b'{"aioverbs-ping": 1, "verb": "read", "size": 1000000000000}', "from 8 to 67,108,864 bytes"),
-        (b'{"aioverbs-ping": 1, "verb": "read", "size": -1}', "from 8 to"),
-    ],
-)
-def test_what_is_no_request(message: bytes, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        PingRequest.parse(message)
+NO_REQUESTS = [
+    (b"", "no JSON"),
+    (b"[" * 900, "no JSON"),
+    (b"\xff", "no JSON"),
+    (b"[]", "no object"),
+    (b" " * 1001, "1,001 bytes are no request"),
+    (b"{}", "no request of its version"),
+    (b'{"aioverbs-ping": 2, "verb": "send", "size": 64}', "no request of its version"),
+    (b'{"aioverbs-ping": 1, "verb": "send"}', "this one 'verb'"),
+    (b'{"aioverbs-ping": 1}', "this one nothing"),
+    (b'{"aioverbs-ping": 1, "verb": "send", "size": 64, "more": 1}', "'more'"),
+    (b'{"aioverbs-ping": 1, "verb": ["send"], "size": 64}', "not by"),
+    (b'{"aioverbs-ping": 1, "verb": "send", "size": true}', "True is none"),
+    (b'{"aioverbs-ping": 1, "verb": "send", "size": 64.0}', "64.0 is none"),
+    (b'{"aioverbs-ping": 1, "verb": "read", "size": 1000000000000}', "from 8 to 67,108,864 bytes"),
+    (b'{"aioverbs-ping": 1, "verb": "read", "size": -1}', "from 8 to"),
+]
+
+
+def test_what_is_no_request() -> None:
+    for message, said in NO_REQUESTS:
+        with pytest.raises(ValueError, match=said):
+            PingRequest.parse(message)
 
 
 JSON = st.recursive(

@@ -197,20 +197,19 @@ def test_details() -> None:
         assert said in text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.25, "0.2"),
-        (7, "7"),
-        (99.96, "100"),
-        (999.4, "999"),
-        (999.6, "1.00k"),
-        (12_345, "12.3k"),
-        (1e6, "1.00M"),
-        (123e9, "123G"),
-        (5e15, "5000T"),
-    ],
-)
-def test_numbers_as_people_read_them(value: float, text: str) -> None:
-    assert quantity(value) == text
+QUANTITIES = [
+    (0, "0"),
+    (0.25, "0.2"),
+    (7, "7"),
+    (99.96, "100"),
+    (999.4, "999"),
+    (999.6, "1.00k"),
+    (12_345, "12.3k"),
+    (1e6, "1.00M"),
+    (123e9, "123G"),
+    (5e15, "5000T"),
+]
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [(value, quantity(value)) for value, _ in QUANTITIES] == QUANTITIES

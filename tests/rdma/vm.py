@@ -25,6 +25,7 @@ from types import FrameType
 # This is run as a script, and its parts are found from the project's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.debian import PackageError
 from tests.rdma.vm_errors import Failure, VmError
 from tests.rdma.vm_image import SYSTEM_PATH, prepare_image
 from tests.rdma.vm_packages import ensure_packages
@@ -44,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     except VmError as error:
         print(f"vm: {error}", file=sys.stderr)
         return error.failure
+    except PackageError as error:
+        print(f"vm: {error}", file=sys.stderr)
+        return Failure.NOT_PREPARED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

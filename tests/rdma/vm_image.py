@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.debian import PackageError, apt_get
 from tests.rdma.vm_errors import Failure, VmError
-from tests.rdma.vm_packages import apt_get
 
 # depmod and modprobe stand where the path of a user who is not root does not lead.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -89,7 +89,7 @@ def _fetch_kernel(scratch: Path) -> None:
     meta = KERNEL_PACKAGES[distribution]
     try:
         apt_get("download", *_kernel_packages(meta), cwd=scratch)
-    except VmError:
+    except PackageError:
         apt_get("update")
         apt_get("download", *_kernel_packages(meta), cwd=scratch)
     for package in sorted(scratch.glob("*.deb")):

@@ -9,7 +9,6 @@ environment is made by `python -m venv --without-pip`, the examples of rdma-core
 
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from pathlib import Path
 # This is run as a script, and its parts are found from the project's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.rdma.vm_errors import Failure, VmError
-from tests.rdma.vm_packages import apt_get
+from tests.debian import Archive, PackageError
+from tests.rdma.vm_errors import Failure
 
-KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 PACKAGES = ("python3-pyverbs", "ibverbs-providers", "ibverbs-utils", "rdmacm-utils")
 
@@ -63,7 +61,7 @@ def unpack(name: str, cache: Path) -> Release:
     """Return a release that is kept in `cache`, fetching and unpacking it first where it is not there.
 
     Raises:
-        VmError: its packages could not be fetched or unpacked.
+        PackageError: its packages could not be fetched or unpacked.
     """
     root = cache / name
     if not root.is_dir():
@@ -71,9 +69,13 @@ def unpack(name: str, cache: Path) -> Release:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as scratch:
             made = Path(scratch, "root")
-            python = _fetch(name, Path(scratch))
-            for package in sorted(Path(scratch).glob("**/*.deb")):
-                _run("dpkg", "-x", str(package), str(made))
+            archive = Archive(Path(scratch), name)
+            python = _python_of(archive.dependencies(PACKAGES[0]))
+            archive.fetch(*PACKAGES, python)
+            # Without the C library's, which it depends on: what is built for the release is built with the headers of
+            # here.
+            archive.fetch_alone(f"lib{python}-dev")
+            archive.unpack(made)
             _write_programs(Release(made, python), root)
             _copy_providers(made / LIBRARIES / "libibverbs")
             made.rename(root)
@@ -85,46 +87,8 @@ def _python_of(text: str) -> str:
     """The Python that a file's or a package's name is about."""
     found = re.search(r"cpython-3(\d+)-|libpython3\.(\d+)", text)
     if found is None:
-        raise VmError(Failure.NOT_PREPARED, f"python3-pyverbs is built for no Python that is known: {text}")
+        raise PackageError(f"python3-pyverbs is built for no Python that is known: {text}")
     return f"python3.{found[1] or found[2]}"
-
-
-def _fetch(name: str, scratch: Path) -> str:
-    """Download what is needed; the name of the release's Python.
-
-    apt gets lists and a state of its own, in which nothing is installed.
-    """
-    for folder in ("lists/partial", "cache/archives/partial", "state", "headers"):
-        (scratch / folder).mkdir(parents=True)
-    (scratch / "state/status").touch()
-    signed = f"[signed-by={KEYS}] " if KEYS.exists() else ""
-    (scratch / "sources").write_text(f"deb {signed}{_repository()} {name} main\n")
-    (scratch / "apt.conf").write_text(
-        f'Dir::Etc::sourcelist "{scratch}/sources";\n'
-        'Dir::Etc::sourceparts "/dev/null";\n'
-        f'Dir::State "{scratch}/state";\n'
-        f'Dir::State::lists "{scratch}/lists";\n'
-        f'Dir::State::status "{scratch}/state/status";\n'
-        f'Dir::Cache "{scratch}/cache";\n'
-        'APT::Sandbox::User "root";\n'
-    )
-    config = f"--config-file={scratch}/apt.conf"
-    apt_get(config, "update")
-    python = _python_of(_run("apt-cache", config, "depends", PACKAGES[0]))
-    apt_get(config, "install", "-y", "--download-only", "--no-install-recommends", *PACKAGES, python)
-    # Without the C library's, which it depends on: what is built for the release is built with the headers of here.
-    apt_get(config, "download", f"lib{python}-dev", cwd=scratch / "headers")
-    return python
-
-
-def _repository() -> str:
-    """Where this system has its own packages from."""
-    form = "$(ORIGIN) $(COMPONENT) $(CODENAME) $(REPO_URI)"
-    for line in _run("apt-get", "indextargets", "Created-By: Packages", "--format", form).splitlines():
-        origin, component, codename, uri = line.split()
-        if (origin, component) == ("Debian", "main") and "-" not in codename:
-            return uri
-    raise VmError(Failure.NOT_PREPARED, "other releases of Debian are fetched from where this one is, and this is none")
 
 
 def _write_programs(release: Release, final: Path) -> None:
@@ -147,21 +111,12 @@ def _copy_providers(folder: Path) -> None:
             shutil.copy(library, provider)
 
 
-def _run(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        raise VmError(Failure.NOT_PREPARED, f"there is no {command[0]} here: this needs Debian")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode != 0:
-        raise VmError(Failure.NOT_PREPARED, f"{' '.join(command)} failed:\n{done.stderr}")
-    return done.stdout
-
-
 if __name__ == "__main__":
     try:
         release = unpack(sys.argv[1], Path(sys.argv[2]).resolve())
         for argument in sys.argv[3:]:
             release.add(Path(argument).resolve())
         print(release.programs)
-    except VmError as error:
+    except PackageError as error:
         print(f"vm: {error}", file=sys.stderr)
-        sys.exit(error.failure)
+        sys.exit(Failure.NOT_PREPARED)

@@ -295,6 +295,7 @@ static void descriptors_whose_close_waits(void)
     close(fd);
     close(other);
     node_close(nobody);
+    EVENTUALLY(open_descriptors() == before); /* the other thread is done */
     close_all();
 }
 

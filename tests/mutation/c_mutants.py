@@ -85,6 +85,29 @@ def _unlocked(function: Node, statement: Node) -> Iterator[Replacement]:
             return
 
 
+def _freed(node: Node) -> set[str]:
+    """Return what a statement that frees something names, and what the statements before it in its block made of that.
+
+    Where it frees a field, the other fields of the same object are something else.
+    """
+    call = _expression(node)
+    arguments = call.child_by_field_name("arguments") if call is not None else None
+    freed = {_text(each).lstrip("&") for each in arguments.named_children} if arguments is not None else set()
+    names = set(freed)
+    for before in node.parent.named_children if node.parent is not None else ():
+        if before == node:
+            break
+        inner = _expression(before)
+        if inner is not None and inner.type == "assignment_expression" and _names(inner, freed):
+            names.add(re.split(r"\W", _text(inner.child_by_field_name("left")).lstrip("*&("))[0])
+    return names
+
+
+def _names(node: Node, names: set[str]) -> bool:
+    """Return whether one of these expressions is in the text of a node."""
+    return any(re.search(rf"(?<![\w.>]){re.escape(each)}(?!\w)", _text(node)) for each in names if each)
+
+
 def _statement(function: Node, node: Node) -> Iterator[tuple[str, tuple[Replacement, ...]]]:
     name = _called(node)
     pair = tuple(_unlocked(function, node))
@@ -95,7 +118,8 @@ def _statement(function: Node, node: Node) -> Iterator[tuple[str, tuple[Replacem
         kind = next((kind for kind, names in kinds.items() if names.search(name)), "missing call")
         yield kind, (_replace(node, ";"),)
         before = node.prev_named_sibling
-        if kind == "missing free" and before is not None and before.type == "expression_statement":
+        related = before is not None and before.type == "expression_statement" and _names(before, _freed(node))
+        if kind == "missing free" and before is not None and related and "assert" not in _called(before):
             yield "freed too early", (_replace(before, _text(node)), _replace(node, _text(before)))
     inner = _expression(node)
     if (node.parent is not None and node.parent.type == "for_statement") or inner is None:

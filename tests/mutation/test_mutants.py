@@ -90,6 +90,27 @@ def test_faults_in_c() -> None:
     assert 2 not in c_functions(C)
 
 
+@pytest.mark.parametrize(
+    ("statements", "swapped"),
+    [
+        ("use(thing); unpin(thing);", True),
+        ("thing->next->used--; thing_put(thing->next);", True),
+        ("at.bytes = open_at(&pin); copy(&at); pin_close(&pin);", True),
+        ("error = errno; descriptors_release();", False),
+        ("assert_held(&thing->lock); close_all(thing);", False),
+        ("close(thing->one); close(thing->other);", False),
+        ("table_destroy(&thing->keys); mutex_destroy(&thing->lock);", False),
+        ("other->thing--; unpin(thing);", False),
+        ("something++; unpin(thing);", False),
+        ("count_down(&context->things); free_thing(thing);", False),
+        ("thing->at = place; count_down(&context->things); free_thing(thing);", False),
+    ],
+)
+def test_what_is_freed_too_early_is_used_before(statements: str, swapped: bool) -> None:
+    source = f"static void end(struct thing *thing)\n{{\n{statements}\n}}\n".encode()
+    assert ("freed too early" in {fault.operator for fault in c_faults(source)}) == swapped
+
+
 def test_faults_in_python() -> None:
     mutants = list(mutants_of("a.py", PYTHON, python_faults(PYTHON)))
     assert changes(PYTHON, mutants) == {

@@ -404,13 +404,18 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Make the documentation out of docstrings, README and examples, as HTML; what leads nowhere is an error."""
+    """Make the documentation out of its pages, docstrings and examples, as HTML; what leads nowhere is an error.
+
+    Versions lie side by side, in a folder of that name each; the sidebar of each page offers all of them.
+    """
     install_project(session, *group("docs"))
-    sources, html = folder(session, "sources"), folder(session, "html")
-    session.run("python", "aioverbs/_docs/pages.py", str(sources))
+    html = folder(session, "versions")
+    printed = session.run("python", "-P", "-c", "import aioverbs; print(aioverbs.__version__)", silent=True)
+    version = str(printed).strip()
     strict = ("--fail-on-warning", "--keep-going", "--nitpicky", "--fresh-env", "--quiet")
-    settings = ("--conf-dir", "aioverbs/_docs", "--doctree-dir", str(folder(session, "doctrees")))
-    session.run("sphinx-build", *strict, *settings, *session.posargs, str(sources), str(html))
+    doctrees = ("--doctree-dir", str(folder(session, "doctrees")))
+    session.run("sphinx-build", *strict, *doctrees, *session.posargs, "aioverbs/_docs", str(html / version))
+    session.run("python", "aioverbs/_docs/versions.py", str(html))
     session.log(f"{html}/index.html")
 
 

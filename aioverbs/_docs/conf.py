@@ -16,6 +16,7 @@ copyright = "the authors of aioverbs"  # noqa: A001
 version = release = aioverbs.__version__
 extensions = ["sphinx.ext.autodoc", "myst_parser", "sphinx_click", "sphinxcontrib.svgbob"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
+exclude_patterns = ["_templates", "_static"]
 nitpicky = True
 show_warning_types = True
 
@@ -30,6 +31,21 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"aioverbs {release}"
+html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
+html_css_files = ["wide.css"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "versions.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+html_context = {"docs_version": release}
 html_copy_source = False
 html_show_sphinx = False
 

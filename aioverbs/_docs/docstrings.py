@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 
 import surface
-from themes import FIXTURES
 
 __all__ = ["Reference", "references_from", "to_rst"]
 
@@ -19,7 +18,9 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(\))?")
 _OUTSIDE = ("anyio", "asyncio", "collections", "concurrent", "multiprocessing", "numpy", "pytest", "ssl")
 _PYVERBS = "pyverbs."  # which is not there where this is made
 
-_FIXED = {"USE_DEFAULT", "testing", *(f"testing.{name}" for name in FIXTURES)}
+_FIXTURES = ("aioverbs_device", "aioverbs_ledger")
+_FIXED = {"USE_DEFAULT": "USE_DEFAULT", "testing": "testing"}
+_FIXED |= {f"{module}{name}": f"testing.{name}" for name in _FIXTURES for module in ("", "testing.")}
 
 # What a name in backquotes becomes.
 Reference = Callable[[str], str]
@@ -89,7 +90,7 @@ def references_from(name: str) -> Reference:
 def _target(path: str) -> str | None:
     """The full name of what there is a page for."""
     if path in _FIXED:
-        return f"aioverbs.{path}"
+        return f"aioverbs.{_FIXED[path]}"
     first, _, rest = path.partition(".")
     named = {name.rpartition(".")[2]: value for value, name in surface.public().items()}
     named |= {name.removeprefix("aioverbs."): value for value, name in surface.public().items()}

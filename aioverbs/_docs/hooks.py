@@ -1,7 +1,9 @@
-"""What Sphinx asks while it makes pages: of docstrings, signatures, bases, and names that it does not find."""
+"""Handlers of Sphinx's events: pages, docstrings, signatures, bases, and names without a page."""
 
 import importlib
 import inspect
+import re
+from collections.abc import Iterator
 from typing import TypeVar, TypeVarTuple
 
 import surface
@@ -31,6 +33,29 @@ for _name in (
 # Which are imported for the checkers of types only; and variables of types in signatures that are text.
 _NOT_THERE = {"Buffer", "PD", "MR", "PyverbsContext", "FrameKind", "Ts", "_T"}
 _CHOSEN_LATER = (TypeVar, TypeVarTuple)
+_WITHOUT_NAMES = ("reference/command", "reference/limits", "reference/verbs")
+
+_CLASS = re.compile(r"^\.\. auto(?:class|exception):: (\S+)$", re.MULTILINE)
+
+
+def _page(app: Sphinx, name: str, content: list[str]) -> None:
+    """Complete a page of the reference: its references, and of each class a signature and the members to show."""
+    if name.startswith("reference/") and name not in _WITHOUT_NAMES:
+        text = to_rst(content[0], references_from(""))
+        content[0] = _CLASS.sub(lambda match: "\n".join(_options(match[0], match[1])) + "\n", text)
+
+
+def _options(directive: str, name: str) -> Iterator[str]:
+    value = surface.find(name)
+    assert isinstance(value, type)
+    # Sphinx has no other source for the signature of a compiled class.
+    known = surface.signature(name) if surface.is_compiled(value) else None
+    yield from (directive + (known.arguments if known is not None else ""), "   :show-inheritance:")
+    yield "   :member-order: bysource"
+    if surface.is_enumeration(value):
+        yield "   :undoc-members:"
+    if surface.members(value):
+        yield f"   :members: {', '.join(surface.members(value))}"
 
 
 def _docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -95,8 +120,9 @@ def _read_definers() -> None:
 
 
 def connect(app: Sphinx) -> None:
-    """Have Sphinx ask these."""
+    """Connect the handlers."""
     _read_definers()
+    app.connect("source-read", _page)
     app.connect("autodoc-process-docstring", _docstring)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-bases", _bases)

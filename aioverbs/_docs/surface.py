@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 from stubs import Signature, Stub, read
-from themes import THEMES
 
 import aioverbs
 from aioverbs._exports import DEFINED_IN
@@ -30,10 +29,13 @@ __all__ = [
     "parameters",
     "public",
     "resolve",
+    "shown",
     "signature",
 ]
 
 _CORE = "aioverbs._core."
+_REFERENCE = Path(__file__).parent / "reference"
+_DIRECTIVE = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 
@@ -53,10 +55,16 @@ def find(name: str) -> object:
 
 
 @cache
+def shown() -> tuple[str, ...]:
+    """Full names in the directives of the reference's pages, ``"aioverbs.Device"``."""
+    pages = sorted(_REFERENCE.glob("*.rst"))
+    return tuple(name for page in pages for name in _DIRECTIVE.findall(page.read_text()))
+
+
+@cache
 def public() -> dict[object, str]:
     """Every class and function that there is a page for, and its full name there."""
-    others = (name for theme in THEMES for name in theme.names if name.startswith("aioverbs."))
-    found = {name: find(name) for name in (*(f"aioverbs.{name}" for name in aioverbs.__all__), *others)}
+    found = {name: find(name) for name in (*(f"aioverbs.{name}" for name in aioverbs.__all__), *shown())}
     return {value: name for name, value in found.items() if isinstance(value, type) or inspect.isroutine(value)}
 
 

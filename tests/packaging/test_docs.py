@@ -1,8 +1,6 @@
 """The documentation has every public name and every example; what leads nowhere in it is found."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,39 +14,39 @@ sys.path.append(str(ROOT / "aioverbs" / "_docs"))
 import docstrings
 import stubs
 import surface
-import themes
+import versions
 
-EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "storage_server"])
-
-
-def write(folder: Path, root: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, str(root / "aioverbs" / "_docs" / "pages.py"), str(folder)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+DOCS = ROOT / "aioverbs" / "_docs"
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("docs") / "sources"
-    done = write(folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    return folder
-
-
-def test_every_public_name_has_its_place() -> None:
-    names = [name for theme in themes.THEMES for name in theme.names]
+def test_every_public_name_is_on_one_page() -> None:
+    names = surface.shown()
     assert len(names) == len(set(names))
-    placed = {name for name in names if not name.startswith("aioverbs.")}
-    assert set(aioverbs.__all__) - placed == set(), "give each of them its place in aioverbs/_docs/themes.py"
-    assert placed - set(aioverbs.__all__) == set(), "take each of them out of aioverbs/_docs/themes.py"
+    placed = {name.removeprefix("aioverbs.") for name in names} & set(aioverbs.__all__)
+    assert placed == set(aioverbs.__all__), "give each of them its place in aioverbs/_docs/reference"
+    for name in names:
+        surface.find(name)
 
 
-def test_every_public_name_is_on_a_page(sources: Path) -> None:
-    pages = "".join(path.read_text() for path in (sources / "reference").glob("*.rst"))
-    shown = re.findall(r"^\.\. auto\w+:: aioverbs\.(\w+)", pages, re.MULTILINE)
-    assert set(aioverbs.__all__) <= set(shown)
-    for name in themes.FIXTURES:
-        assert f".. py:data:: {name}\n" in pages
+def test_fixtures_of_the_plugin_are_on_its_page() -> None:
+    page = (DOCS / "reference" / "testing.rst").read_text()
+    assert re.findall(r"^\.\. py:data:: (\w+)$", page, re.MULTILINE) == ["aioverbs_device", "aioverbs_ledger"]
+
+
+def test_every_example_is_on_a_page() -> None:
+    pages = "".join(path.read_text() for path in (DOCS / "examples").glob("*.md"))
+    included = re.findall(r"^```\{literalinclude\} \.\./\.\./\.\./(\S+)$", pages, re.MULTILINE)
+    assert sorted(included) == [path.relative_to(ROOT).as_posix() for path in EXAMPLES]
+
+
+def test_versions_that_lie_side_by_side(tmp_path: Path) -> None:
+    for name in ("0.9.0", "0.10.0", "0.10.0.dev0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text("")
+    assert versions.write(tmp_path) == ["0.10.0", "0.10.0.dev0", "0.9.0"]
+    assert '["0.10.0", "0.10.0.dev0", "0.9.0"]' in (tmp_path / "versions.js").read_text()
+    assert 'url=0.10.0/index.html"' in (tmp_path / "index.html").read_text()
 
 
 def test_methods_of_bases_that_are_not_public_are_shown() -> None:
@@ -56,47 +54,6 @@ def test_methods_of_bases_that_are_not_public_are_shown() -> None:
     assert "read" not in surface.members(aioverbs.QueuePair), "which its public base has"
     assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.data_path.data_path.Sending.read"
     assert surface.member(aioverbs.WcStatus, "SUCCESS") == "aioverbs.WcStatus.SUCCESS"
-
-
-def test_every_example_has_a_page(sources: Path) -> None:
-    index, first = ((sources / page).read_text() for page in ("examples/index.rst", "index.md"))
-    for path in EXAMPLES:
-        page = (sources / "examples" / f"{path.stem}.rst").read_text()
-        for each in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            name = each.relative_to(ROOT / "examples")
-            assert f".. literalinclude:: {name}\n" in page
-            assert (sources / "examples" / name).read_text() == each.read_text()
-        assert f"<{path.stem}>" in index
-        assert f"\nexamples/{path.stem}\n" in first
-
-
-def test_the_readme_and_the_changelog_are_pages(sources: Path) -> None:
-    index = (sources / "index.md").read_text()
-    readme = (ROOT / "README.md").read_text()
-    assert index.startswith(readme.partition("](")[0])
-    assert "](examples/pool.py)" in readme
-    assert "](examples/pool.rst)" in index
-    assert (sources / "CHANGELOG.md").read_text() == (ROOT / "CHANGELOG.md").read_text()
-    for page in ("tests/verbs_matrix/verbs", "aioverbs/_docs/protocol", "aioverbs/_docs/contributing"):
-        assert (sources / f"{page}.md").is_file(), "the README has a link to it"
-        assert f"\n{page}\n" in index
-    lock_order = "aioverbs/_core/soft/base/lock_order.h"
-    assert (sources / lock_order).read_text() == (ROOT / lock_order).read_text(), "the page for contributors shows it"
-
-
-def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    (root / "aioverbs").mkdir(parents=True)
-    for name in ("aioverbs/_docs", "examples", "CHANGELOG.md"):
-        (root / name).symlink_to(ROOT / name)
-    (root / "aioverbs" / "_docs").unlink()
-    (root / "aioverbs" / "_docs").mkdir()
-    for path in (ROOT / "aioverbs" / "_docs").glob("*.py"):
-        (root / "aioverbs" / "_docs" / path.name).write_text(path.read_text())
-    (root / "README.md").write_text("[this](examples/pool.py), [that](examples/puddle.py)")
-    done = write(tmp_path / "sources", root)
-    assert done.returncode == 1
-    assert "README.md has a link to examples/puddle.py, which is not there" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -420,6 +420,18 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def docs_browser(session: nox.Session) -> None:
+    """Open every page that `nox -s docs` has made in headless Chromium; `-- /path/to/chromium`."""
+    html = session.cache_dir.absolute() / "docs" / "versions"
+    if not (html / "index.html").is_file():
+        session.error("there are no pages yet: `nox -s docs` makes them")
+    program = next(iter(session.posargs), "chromium")
+    if not shutil.which(program):
+        session.error(f"there is no {program}: on Debian `apt-get install chromium` brings it; `-- PATH` names another")
+    session.run("python", "tests/packaging/browser.py", str(html), program)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Move data for five minutes, and cancel, close and forget at random; `-- --seconds 60 --seed 1`."""
     install_project(session, *group("test"))

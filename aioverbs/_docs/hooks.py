@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from typing import TypeVar, TypeVarTuple
@@ -33,14 +34,13 @@ for _name in (
 # Which are imported for the checkers of types only; and variables of types in signatures that are text.
 _NOT_THERE = {"Buffer", "PD", "MR", "PyverbsContext", "FrameKind", "Ts", "_T"}
 _CHOSEN_LATER = (TypeVar, TypeVarTuple)
-_WITHOUT_NAMES = ("reference/command", "reference/limits", "reference/verbs")
 
 _CLASS = re.compile(r"^\.\. auto(?:class|exception):: (\S+)$", re.MULTILINE)
 
 
 def _page(app: Sphinx, name: str, content: list[str]) -> None:
     """Complete a page of the reference: its references, and of each class a signature and the members to show."""
-    if name.startswith("reference/") and name not in _WITHOUT_NAMES:
+    if name.startswith("reference/") and os.fspath(app.env.doc2path(name)).endswith(".rst"):
         text = to_rst(content[0], references_from(""))
         content[0] = _CLASS.sub(lambda match: "\n".join(_options(match[0], match[1])) + "\n", text)
 

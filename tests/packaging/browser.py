@@ -140,7 +140,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def check(folder: Path, browser: Browser, address: str) -> Iterator[str]:
-    """What is wrong with the pages in a folder that is served at an address."""
+    """Yield the faults of the pages in a folder that is served at an address."""
     # The page at the top only leads to another one.
     pages = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*.html"))
     ids: dict[str, set[str]] = {}

@@ -6,6 +6,7 @@
 #include "support_work.h"
 
 #include <pthread.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "soft/base/epoch.h"
@@ -259,6 +260,88 @@ static void a_read_is_refused_while_it_drains(void)
     close_unanswered(&scene);
 }
 
+/* ---- A peer that comes back --------------------------------------------------------------------------------- */
+
+/* In RTS, with no time in which answers are to come: nothing is sent because such a time passed. */
+static void make_ready(struct scene *scene, const union ibv_gid *gid)
+{
+    struct soft_qp *qp = qp_of(scene);
+
+    REQUIRE_EQ(modify(scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
+    REQUIRE_EQ(modify(scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
+    soft_lock_take(&qp->sq_lock);
+    qp->attr.timeout = 0;
+    soft_lock_give(&qp->sq_lock);
+}
+
+static enum soft_stage stage_of(struct soft_link *link)
+{
+    enum soft_stage stage;
+
+    soft_mutex_take(&link->stream.tx);
+    stage = link->stream.stage;
+    soft_mutex_give(&link->stream.tx);
+    return stage;
+}
+
+/* No attempt to connect is made for so long: as where the connection ended just now, however long ago that was. */
+static void put_off(struct soft_link *link, uint64_t ns)
+{
+    soft_mutex_take(&link->stream.tx);
+    CHECK_EQ(link->stream.stage, SOFT_CLOSED);
+    link->again_at = now_ns() + ns;
+    soft_mutex_give(&link->stream.tx);
+}
+
+/* What is sent while no attempt to connect is made goes out when one is. */
+static void sent_just_after_the_peer_came_back(void)
+{
+    struct scene scene = {0};
+
+    open_scene(&scene, IBV_QPT_RC);
+    soft_directory_leave(&scene.entry);
+    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    make_ready(&scene, &scene.peer->device.gids[0]);
+    CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
+    EXPECT(scene.end.send_cq, 1, IBV_WC_SUCCESS);
+    node_close(scene.peer);
+    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    EVENTUALLY(stage_of(qp_of(&scene)->link) == SOFT_CLOSED);
+    put_off(qp_of(&scene)->link, 50000000);
+    CHECK_EQ(post_nothing(scene.end.qp, 2), 0);
+    EXPECT(scene.end.send_cq, 2, IBV_WC_SUCCESS);
+    end_close(&scene.end);
+    scene.stream = -1;
+    close_scene(&scene);
+}
+
+/* An attempt fails that had begun before, with what the peer was before: another one is made for what came since, and
+ * none for what it was made for. */
+static void sent_while_an_attempt_to_connect_fails(void)
+{
+    struct scene scene = {0}, other = {0};
+    const union ibv_gid *gid;
+
+    open_scene(&scene, IBV_QPT_RC);
+    gid = &scene.peer->device.gids[0];
+    TYPED_OPEN(&other.end, &scene.home, .type = IBV_QPT_RC);
+    make_ready(&scene, gid);
+    make_ready(&other, gid);
+    CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
+    accept_silently(&scene);
+    CHECK_EQ(post_nothing(other.end.qp, 2), 0);
+    EVENTUALLY(waits_for(&other));
+    soft_directory_leave(&scene.entry);
+    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    shutdown(scene.stream, SHUT_RDWR);
+    EXPECT(other.end.send_cq, 2, IBV_WC_SUCCESS);
+    CHECK_EQ(atomic_load(&scene.peer->requests), 1);
+    end_close(&other.end);
+    end_close(&scene.end);
+    close_scene(&scene);
+}
+
 /* ---- The end of the process ---------------------------------------------------------------------------------- */
 
 static atomic_bool halted;
@@ -316,4 +399,5 @@ static void halted_while_datagrams_wait(void)
 }
 
 CHECK_MAIN(CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(a_read_is_refused_while_it_drains),
+           CASE(sent_just_after_the_peer_came_back), CASE(sent_while_an_attempt_to_connect_fails),
            CASE(halted_while_datagrams_wait))

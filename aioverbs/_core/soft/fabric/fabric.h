@@ -100,8 +100,9 @@ void soft_link_put(struct soft_link *link);
 
 /* Under qp->sq_lock. 0: it is on its way. EAGAIN: `qp` waits for room, or for others whose turn comes first. ENOTCONN:
  * `qp` waits for the connection, and is kicked when there is one, or none. EHOSTUNREACH: there was none to be had just
- * now; not tried again before SOFT_CONNECT_AGAIN_NS have passed. `data` is as long as `frame->size`, in
- * SOFT_FRAME_SEGMENTS pieces at most; so is that of an answer. */
+ * now, and none is tried before SOFT_CONNECT_AGAIN_NS have passed since the last one ended. `qp->waiter.again_at` is the
+ * end of that time where no attempt was made since `qp` asked for one, as others did or a connection was just lost; else
+ * it is 0. `data` is as long as `frame->size`, in SOFT_FRAME_SEGMENTS pieces at most; so is that of an answer. */
 int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft_frame *frame, const struct iovec *data,
                    unsigned int count);
 #define SOFT_CONNECT_AGAIN_NS 10000000u

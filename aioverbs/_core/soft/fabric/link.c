@@ -241,9 +241,13 @@ static void connect_link(struct soft_link *link)
     struct soft_fabric *fabric = link->stream.fabric;
     struct sockaddr_storage address;
     struct sockaddr_un path;
-    int error = soft_directory_find(&fabric->settings, &link->remote, &path);
     socklen_t size;
+    int error;
 
+    soft_mutex_take(&link->stream.tx);
+    link->attempts++;
+    soft_mutex_give(&link->stream.tx);
+    error = soft_directory_find(&fabric->settings, &link->remote, &path);
     if (!error)
         error = connect_to(link, (struct sockaddr *)&path, sizeof(path));
     if (error == ENOENT || error == ECONNREFUSED) {
@@ -409,18 +413,28 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
         link_stop_waiting(link, &qp->waiter);
     qp->waiter.ticket = 0;
     qp->waiter.allowance = 0;
+    qp->waiter.attempt = 0;
     soft_mutex_give(&link->stream.tx);
 }
 
 /* ---- Sending ------------------------------------------------------------------------------------------------- */
 
-/* Under tx: there is no connection. Whether one is to be made is told to who reads. */
+/* Under tx: there is no connection. Whether one is to be made is told to who reads. An attempt that had begun before
+ * `waiter` asked may have gone to what the peer was before: that it failed says nothing of the peer that there is. */
 static int unconnected(struct soft_link *link, struct soft_waiter *waiter, bool *make)
 {
+    bool failed = waiter->attempt && waiter->attempt <= link->attempts;
+
     assert_held(&link->stream.tx);
+    if (!waiter->attempt)
+        waiter->attempt = link->attempts + 1;
     if (link->stream.stage == SOFT_CLOSED) {
-        if (link->again_at && link->again_at > soft_now_ns())
+        if (link->again_at && link->again_at > soft_now_ns()) {
+            waiter->again_at = failed ? 0 : link->again_at;
+            if (failed)
+                waiter->attempt = 0;
             return EHOSTUNREACH;
+        }
         *make = !link->wanted;
         link->wanted = true;
     }
@@ -454,6 +468,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
     if (stream->stage != SOFT_OPEN) {
         error = unconnected(link, waiter, &make);
     } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
+        waiter->attempt = 0;
         error = EAGAIN;
     } else if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
         error = 0; /* as far as its sender can tell, it is on its way */
@@ -464,6 +479,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
             waiter->allowance -= SOFT_FRAME_SIZE + frame->size;
         if (waiter->allowance <= 0)
             waiter->ticket = 0;
+        waiter->attempt = 0;
         if (stream->blocked)
             soft_stream_watch(stream);
     }

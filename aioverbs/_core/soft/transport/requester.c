@@ -463,8 +463,9 @@ static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *reque
 }
 
 /* Send what comes next of the request at `sent` to a remote peer, or do without. Return whether more may follow at
- * once. */
-static bool send_remote(struct soft_qp *qp, const struct soft_request *request, int64_t *left)
+ * once. `*again` is when a connection may be asked for, where no attempt was made for this request: one that came while
+ * the last connection or attempt had just ended does not lose the time of an answer by that. */
+static bool send_remote(struct soft_qp *qp, const struct soft_request *request, int64_t *left, uint64_t *again)
 {
     const struct soft_wqe *wqe = request->wqe;
     struct soft_outgoing part;
@@ -492,6 +493,8 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     }
     if (soft_is_reliable(qp) || (error ? error != EHOSTUNREACH : qp->req.window.offset)) {
         requester_wait(qp);
+        if (error == EHOSTUNREACH && soft_is_reliable(qp) && qp->waiter.again_at)
+            *again = qp->waiter.again_at;
         return !error || !qp->req.waiting; /* else it is kicked, or repeats in its time */
     }
     requester_drop(qp, wqe, request->length); /* or it arrives */
@@ -546,7 +549,7 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
             }
             if (qp->req.waiting)
                 return true;
-        } else if (!send_remote(qp, &request, &left)) {
+        } else if (!send_remote(qp, &request, &left, again)) {
             return true;
         }
     }

@@ -43,21 +43,6 @@ def directory_of_sockets(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(sockets))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kept_open(sockets: Path) -> Iterator[None]:
-    """The software device, so commands that run here one after the other do not each close it.
-
-    Where one does, the server may answer the next one over the stream of the one before, and again when that was not
-    acknowledged in time: that takes 4 s.
-    """
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
-        patch.setenv("AIOVERBS_SOFT_DIRECTORY", str(sockets))
-        device = aioverbs.open_device("soft0")
-        runner.run(device.open())
-        yield
-        runner.run(device.aclose())
-
-
 @pytest.fixture(scope="module")
 def server(sockets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """One for tests that each have volumes of their own."""

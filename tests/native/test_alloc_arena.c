@@ -2,6 +2,7 @@
 #include "support.h"
 #include "support_alloc.h"
 #include "support_fork.h"
+#include "support_kernel.h"
 #include "support_threads.h"
 
 #include "alloc/buddy.h"
@@ -316,7 +317,7 @@ static void use_in_child(void *argument)
 {
     struct forker *forker = argument;
 
-    CHECK(!is_mapped(forker->piece));
+    CHECK(!is_mapped(forker->piece) || !kernel_keeps_pages_from_children());
     CHECK_EQ(counts_of(forker->arena).pieces, 0);
     CHECK_EQ(counts_of(forker->arena).mappings, 0);
     CHECK_EQ(alloc_return(forker->arena, forker->piece, TYPE_QP), EINVAL);
@@ -343,6 +344,7 @@ static void forks(void)
     struct forker forkers[3] = {{arena, sound_piece(arena, 8, 8), true}, {arena, NULL, false}, {arena, NULL, false}};
 
     REQUIRE(forkers[0].piece != NULL);
+    kernel_keeps_pages_from_children(); /* it is asked here, and the children know */
     run_threads(COUNT_OF(forkers), fork_or_use, forkers, sizeof(forkers[0]));
     CHECK_EQ(counts_of(arena).pieces, 1);
     CHECK_EQ((uint8_t)forkers[0].piece[7], 0xa5);

@@ -107,6 +107,21 @@ async def test_buffers_are_apart_and_aligned(pd: ProtectionDomain) -> None:
                 buffer.release()
 
 
+async def test_pages_of_64_kib(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they may be on arm64 and POWER: a slab begins with one, so its buffers can be aligned to one."""
+    page = 64 << 10
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
+    with pytest.raises(ValueError, match=f"power of two of {page} bytes at most, not {2 * page}"):
+        pd.buffer_pool(1, 1, alignment=2 * page)
+    allocator = RecordingAllocator(SharedPageAllocator())
+    async with pd.buffer_pool(100, 2, limit=3, alignment=page, allocator=allocator) as pool:
+        buffers = [await pool.lease() for _ in range(3)]
+        assert [buffer.address % page for buffer in buffers] == [0, 0, 0]
+        assert buffers[1].address - buffers[0].address == page
+        for buffer in buffers:
+            buffer.release()
+
+
 async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
@@ -136,8 +151,8 @@ async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
         (lambda: pd.buffer_pool(0, 1), "size of a buffer pool is 1 at least, not 0"),
         (lambda: pd.buffer_pool(1, 0), "count of a buffer pool is 1 at least, not 0"),
         (lambda: pd.buffer_pool(1, 4, limit=3), "limit of 3 buffers leaves no room for a slab of 4"),
-        (lambda: pd.buffer_pool(1, 1, alignment=48), "power of two of 4096 bytes at most, not 48"),
-        (lambda: pd.buffer_pool(1, 1, alignment=8192), "not 8192"),
+        (lambda: pd.buffer_pool(1, 1, alignment=48), f"power of two of {mmap.PAGESIZE} bytes at most, not 48"),
+        (lambda: pd.buffer_pool(1, 1, alignment=2 * mmap.PAGESIZE), f"not {2 * mmap.PAGESIZE}"),
     )
     for make, match in makers:
         with pytest.raises(ValueError, match=match):

@@ -332,12 +332,16 @@ async def refuse_key(device: Device, key: Any) -> None:
 @pytest.mark.parametrize(
     "make", [SharedPageAllocator, HugePageAllocator, ArenaAllocator], ids=lambda make: make.__name__
 )
-async def test_memory_of_an_allocator(device: Device, make: Callable[[], Allocator]) -> None:
+@pytest.mark.parametrize("page", [mmap.PAGESIZE, 64 << 10])  # as they may be on arm64 and POWER
+async def test_memory_of_an_allocator(
+    device: Device, make: Callable[[], Allocator], page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
     allocator = RecordingAllocator(make())
     async with device.protection_domain() as pd:
         async with pd.register(5000, REMOTE, allocator) as region:
             assert (len(region), bytes(region.buffer)) == (5000, bytes(5000))
-            assert region.address % mmap.PAGESIZE == 0
+            assert region.address % page == 0
             assert allocator.statistics().pieces == 1
             region.buffer[:3] = b"dirt"[:3]
         assert allocator.statistics().pieces == 0

@@ -21,11 +21,12 @@ KINDS = {
     "bench": ["-O2", "-DNDEBUG"],  # as users have it
 }
 
-# A program that counts calls of these has them go by way of functions of its own, whichever object calls.
+# A program that counts calls of these, or answers them itself, has them go by way of functions of its own, whichever
+# object calls.
 LOCKS = [f"pthread_mutex_{name}" for name in ("lock", "trylock", "timedlock")]
 LOCKS += ["pthread_rwlock_rdlock", "pthread_rwlock_wrlock"]
 LOCKS += [f"pthread_cond_{name}" for name in ("wait", "timedwait", "signal", "broadcast")]
-WRAPPED = {"test_locks": LOCKS}
+WRAPPED = {"test_locks": LOCKS, "test_page_size": ["sysconf", "mmap", "munmap", "madvise", "msync"]}
 
 
 def programs(kind: str) -> list[Path]:

@@ -1,13 +1,18 @@
-/* A kernel with pages of 64 KiB, as some have on arm64 and POWER: the device speaks to it of whole pages only, and asks
- * allocators for such. */
+/* A kernel with pages of 64 KiB, as some have on arm64 and POWER: it is spoken to of whole pages only, is asked for such
+ * on behalf of queues, and what comes back of one piece takes nothing of another one along. */
 #include "support.h"
+#include "support_alloc.h"
 #include "support_kernel.h"
 #include "support_srq.h"
 
-#include <dlfcn.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <unistd.h>
+
+#include "alloc/area.h"
+#include "soft/objects/context.h"
+#include "soft/objects/pd.h"
+#include "soft/objects/pd_share.h"
+#include "soft/objects/shared.h"
 
 #define PAGE ((size_t)64 << 10)
 
@@ -17,44 +22,100 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-/* ---- That kernel, in front of the C library's functions ---------------------------------------------------- */
+/* ---- That kernel: all objects of this program call these, see WRAPPED in build.py ---------------------------- */
+
+long __real_sysconf(int name);
+long __wrap_sysconf(int name);
+void *__real_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset);
+void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset);
+int __real_munmap(void *address, size_t size);
+int __wrap_munmap(void *address, size_t size);
+int __real_madvise(void *address, size_t size, int advice);
+int __wrap_madvise(void *address, size_t size, int advice);
+int __real_msync(void *address, size_t size, int flags);
+int __wrap_msync(void *address, size_t size, int flags);
 
 static bool knows_populate;
-static unsigned int populated, looked_at;
+static atomic_uint populated, looked_at, refused;
 
-/* The thread sanitizer asks for something else before it can watch anything. */
-__attribute__((no_sanitize("thread"))) long sysconf(int name)
+static size_t to_pages(size_t size)
 {
-    long (*original)(int);
+    return (size + PAGE - 1) & ~(PAGE - 1);
+}
+
+static bool is_refused(const void *address, off_t offset)
+{
+    bool is = (uintptr_t)address % PAGE || (size_t)offset % PAGE;
+
+    if (is) {
+        atomic_fetch_add(&refused, 1);
+        errno = EINVAL;
+    }
+    return is;
+}
+
+long __wrap_sysconf(int name)
+{
+    long real = __real_sysconf(name);
 
     if (name == _SC_PAGESIZE)
         return PAGE;
-    *(void **)&original = dlsym(RTLD_NEXT, "sysconf");
-    return original(name);
+    return name == _SC_PHYS_PAGES ? real / (long)(PAGE / (size_t)__real_sysconf(_SC_PAGESIZE)) : real;
 }
 
-static int refuse(void)
+void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset)
 {
-    errno = EINVAL;
-    return -1;
+    size_t length = to_pages(size), head;
+    char *room;
+    void *mapped;
+
+    if (is_refused(flags & MAP_FIXED ? address : NULL, offset))
+        return MAP_FAILED;
+    if (flags & (MAP_FIXED | MAP_HUGETLB))
+        return __real_mmap(address, length, protection, flags, fd, offset);
+    room = __real_mmap(NULL, length + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED)
+        return room;
+    head = -(uintptr_t)room & (PAGE - 1);
+    mapped = __real_mmap(room + head, length, protection, flags | MAP_FIXED, fd, offset);
+    if (mapped == MAP_FAILED) {
+        int error = errno;
+
+        __real_munmap(room, length + PAGE);
+        errno = error;
+        return mapped;
+    }
+    if (head)
+        __real_munmap(room, head);
+    __real_munmap(room + head + length, PAGE - head);
+    return mapped;
 }
 
-int madvise(void *address, size_t size, int advice)
+int __wrap_munmap(void *address, size_t size)
+{
+    return is_refused(address, 0) ? -1 : __real_munmap(address, to_pages(size));
+}
+
+int __wrap_madvise(void *address, size_t size, int advice)
 {
     bool populates = advice == MADV_POPULATE_READ || advice == MADV_POPULATE_WRITE;
 
-    if ((uintptr_t)address % PAGE || (populates && !knows_populate))
-        return refuse();
-    populated += populates;
-    return (int)syscall(SYS_madvise, address, size, advice);
+    if (is_refused(address, 0))
+        return -1;
+    if (populates && !knows_populate) {
+        errno = EINVAL;
+        return -1;
+    }
+    atomic_fetch_add(&populated, populates);
+    return __real_madvise(address, to_pages(size), advice);
 }
 
-int msync(void *address, size_t size, int flags)
+int __wrap_msync(void *address, size_t size, int flags)
 {
-    if ((uintptr_t)address % PAGE)
-        return refuse();
-    looked_at++;
-    return (int)syscall(SYS_msync, address, size, flags);
+    if (is_refused(address, 0))
+        return -1;
+    atomic_fetch_add(&looked_at, 1);
+    return __real_msync(address, to_pages(size), flags);
 }
 
 /* ---- Cases ------------------------------------------------------------------------------------------------- */
@@ -79,25 +140,26 @@ static void try_memory(const struct home *home, char *memory, size_t size, int e
 
 static void memory_is_registered(void)
 {
-    char *room = mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *memory;
+    char *memory = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     struct home home;
     int knows;
 
-    REQUIRE(room != MAP_FAILED);
-    memory = room + (-(uintptr_t)room & (PAGE - 1));
+    REQUIRE(memory != MAP_FAILED);
     REQUIRE_EQ(munmap(memory + 2 * PAGE, PAGE), 0);
     home_open(&home);
     for (knows = 0; knows < 1 + kernel_tells_what_is_mapped(); knows++) {
         knows_populate = knows;
-        populated = looked_at = 0;
+        atomic_store(&populated, 0);
+        atomic_store(&looked_at, 0);
         try_memory(&home, memory, 2 * PAGE, 0);
         try_memory(&home, memory + 4096, 1, 0);
         try_memory(&home, memory + PAGE - 1, PAGE + 1, 0);
         try_memory(&home, memory + 2 * PAGE - 1, 2, EFAULT);
-        CHECK(knows ? populated && !looked_at : looked_at && !populated);
+        CHECK_EQ(atomic_load(&populated) > 0, knows);
+        CHECK_EQ(atomic_load(&looked_at) > 0, !knows);
     }
     home_close(&home);
-    munmap(room, 4 * PAGE);
+    munmap(memory, 2 * PAGE);
 }
 
 static void *check_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t type)
@@ -157,4 +219,131 @@ static void queues_have_pages_of_their_own(void)
     home_close(&home);
 }
 
-CHECK_MAIN_ONCE(CASE(memory_is_registered), CASE(queues_have_pages_of_their_own))
+/* ---- Allocators ---------------------------------------------------------------------------------------------- */
+
+static void pieces_are_whole_pages(void)
+{
+    static const struct {
+        size_t size, alignment;
+    } asked[] = {{1, 8}, {4096, 4096}, {PAGE, PAGE}, {PAGE + 1, 64}, {100, 4 * PAGE}};
+    struct alloc_source *source = base_pages();
+    char *pieces[COUNT_OF(asked)];
+    size_t i, mapped = 0;
+
+    atomic_store(&refused, 0);
+    for (i = 0; i < COUNT_OF(asked); i++) {
+        pieces[i] = sound_piece(source, asked[i].size, asked[i].alignment);
+        REQUIRE(pieces[i] != NULL);
+        CHECK(is_aligned(pieces[i], PAGE));
+        mapped += to_pages(asked[i].size);
+        CHECK_EQ(counts_of(source).mapped_bytes, mapped);
+    }
+    for (i = 0; i < COUNT_OF(asked); i++) {
+        CHECK_EQ((uint8_t)pieces[i][asked[i].size - 1], 0xa5);
+        CHECK_EQ(alloc_return(source, pieces[i], TYPE_QP), 0);
+        CHECK(!is_mapped(pieces[i]));
+    }
+    CHECK_EQ(counts_of(source).mapped_bytes, 0);
+    CHECK_EQ(atomic_load(&refused), 0);
+    alloc_release(source);
+}
+
+static void an_arena_takes_whole_pages(void)
+{
+    enum { SMALL = 5000 }; /* more than a chunk has room for */
+    struct alloc_source *pages = base_pages(), *arena = alloc_arena_create(pages, 4 * PAGE, 64);
+    static char *small[SMALL];
+    char *large;
+    size_t i;
+
+    REQUIRE(arena != NULL);
+    alloc_release(pages);
+    atomic_store(&refused, 0);
+    for (i = 0; i < SMALL; i++)
+        REQUIRE((small[i] = sound_piece(arena, 64, 64)) != NULL);
+    CHECK_EQ(counts_of(arena).mapped_bytes, 8 * PAGE);
+    large = sound_piece(arena, 3 * PAGE + 1, 8); /* by itself, and rounded no further */
+    REQUIRE(large != NULL);
+    CHECK_EQ(counts_of(arena).mapped_bytes, 12 * PAGE);
+    CHECK_EQ(alloc_return(arena, large, TYPE_QP), 0);
+    CHECK(!is_mapped(large));
+    for (i = 0; i < SMALL; i++) {
+        CHECK_EQ((uint8_t)small[i][63], 0xa5);
+        CHECK_EQ(alloc_return(arena, small[i], TYPE_QP), 0);
+    }
+    CHECK_EQ(counts_of(arena).mapped_bytes, 4 * PAGE); /* a chunk is kept */
+    CHECK_EQ(atomic_load(&refused), 0);
+    alloc_release(arena);
+}
+
+/* Of 2 MiB, as there are on such a kernel, too; where none are left, base pages take their place. */
+static void huge_pages_fall_back_to_whole_pages(void)
+{
+    struct alloc_source *tiers[] = {alloc_pages_create(2 * MIB, ALLOC_ANY_NODE, true), base_pages()};
+    struct alloc_source *source = alloc_tiers_create(tiers, COUNT_OF(tiers));
+    size_t i, mapped;
+    char *piece;
+
+    REQUIRE(source != NULL);
+    for (i = 0; i < COUNT_OF(tiers); i++)
+        alloc_release(tiers[i]);
+    atomic_store(&refused, 0);
+    piece = sound_piece(source, PAGE + 1, 4 * MIB);
+    REQUIRE(piece != NULL);
+    mapped = counts_of(source).mapped_bytes;
+    CHECK(mapped == (counts_of(source).huge_bytes ? 2 * MIB : 2 * PAGE));
+    CHECK_EQ(alloc_return(source, piece, TYPE_QP), 0);
+    CHECK_EQ(counts_of(source).mapped_bytes, 0);
+    CHECK_EQ(atomic_load(&refused), 0);
+    alloc_release(source);
+}
+
+/* The memory of a domain that processes share: what is given back is zero again, and nothing beside it is touched. */
+static void shared_memory_comes_back_by_whole_pages(void)
+{
+    struct alloc_source *source;
+    struct soft_shared *file;
+    char *pieces[3], *again;
+    struct ibv_pd *pd;
+    struct home home;
+    uint32_t share;
+    int fd = -1;
+    size_t i;
+
+    atomic_store(&refused, 0);
+    home_open(&home);
+    pd = soft_verbs.alloc_pd(home.context);
+    REQUIRE(pd != NULL);
+    REQUIRE_EQ(soft_alloc_shpd(pd, 1, &share), 0);
+    REQUIRE_EQ(soft_export_shpd(pd, &fd), 0); /* makes the file, and maps it */
+    close(fd);
+    file = atomic_load(&to_soft_pd(pd)->domain->file);
+    CHECK(is_aligned(file->area.memory, PAGE));
+    CHECK_EQ(file->area.chunk_bytes % PAGE, 0);
+    source = alloc_area_create(&file->area);
+    REQUIRE(source != NULL);
+    for (i = 0; i < COUNT_OF(pieces); i++) {
+        pieces[i] = sound_piece(source, 5000, 8);
+        REQUIRE(pieces[i] != NULL);
+        CHECK(is_aligned(pieces[i], PAGE));
+    }
+    CHECK_EQ(alloc_return(source, pieces[1], TYPE_QP), 0);
+    if (kernel_takes_pages_back())
+        CHECK(is_zero(pieces[1], 5000));
+    CHECK_EQ((uint8_t)pieces[0][4999], 0xa5);
+    CHECK_EQ((uint8_t)pieces[2][0], 0xa5);
+    again = alloc_piece(source, 2 * PAGE, 2 * PAGE, TYPE_QP);
+    REQUIRE(again != NULL);
+    CHECK(is_aligned(again, 2 * PAGE));
+    CHECK_EQ(alloc_return(source, again, TYPE_QP), 0);
+    CHECK_EQ(alloc_return(source, pieces[0], TYPE_QP), 0);
+    CHECK_EQ(alloc_return(source, pieces[2], TYPE_QP), 0);
+    CHECK_EQ(alloc_release(source), 0);
+    CHECK_EQ(soft_verbs.dealloc_pd(pd), 0);
+    home_close(&home);
+    CHECK_EQ(atomic_load(&refused), 0);
+}
+
+CHECK_MAIN_ONCE(CASE(memory_is_registered), CASE(queues_have_pages_of_their_own), CASE(pieces_are_whole_pages),
+                CASE(an_arena_takes_whole_pages), CASE(huge_pages_fall_back_to_whole_pages),
+                CASE(shared_memory_comes_back_by_whole_pages))

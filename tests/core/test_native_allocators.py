@@ -16,6 +16,7 @@ from typing import Any, assert_type
 
 import pytest
 
+from aioverbs._core.alloc import allocators as compiled
 from aioverbs.allocators import (
     USE_DEFAULT,
     Allocator,
@@ -113,14 +114,8 @@ def test_the_provider_s_own() -> None:
 # --------------------------------------------------------------------------------------------------- what falls back
 
 
-@pytest.mark.parametrize(
-    ("page_bytes", "name", "where"),
-    [
-        (2 * MIB, "2 MiB", "/proc/sys/vm/nr_hugepages"),
-        (GIB, "1 GiB", "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"),
-    ],
-)
-def test_huge_pages(page_bytes: int, name: str, where: str) -> None:
+@pytest.mark.parametrize(("page_bytes", "name"), [(2 * MIB, "2 MiB"), (GIB, "1 GiB")])
+def test_huge_pages(page_bytes: int, name: str) -> None:
     strict, willing = HugePageAllocator(page_bytes, strict=True), HugePageAllocator(page_bytes)
     assert (strict.page_bytes, strict.strict, willing.strict) == (page_bytes, True, False)
     if huge_pages_free(page_bytes):
@@ -133,7 +128,7 @@ def test_huge_pages(page_bytes: int, name: str, where: str) -> None:
         with pytest.raises(OSError, match=f"huge pages? of {name} cannot be had|has no huge pages of {name}") as caught:
             strict.allocate(8, 8)
         if caught.value.errno == errno.ENOMEM:
-            assert f"`echo NUMBER > {where}`" in str(caught.value)
+            assert re.search(r"`echo NUMBER > /\S+/nr_hugepages`", str(caught.value))
         assert strict.statistics().mapped_bytes == 0
     holder = Holder(willing)
     holder.take(8, 8)
@@ -141,6 +136,24 @@ def test_huge_pages(page_bytes: int, name: str, where: str) -> None:
         assert willing.statistics().huge_bytes == 0
     assert willing.statistics().mapped_bytes in (256 * KIB, 2 * MIB, page_bytes)
     holder.give_all()
+
+
+@pytest.mark.parametrize(
+    ("default", "page_bytes", "where", "as_it_boots"),
+    [
+        (2 * MIB, 2 * MIB, "/proc/sys/vm/nr_hugepages", "2M"),
+        (2 * MIB, GIB, "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "1024M"),
+        (512 * MIB, 2 * MIB, "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "2M"),  # arm64, 64 KiB pages
+        (2 * MIB, 64 * KIB, "/sys/kernel/mm/hugepages/hugepages-64kB/nr_hugepages", "64K"),  # arm64, 4 KiB pages
+    ],
+)
+def test_how_to_get_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, default: int, page_bytes: int, where: str, as_it_boots: str
+) -> None:
+    monkeypatch.setattr(compiled, "_default_huge_page_size", lambda: default)
+    text = vars(compiled)["_no_huge_pages"](errno.ENOMEM, page_bytes, page_bytes)
+    assert f"`echo NUMBER > {where}`" in text
+    assert f"`hugepagesz={as_it_boots} hugepages=NUMBER`" in text
 
 
 def test_huge_pages_that_no_machine_has() -> None:

@@ -101,7 +101,7 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
     """Allocators that have nothing here, and what they say."""
     found: dict[str, tuple[NativeAllocator, str]] = {"node": (NumaAllocator(1000, strict=True), "NUMA node")}
     if not huge_pages_free(2 << 20):
-        found["huge pages"] = HugePageAllocator(strict=True), "/proc/sys/vm/nr_hugepages|has no huge pages"
+        found["huge pages"] = HugePageAllocator(strict=True), "nr_hugepages|has no huge pages"
     return found
 
 

@@ -12,17 +12,30 @@ def _huge_page_sizes():
     return sorted(int(name.rpartition("-")[2].removesuffix("kB")) << 10 for name in names)
 
 
+def _default_huge_page_size():
+    """That of the pages which /proc/sys/vm/nr_hugepages counts: 2 MiB on x86, 512 MiB on arm64 with 64 KiB pages."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("Hugepagesize:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        pass  # a sandbox has none
+    return 0
+
+
 def _no_huge_pages(error, size, page_size):
     if error == EINVAL:
         sizes = ", ".join(map(_in_words, _huge_page_sizes())) or "none"
         return f"this kernel has no huge pages of {_in_words(page_size)}; it has: {sizes}"
     count = size // page_size
-    where = "/proc/sys/vm/nr_hugepages"
-    if page_size != TWO_MIB:
-        where = f"/sys/kernel/mm/hugepages/hugepages-{page_size >> 10}kB/nr_hugepages"
+    where = f"/sys/kernel/mm/hugepages/hugepages-{page_size >> 10}kB/nr_hugepages"
+    if page_size == _default_huge_page_size():
+        where = "/proc/sys/vm/nr_hugepages"
+    of_boot = f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
     return (
         f"{count} huge page{'s' if count > 1 else ''} of {_in_words(page_size)} cannot be had: root configures them by "
-        f"`echo NUMBER > {where}`, or as the kernel boots by `hugepagesz={page_size >> 20}M hugepages=NUMBER`"
+        f"`echo NUMBER > {where}`, or as the kernel boots by `hugepagesz={of_boot} hugepages=NUMBER`"
     )
 
 

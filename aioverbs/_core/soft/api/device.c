@@ -335,7 +335,9 @@ int soft_lose(struct ibv_context *ibv_context)
     if (!grace_ready())
         return ENOMEM;
     is_first = !(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST);
-    grace_wait(); /* what was being executed is */
+    /* What was being executed is: either grace_wait sees its section, or it sees that the device is lost. For that, who
+     * looks in a section does so sequentially consistently: on ARMv8.0 a relaxed load may come before the section begins. */
+    grace_wait();
     soft_licence_recall_all(context->device);
     soft_moving_end(context);
     if (is_first) /* whoever hears of it uses the memory for other things */

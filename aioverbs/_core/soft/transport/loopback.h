@@ -20,7 +20,7 @@ void soft_loopback_deliver(const struct soft_request *request, struct soft_reply
 static inline bool soft_is_up(const struct soft_qp *qp)
 {
     return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
-           !(atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST);
+           !(atomic_load(&qp->context->special) & SOFT_SPECIAL_LOST);
 }
 
 /* Whether it receives at all. */

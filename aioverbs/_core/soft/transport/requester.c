@@ -675,7 +675,7 @@ uint64_t soft_execute(struct soft_qp *qp)
     struct soft_qp *broken = NULL;
     uint64_t again;
 
-    if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
+    if (atomic_load(&qp->context->special) & SOFT_SPECIAL_LOST) /* see soft_lose */
         return UINT64_MAX;
     soft_lock_take(&qp->sq_lock);
     again = requester_run(qp, &broken);

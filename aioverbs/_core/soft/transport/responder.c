@@ -572,7 +572,7 @@ static bool find_shared(struct responder *at, const struct soft_request *request
         responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return false;
     }
-    if (atomic_load_explicit(&srq->context->special, memory_order_relaxed) & SOFT_SPECIAL_LOST)
+    if (atomic_load(&srq->context->special) & SOFT_SPECIAL_LOST)
         return false; /* where the queue is, nobody answers any more */
     at->srq = srq;
     at->cq = srq->cq;

@@ -33,6 +33,7 @@ __all__ = ["ProcessWorker", "Visit", "pickled_call"]
 _START_S = 60.0
 _EXIT_S = 10.0
 _POLL_S = 0.005
+_LOOK_S = 0.1  # how often who waits elsewhere than at home looks whether that is gone
 _AGAIN_S = 0.01  # after which sockets are sent again that a process had no room for
 
 _numbers = itertools.count(1)  # of calls
@@ -139,7 +140,12 @@ class ProcessWorker(Hand):
         except RuntimeError:  # closed, just now
             self.look()
 
-    def lost(self, job: _ProcessJob) -> BaseException | None:
+    @property
+    def look_s(self) -> float | None:
+        """Elsewhere than at home: all goes by that loop, whose end tells nobody, and which may stand still."""
+        return _LOOK_S if asyncio._get_running_loop() is not self._home else None
+
+    def lost(self, job: Job) -> BaseException | None:
         """Why who waits for a call on another loop than the home waits no longer: nothing comes by one that stands
         still. Where the home is gone, this is the worker's end, which is told."""
         self.look()

@@ -75,6 +75,7 @@ static bool on_request(struct soft_stream *from, const struct soft_frame *frame,
     if (!atomic_load(&node->deaf))
         soft_stream_answer(from, &answer, &piece, answer.size ? 1 : 0);
     atomic_fetch_add(&node->bytes, frame->size);
+    atomic_store(&node->address, frame->address);
     atomic_fetch_add(&node->requests, 1);
     return true;
 }

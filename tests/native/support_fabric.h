@@ -18,6 +18,7 @@ struct node {
     struct soft_device device;
     atomic_uint requests, responses, batches, wrong; /* how many came; how many had other data than their sender's */
     atomic_ullong bytes;
+    atomic_ullong address;  /* of the last request */
     atomic_bool deaf;       /* it does not answer */
     atomic_bool expects;    /* a queue pair is connected to whoever is there */
     unsigned int leads[64]; /* written under progress: how many came from each queue pair number below 64 */

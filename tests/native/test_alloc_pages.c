@@ -170,6 +170,8 @@ static void falling_back(void)
     CHECK_EQ(counts_of(tier[1]).pieces, 1);
     CHECK_EQ(counts_of(source).pieces, 2);
     CHECK_EQ(counts_of(source).mapped_bytes, 2 * page_bytes());
+    CHECK(counts_of(source).bookkeeping_bytes > /* its own, too */
+          counts_of(tier[0]).bookkeeping_bytes + counts_of(tier[1]).bookkeeping_bytes);
     CHECK_EQ(alloc_return(source, first, TYPE_QP), 0);
     third = sound_piece(source, 100, 8); /* the first has one again */
     CHECK_EQ(counts_of(tier[0]).pieces, 1);

@@ -3,6 +3,10 @@
 
 #include <arpa/inet.h>
 
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/hooks.h"
+
 /* As many as were granted, over and over, in batches of all sizes. */
 static void capacity(void)
 {
@@ -293,5 +297,53 @@ static void shared_queue(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(capacity), CASE(overrun), CASE(receiver_overruns), CASE(extended_overrun), CASE(extended_polling),
-           CASE(extended_fields), CASE(fields_by_request), CASE(shared_queue))
+static unsigned int looks, thorough_looks;
+
+static bool count_look(struct soft_device *device, bool all)
+{
+    (void)device;
+    looks++;
+    thorough_looks += all;
+    return false;
+}
+
+/* Who finds nothing looks whether a peer has said something, at the stream that had something last; who finds something
+ * asks nobody. */
+static void an_empty_queue_asks_peers(void)
+{
+    struct soft_device *device;
+    const struct soft_hooks *before;
+    struct soft_hooks counting;
+    struct ibv_wc wcs[2];
+    struct ibv_cq *cq;
+    struct home home;
+    struct ibv_qp *qp;
+
+    home_open(&home);
+    device = to_soft_context(home.context)->device;
+    before = device->hooks;
+    counting = *before;
+    counting.poll_peers = count_look;
+    looks = thorough_looks = 0;
+    cq = home_cq(&home, 4, NULL);
+    device->hooks = &counting; /* before a thread reads them */
+    qp = make_loop(home.pd, cq, 4);
+    CHECK_EQ(verbs_poll_cq(cq, 1, wcs), 0);
+    CHECK_EQ(looks, 1);
+    CHECK_EQ(thorough_looks, 0);
+    CHECK_EQ(post_nothing(qp, 1), 0);
+    CHECK_EQ(post_nothing(qp, 2), 0);
+    wait_executed(qp, 2);
+    CHECK_EQ(looks, 1);
+    CHECK_EQ(verbs_poll_cq(cq, 1, wcs), 1);
+    CHECK_EQ(verbs_poll_cq(cq, 2, wcs), 1);
+    CHECK_EQ(looks, 1);
+    CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    home_close(&home);
+    device->hooks = before;
+}
+
+CHECK_MAIN(CASE(an_empty_queue_asks_peers), CASE(capacity), CASE(overrun), CASE(receiver_overruns),
+           CASE(extended_overrun), CASE(extended_polling), CASE(extended_fields), CASE(fields_by_request),
+           CASE(shared_queue))

@@ -5,16 +5,38 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "soft/base/epoch.h"
+#include "soft/base/fork_fds.h"
+#include "soft/fabric/poll_loop.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/stream_rx.h"
 
 static struct node *a, *b;
+static unsigned int open_before;
+
+/* Memory that peers may write to from outside of the process, each piece a mapping of its own. */
+static unsigned int count_gates(void)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    unsigned int count = 0;
+    char line[512];
+
+    REQUIRE(maps != NULL);
+    while (fgets(line, sizeof(line), maps))
+        count += strstr(line, "/dev/zero") != NULL;
+    fclose(maps);
+    return count;
+}
 
 static void open_both(void)
 {
     new_directory();
+    open_before = open_descriptors();
     a = node_open();
     b = node_open();
     REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
@@ -26,6 +48,8 @@ static void close_both(void)
     node_close(b);
     CHECK_EQ(a->wrong + b->wrong, 0);
     CHECK_EQ(rmdir(directory()), 0); /* nothing is left in it */
+    CHECK_EQ(count_gates(), 0);
+    EVENTUALLY(open_descriptors() == open_before); /* another thread closes some */
 }
 
 static void frames_go_both_ways(void)
@@ -646,8 +670,96 @@ static void who_halts_waits_for_no_sender(void)
     CHECK_EQ(a->device.fabric->wake.fd, -1);
 }
 
-CHECK_MAIN_ONCE(CASE(frames_go_both_ways), CASE(both_sides_ask), CASE(a_peer_may_come_later),
-                CASE(a_peer_may_go_and_come_back), CASE(who_is_forgotten_is_not_kicked),
+/* ---- Who is told -------------------------------------------------------------------------------------------- */
+
+/* Who reads takes away what others were waked for, but not what has the thread stop. */
+static void a_stop_is_left_to_the_thread(void)
+{
+    struct soft_watch wake = {.what = SOFT_WATCH_WAKE};
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &wake};
+    struct soft_fabric *fabric;
+
+    open_both();
+    wake.fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    fabric = a->device.fabric; /* whose thread does not run */
+    fabric->wake.fd = wake.fd;
+    soft_mutex_take(&fabric->progress);
+    soft_fabric_wake(fabric);
+    soft_fabric_look_at(fabric, &event, 1);
+    CHECK(!is_readable(wake.fd));
+    soft_fabric_wake(fabric);
+    atomic_store(&fabric->stop, true);
+    soft_fabric_look_at(fabric, &event, 1);
+    CHECK(is_readable(wake.fd));
+    atomic_store(&fabric->stop, false);
+    soft_mutex_give(&fabric->progress);
+    fabric->wake.fd = -1;
+    close(wake.fd);
+    close_both();
+}
+
+/* Who asks whether there was something knows whether to look on; also where a turn ended in what had been read. */
+static void something_came_or_nothing_did(void)
+{
+    enum { FRAMES = 600 };
+    struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
+    static uint8_t bytes[FRAMES][SOFT_FRAME_SIZE];
+    unsigned int i, before, turns = 0;
+    struct soft_fabric *fabric;
+    struct soft_stream *stream;
+    bool something;
+    int fd;
+
+    open_both();
+    REQUIRE(grace_ready());
+    fabric = b->device.fabric;
+    fd = raw_open(b);
+    EVENTUALLY(stats_of(b).accepted == 1);
+    for (i = 0; i < FRAMES; i++)
+        soft_frame_pack(&frame, bytes[i]);
+    soft_mutex_take(&fabric->progress);
+    stream = fabric->streams;
+    CHECK_EQ(send(fd, bytes, sizeof(bytes), MSG_NOSIGNAL), (ssize_t)sizeof(bytes));
+    do {
+        before = b->requests;
+        something = soft_stream_receive(stream);
+        CHECK_EQ(something, b->requests > before);
+    } while (something && ++turns < FRAMES);
+    CHECK(turns > 1);
+    CHECK_EQ(b->requests, FRAMES);
+    soft_mutex_give(&fabric->progress);
+    close(fd);
+    EVENTUALLY(!stats_of(b).streams);
+    close_both();
+}
+
+/* A socket that cannot be watched is closed, and is no stream's. */
+static void what_cannot_be_watched_is_no_stream(void)
+{
+    struct soft_stream *stream = calloc(1, sizeof(*stream));
+    struct soft_fabric *fabric;
+    int fd;
+
+    REQUIRE(stream != NULL);
+    open_both();
+    fabric = b->device.fabric;
+    REQUIRE_EQ(soft_stream_init(stream, fabric, false), 0);
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    soft_descriptors_release();
+    soft_mutex_take(&fabric->progress);
+    CHECK_EQ(soft_stream_begin(stream, fd, false, SOFT_GREETING), EPERM);
+    CHECK(fcntl(fd, F_GETFD) < 0);
+    CHECK(!fabric->streams);
+    soft_mutex_give(&fabric->progress);
+    soft_stream_destroy(stream);
+    free(stream);
+    close_both();
+}
+
+CHECK_MAIN_ONCE(CASE(a_stop_is_left_to_the_thread), CASE(something_came_or_nothing_did),
+                CASE(what_cannot_be_watched_is_no_stream), CASE(frames_go_both_ways), CASE(both_sides_ask),
+                CASE(a_peer_may_come_later), CASE(a_peer_may_go_and_come_back), CASE(who_is_forgotten_is_not_kicked),
                 CASE(a_peer_that_does_not_read_is_waited_for), CASE(a_peer_that_does_not_take_answers_is_not_served),
                 CASE(a_peer_that_goes_while_it_is_waited_for), CASE(large_messages_take_turns),
                 CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(peers_take_turns),

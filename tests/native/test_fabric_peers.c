@@ -861,6 +861,38 @@ static void a_peer_that_does_not_prove(void)
     }
 }
 
+/* The first descriptor has a number as good as any. */
+static void the_process_of_a_peer_has_the_first_number(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
+    struct soft_hello said = {.flags = SOFT_HELLO_DIRECT};
+    struct soft_stream_stats streams[2];
+    int fd, before;
+
+    open_all();
+    fd = raw_connect(b);
+    EVENTUALLY(stats_of(b).streams == 2);
+    before = fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 3);
+    close(STDIN_FILENO);
+    memset(said.gids, 7, sizeof(said.gids));
+    memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
+    soft_hello_pack(&said, hello);
+    CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
+    CHECK(raw_read(fd, welcome, sizeof(welcome)));
+    CHECK_EQ(soft_fabric_get_streams(&b->device, streams, 2), 2);
+    CHECK(strstr(streams[streams[0].connected].why_not_direct, "no leases came") != NULL);
+    close(fd);
+    EVENTUALLY(stats_of(b).streams == 1);
+    if (before >= 0) {
+        CHECK_EQ(dup2(before, STDIN_FILENO), STDIN_FILENO);
+        close(before);
+    }
+    sender_close(&honest);
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
 /* It says that data can be moved directly, and has not written to our memory: it answers with the nonce that was there
  * before. */
 static void a_peer_that_has_not_written(void)
@@ -919,4 +951,5 @@ CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobod
                 CASE(a_child_closes_what_waits_to_be_closed), CASE(frames_that_are_none),
                 CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
                 CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
-                CASE(a_peer_that_does_not_prove), CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))
+                CASE(a_peer_that_does_not_prove), CASE(the_process_of_a_peer_has_the_first_number),
+                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

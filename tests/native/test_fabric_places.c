@@ -4,6 +4,7 @@
 
 #include <arpa/inet.h>
 #include <dirent.h>
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -35,6 +36,7 @@ static void expect_no_entry(int error, const char *part, struct check_place plac
     soft_fabric_error(&node->device, why, sizeof(why));
     check_true(strstr(why, part) != NULL, place, why);
     check_true(!stats_of(node).listening, place, "it does not listen");
+    check_true(fcntl(STDIN_FILENO, F_GETFD) >= 0, place, "nothing of the process is closed");
     node_close(node);
 }
 

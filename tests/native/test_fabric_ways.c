@@ -11,6 +11,8 @@
 
 #include "soft/base/epoch.h"
 #include "soft/fabric/stream.h"
+#include "soft/fault/fault.h"
+#include "soft/objects/fault_counts.h"
 #include "soft/transport/completer.h"
 
 /* A device, and a peer whose listener lets in and says nothing: who sends waits for the connection. */
@@ -139,12 +141,15 @@ static void drained_before_it_began(void)
 }
 
 /* A queue pair in RTS whose peer hears requests, and answers none as long as it is deaf. */
+static bool indirect; /* all data goes over the stream */
+
 static void open_unanswered(struct scene *scene)
 {
     struct check_variant like = *variant;
     const union ibv_gid *gid;
 
     new_directory();
+    settings.direct = !indirect;
     like.options.settings = &settings;
     home_open_like(&scene->home, &like);
     scene->peer = node_open();
@@ -398,6 +403,115 @@ static void halted_while_datagrams_wait(void)
     close_scene(&scene);
 }
 
-CHECK_MAIN(CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(a_read_is_refused_while_it_drains),
+/* A way to a peer that a queue pair does not take is given back. */
+static void refused_with_a_way(void)
+{
+    struct scene scene = {0};
+    const union ibv_gid *gid;
+    struct soft_link *link;
+
+    open_unanswered(&scene);
+    gid = &scene.peer->device.gids[0];
+    CHECK_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), EINVAL);
+    link = soft_link_get(to_soft_context(scene.home.context)->device, gid);
+    REQUIRE(link != NULL && link == qp_of(&scene)->link);
+    CHECK_EQ(link->references, 2);
+    soft_link_put(link);
+    end_close(&scene.end);
+    close_unanswered(&scene);
+}
+
+static uint64_t deadline_of(struct scene *scene)
+{
+    uint64_t deadline;
+
+    soft_lock_take(&qp_of(scene)->sq_lock);
+    deadline = qp_of(scene)->req.deadline;
+    soft_lock_give(&qp_of(scene)->sq_lock);
+    return deadline;
+}
+
+/* Each part says where it goes; and the answer to one gives the next ones all the time that the first had. */
+static void parts_of_a_long_message(void)
+{
+    struct soft_frame frame = {.kind = SOFT_FRAME_RESPONSE, .opcode = SOFT_FRAME_ACK, .from = 17};
+    void *memory = calloc(2, SOFT_FRAGMENT);
+    struct grace_reader *grace;
+    struct scene scene = {0};
+    struct ibv_send_wr wr;
+    struct ibv_sge sge;
+    struct ibv_mr *mr;
+    uint64_t before;
+
+    REQUIRE(memory != NULL && grace_ready());
+    indirect = true;
+    open_unanswered(&scene);
+    indirect = false;
+    mr = soft_verbs.reg_mr(scene.home.base, memory, 2 * SOFT_FRAGMENT, IBV_ACCESS_LOCAL_WRITE);
+    REQUIRE(mr != NULL);
+    sge = (struct ibv_sge){(uintptr_t)memory, 2 * SOFT_FRAGMENT, mr->lkey};
+    wr = request(IBV_WR_RDMA_WRITE, 1, &sge, 1);
+    wr.wr.rdma.remote_addr = 0x10000;
+    CHECK_EQ(post(scene.end.qp, &wr), 0);
+    EVENTUALLY(atomic_load(&scene.peer->requests) == 2);
+    CHECK_EQ(atomic_load(&scene.peer->address), 0x10000 + SOFT_FRAGMENT);
+    before = deadline_of(&scene);
+    frame.to = scene.end.qp->qp_num;
+    frame.token = qp_of(&scene)->req.token;
+    frame.psn = (qp_of(&scene)->req.window.first_psn + SOFT_FRAGMENT / 4096 - 1) & SOFT_PSN_MASK;
+    grace = grace_enter();
+    soft_answered(qp_of(&scene)->link, &frame, NULL);
+    grace_leave(grace);
+    CHECK(deadline_of(&scene) > before);
+    CHECK_EQ(qp_to(scene.end.qp, IBV_QPS_ERR), 0);
+    end_close(&scene.end);
+    CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
+    free(memory);
+    close_unanswered(&scene);
+}
+
+static void plan(struct scene *scene, enum soft_mishap mishap, enum soft_frame_kind kind, uint64_t delay_ns)
+{
+    struct soft_frame_fault fault = {
+        .mishap = mishap, .kinds = 1u << kind, .delay_ns = delay_ns, .strike = {.first = 1, .times = 1}};
+
+    CHECK_EQ(soft_fault_frames(scene->home.context, &fault), 0);
+}
+
+/* One frame is lost, one comes later, one comes twice and one never: each is kept, and said, as long as it has to. */
+static void frames_that_meet_with_something(void)
+{
+    struct soft_fault_record records[8];
+    struct scene scene = {0};
+    uint64_t id;
+
+    open_unanswered(&scene);
+    atomic_store(&scene.peer->deaf, false);
+    CHECK_EQ(post_nothing(scene.end.qp, 0), 0);
+    EXPECT(scene.end.send_cq, 0, IBV_WC_SUCCESS);
+    plan(&scene, SOFT_DROP, SOFT_REQUEST_OUT, 0);
+    CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
+    EVENTUALLY(soft_fault_records(scene.home.context, 0, records, 8) == 1);
+    end_wait(scene.end.qp);
+    EXPECT(scene.end.send_cq, 1, IBV_WC_SUCCESS);
+    for (id = 2; id < 4; id++) {
+        plan(&scene, id == 2 ? SOFT_DELAY : SOFT_DUPLICATE, SOFT_ANSWER_IN, 1000000);
+        CHECK_EQ(post_nothing(scene.end.qp, id), 0);
+        EVENTUALLY(soft_fault_records(scene.home.context, 0, records, 8) == id);
+        EXPECT(scene.end.send_cq, id, IBV_WC_SUCCESS);
+    }
+    CHECK_EQ(records[0].what, SOFT_RECORD_DROP);
+    CHECK_EQ(records[1].what, SOFT_RECORD_DELAY);
+    CHECK_EQ(records[2].what, SOFT_RECORD_DUPLICATE);
+    plan(&scene, SOFT_DELAY, SOFT_REQUEST_OUT, 1000000000ull * WAIT_S);
+    CHECK_EQ(post_nothing(scene.end.qp, 4), 0);
+    EVENTUALLY(soft_fault_records(scene.home.context, 0, records, 8) == 4);
+    CHECK_EQ(qp_to(scene.end.qp, IBV_QPS_ERR), 0);
+    end_close(&scene.end);
+    close_unanswered(&scene);
+}
+
+CHECK_MAIN(CASE(refused_with_a_way), CASE(parts_of_a_long_message), CASE(frames_that_meet_with_something),
+           CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(a_read_is_refused_while_it_drains),
            CASE(sent_just_after_the_peer_came_back), CASE(sent_while_an_attempt_to_connect_fails),
            CASE(halted_while_datagrams_wait))

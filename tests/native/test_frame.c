@@ -282,6 +282,11 @@ static void answers_of_each_kind(void)
     nak.status = IBV_WC_REM_ACCESS_ERR;
     rnr.opcode = SOFT_FRAME_RNR;
     rnr.address = 655360000;
+    GOOD(nak);
+    nak.status = IBV_WC_REM_INV_REQ_ERR;
+    GOOD(nak);
+    nak.status = IBV_WC_REM_OP_ERR;
+    GOOD(nak);
     BAD(nak, status = 0);
     BAD(nak, status = IBV_WC_RETRY_EXC_ERR);
     BAD(nak, status = 255);

@@ -386,6 +386,21 @@ static void nothing_moves_after_the_end(void)
     close_scene(&scene);
 }
 
+/* Who has left is not waited for, whether or not the peer is there. */
+static void nobody_waits_for_who_has_left(void)
+{
+    struct scene scene;
+    struct soft_link *link;
+
+    open_scene(&scene);
+    link = qp_of(&scene, 0)->link;
+    CHECK(!soft_lease_recall(link));
+    mark(&scene, BUSY, OPEN);
+    CHECK(soft_lease_recall(link));
+    CHECK(!soft_lease_is_overdue(link));
+    close_scene(&scene);
+}
+
 CHECK_MAIN_ONCE(CASE(memory_is_taken_back_when_the_peer_has_left), CASE(a_peer_that_does_not_leave_is_waited_for_once),
                 CASE(a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again),
-                CASE(nothing_moves_after_the_end))
+                CASE(nothing_moves_after_the_end), CASE(nobody_waits_for_who_has_left))

@@ -18,6 +18,7 @@
 #include "soft/objects/pd.h"
 #include "soft/objects/pd_share.h"
 #include "soft/objects/shared.h"
+#include "soft/objects/shared_keys.h"
 
 #define KEY 0x1122334455667788ull
 #define SIZE (64u << 10)
@@ -567,6 +568,8 @@ static void nothing_there_is_believed(void)
     struct soft_shared_key *entry;
     struct soft_shared *file;
     struct ibv_mr *mr;
+    void *here;
+    int access;
 
     REQUIRE(fire != NULL);
     fire_open(fire);
@@ -593,6 +596,8 @@ static void nothing_there_is_believed(void)
         reconnect(fire->sharing.qp);
     }
     CHECK(good > 0 && good < i);
+    atomic_store(&entry->offset, file->area.bytes + 1);
+    CHECK_REFUSED(soft_import_mr(fire->sharing.pds[1], mr->rkey, &here, &access), EFAULT);
     CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
     fire_close(fire);
     free(fire);

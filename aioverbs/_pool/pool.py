@@ -1,6 +1,7 @@
 """Pools of workers: threads or processes, each with an event loop and a resource domain over one protection domain."""
 
 import asyncio
+import functools
 import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable
@@ -294,7 +295,7 @@ class WorkerPool(Resource):
         awaited: Awaited[Any] = Awaited(running_loop())
         job = self._send(function, args, awaited, worker, key)
         if job.hand.look_s is not None:
-            awaited.watch(lambda: job.hand.lost(job))
+            awaited.watch(functools.partial(job.hand.lost, job))  # a lambda would cost each call an object
         return await awaited.wait(job.withdraw)
 
     @overload

@@ -1,7 +1,6 @@
 """Pools of workers: threads or processes, each with an event loop and a resource domain over one protection domain."""
 
 import asyncio
-import functools
 import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable
@@ -46,6 +45,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _CALLS_PER_WORKER = 16
+_LOOK_S = 0.1  # how often who waits looks whether the loop that speaks with processes is gone, which tells nobody
 _serials = itertools.count(1)
 
 
@@ -185,7 +185,7 @@ class WorkerPool(Resource):
         self._check_open()
         self._check_not_inside()
         self._crew.drain()
-        await self._crew.wait_while(self._crew.is_busy)
+        await self._crew.bell.wait_while(self._crew.is_busy, look_s=_LOOK_S if self.processes else None)
 
     async def stop(self, deadline_s: float | None = None) -> None:
         """Close it: `drain` it for so long at most, then cancel the calls that are left, which raise
@@ -294,8 +294,7 @@ class WorkerPool(Resource):
         """
         awaited: Awaited[Any] = Awaited(running_loop())
         job = self._send(function, args, awaited, worker, key)
-        if job.hand.look_s is not None:
-            awaited.watch(functools.partial(job.hand.lost, job))  # a lambda would cost each call an object
+        self._kind.watch(awaited, job)
         return await awaited.wait(job.withdraw)
 
     @overload
@@ -324,7 +323,7 @@ class WorkerPool(Resource):
         Its end can be awaited, waited for by a thread without a loop, or forgotten, in which case an error is logged.
         """
         started: StartedCall[Any] = StartedCall()
-        started.begun(self._send(function, args, started, worker, key))
+        started.begun(self._send(function, args, started, worker, key).withdraw)
         return started
 
     def _send(
@@ -438,7 +437,7 @@ def send_errand(pool: WorkerPool, payload: object, outcome: Outcome[Any], key: K
 
 async def wait_until_over(pool: WorkerPool) -> None:
     """Until a pool takes no more calls."""
-    await pool._crew.wait_while(pool._crew.takes_calls)
+    await pool._crew.bell.wait_while(pool._crew.takes_calls)
 
 
 def check_unbroken(pool: WorkerPool) -> None:
@@ -453,14 +452,14 @@ async def _end(crew: Crew, grace_s: float) -> None:
     """Cancel what is left, and have all workers end."""
     crew.cancel()
     with anyio.move_on_after(grace_s):  # without a second cancellation, which may do harm
-        await crew.wait_while(crew.is_busy)
+        await crew.bell.wait_while(crew.is_busy)
     crew.stop()
     with anyio.move_on_after(grace_s):
-        await crew.wait_while(crew.is_there)
+        await crew.bell.wait_while(crew.is_there)
     crew.join()
     if left := crew.kill():
         raise BusyResourceError(f"{crew.name} cannot be closed, these do not end: {', '.join(left)}")
-    await crew.wait_while(crew.is_there)
+    await crew.bell.wait_while(crew.is_there)
     crew.join()
 
 

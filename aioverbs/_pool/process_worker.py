@@ -33,7 +33,6 @@ __all__ = ["ProcessWorker", "Visit", "pickled_call"]
 _START_S = 60.0
 _EXIT_S = 10.0
 _POLL_S = 0.005
-_LOOK_S = 0.1  # how often who waits elsewhere than at home looks whether that is gone
 _AGAIN_S = 0.01  # after which sockets are sent again that a process had no room for
 
 _numbers = itertools.count(1)  # of calls
@@ -125,7 +124,6 @@ class ProcessWorker(Hand):
         self._door: socket.socket | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd: int | None = None  # readable when the process has ended
         self._cause: BaseException | None = None
         self._task: asyncio.Task[str] | None = None
 
@@ -140,12 +138,7 @@ class ProcessWorker(Hand):
         except RuntimeError:  # closed, just now
             self.look()
 
-    @property
-    def look_s(self) -> float | None:
-        """Elsewhere than at home: all goes by that loop, whose end tells nobody, and which may stand still."""
-        return _LOOK_S if asyncio._get_running_loop() is not self._home else None
-
-    def lost(self, job: Job) -> BaseException | None:
+    def lost(self, job: _ProcessJob) -> BaseException | None:
         """Why who waits for a call on another loop than the home waits no longer: nothing comes by one that stands
         still. Where the home is gone, this is the worker's end, which is told."""
         self.look()
@@ -199,61 +192,24 @@ class ProcessWorker(Hand):
             try:
                 await self._home.create_unix_connection(lambda: link, sock=ours)
                 until_connected.pop_all()  # it is the loop's now
-                gone = self._watch(link, ours)
                 with anyio.move_on_after(_START_S) as starting:
-                    await self._begin(share_ours, gone)
+                    await self._begin(share_ours, link)
                 if starting.cancelled_caught:
                     return f"it did not start within {duration(_START_S)}"
-                await asyncio.wait([gone])
+                await asyncio.wait([link.lost])
                 with anyio.move_on_after(_EXIT_S):
                     while process.poll() is None:  # noqa: ASYNC110  (it is about to end, and nobody tells)
                         await asyncio.sleep(_POLL_S)
             finally:
                 # In a child of a fork the process is the parent's, and so is what the kernel watches for both.
                 if not self.crew.inherited:
-                    self._unwatch()
                     link.close()
                     if process.poll() is None:
                         process.kill()
                     process.wait()
         return f"its process ended {_how(process.returncode)}"
 
-    def _watch(self, link: Link, sock: socket.socket) -> "asyncio.Future[None]":
-        """Make a future that is done when the link is lost, or its process has ended and all that it said is read.
-
-        A child that the process forked before it was a worker, as its main module may, keeps the link open.
-        """
-        gone: asyncio.Future[None] = self._home.create_future()
-
-        def go(_: object = None) -> None:
-            if not gone.done():
-                gone.set_result(None)
-
-        def go_when_read() -> None:
-            if not link.lost.done() and _has_unread(sock):
-                self._home.call_soon(go_when_read)
-            else:
-                go()
-
-        def ended() -> None:
-            if not self.crew.inherited:  # in a child of a fork the kernel watches for both processes
-                self._unwatch()
-                go_when_read()
-
-        link.lost.add_done_callback(go)
-        assert self._process is not None
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._home.add_reader(self._pidfd, ended)
-        return gone
-
-    def _unwatch(self) -> None:
-        pidfd, self._pidfd = self._pidfd, None
-        if pidfd is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._home.remove_reader(pidfd)
-            os.close(pidfd)
-
-    async def _begin(self, share: socket.socket, gone: "asyncio.Future[None]") -> None:
+    async def _begin(self, share: socket.socket, link: Link) -> None:
         """Until it is at work, or gone."""
         sharing: asyncio.Task[None] | None = None
         if self._shared is not None:
@@ -261,7 +217,7 @@ class ProcessWorker(Hand):
             sharing = asyncio.create_task(self._shared.send(share))
         ready = asyncio.wrap_future(self.ready)
         try:
-            await asyncio.wait([gone, ready], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([link.lost, ready], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
             if sharing is not None:
@@ -400,13 +356,6 @@ class ProcessWorker(Hand):
             self.over(job, None, error)
         else:
             self.over(job, result, None)
-
-
-def _has_unread(sock: socket.socket) -> bool:
-    try:
-        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except OSError:  # EAGAIN, or a reset: there is nothing
-        return False
 
 
 def _how(status: int) -> str:

@@ -3,15 +3,13 @@
 import asyncio
 import concurrent.futures
 import logging
-import math
 import threading
-import time
+from collections.abc import Callable
 from concurrent.futures._base import PENDING, RUNNING
 from typing import TypeVar
 
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._pool.supervisor import Job
 from aioverbs.errors import ForkedProcessError
 
 __all__ = ["StartedCall"]
@@ -26,26 +24,23 @@ class StartedCall(concurrent.futures.Future[T]):
 
     One that fails and is forgotten is an error in the log, with the logger ``aioverbs.pool``. In the child of a fork
     one that was not over before is the parent's, and nobody is told of its end.
-
-    Where the loop is gone by which a pool of processes speaks with them, whoever waits here or asks whether it is over
-    finds that; callbacks, and `concurrent.futures.wait`, do not.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._job: Job | None = None  # until it is over
+        self._withdraw: Callable[[], None] | None = None
         self._forks = forks.count
         self._is_asked = False
 
-    def begun(self, job: Job) -> None:
+    def begun(self, withdraw: Callable[[], None]) -> None:
         """It was sent."""
-        self._job = job
-        if super().done():
-            self._job = None
+        self._withdraw = withdraw
+        if self.done():
+            self._withdraw = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
         """It has ended."""
-        self._job = None
+        self._withdraw = None
         if isinstance(error, asyncio.CancelledError):
             super().cancel()
             self.set_running_or_notify_cancel()
@@ -70,27 +65,7 @@ class StartedCall(concurrent.futures.Future[T]):
 
     def done(self) -> bool:
         """Whether it is over."""
-        if self._is_the_parents():
-            return False
-        self._look()
-        return super().done()
-
-    def _look(self) -> float | None:
-        """Have it end where nobody is left who would tell; how often to do that again, in seconds, None for never."""
-        if (job := self._job) is None:
-            return None
-        job.hand.look()
-        look_s: float | None = job.hand.look_s
-        return look_s
-
-    def _wait_looking(self, timeout: float | None) -> float | None:
-        """Wait as long as looking is of use; how long to wait for the end after that, in seconds, None for ever."""
-        until = time.monotonic() + timeout if timeout is not None else math.inf
-        while (look_s := self._look()) is not None:
-            if (left := until - time.monotonic()) <= 0:
-                return 0
-            concurrent.futures.wait([self], min(left, look_s))
-        return timeout
+        return not self._is_the_parents() and super().done()
 
     def cancel(self) -> bool:
         """Cancel the function where it runs. It may take its time, and may end otherwise.
@@ -101,8 +76,8 @@ class StartedCall(concurrent.futures.Future[T]):
             return False
         if self.done():
             return self.cancelled()
-        if (job := self._job) is not None:
-            job.withdraw()
+        if (withdraw := self._withdraw) is not None:
+            withdraw()
         return True
 
     async def wait(self) -> T:
@@ -111,14 +86,7 @@ class StartedCall(concurrent.futures.Future[T]):
         :raises ForkedProcessError: it was started before a fork, in the parent process, and was not over.
         """
         self._check_process()
-        future = asyncio.wrap_future(self)
-        try:
-            while not future.done():
-                await asyncio.wait([future], timeout=self._look())
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        return future.result()
+        return await asyncio.wrap_future(self)
 
     def result(self, timeout: float | None = None) -> T:
         """What it returned, or raise what it raised; a thread without an event loop may wait for it.
@@ -127,7 +95,7 @@ class StartedCall(concurrent.futures.Future[T]):
         """
         self._check_process()
         self._is_asked = True
-        return super().result(self._wait_looking(timeout))
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What it raised; a thread without an event loop may wait for it.
@@ -136,10 +104,9 @@ class StartedCall(concurrent.futures.Future[T]):
         """
         self._check_process()
         self._is_asked = True
-        return super().exception(self._wait_looking(timeout))
+        return super().exception(timeout)
 
     def __del__(self) -> None:
-        self._job = None  # a finalizer looks at no worker
         if self._is_asked or not self.done() or self.cancelled():
             return
         error = super().exception()

@@ -128,16 +128,8 @@ class Hand:
         """Have it end. From any thread, without the lock; again and again."""
         raise NotImplementedError
 
-    @property
-    def look_s(self) -> float | None:
-        """How often who waits for it here is to `look`, in seconds; None where its end is told."""
-        return None
-
     def look(self) -> None:
         """Where what tells of its end is gone, end it. From any thread, without the lock."""
-
-    def lost(self, job: Job) -> BaseException | None:
-        """Look, and return why who waits for one of its calls here waits no longer, where nobody else tells."""
 
     def kill(self) -> bool:
         """End it, whatever it does; False where nothing can. Without the lock."""
@@ -173,7 +165,7 @@ class Hand:
         if outcome is not None:
             outcome.settle(result, error)
         if is_last:
-            self.crew._bell.ring()
+            self.crew.bell.ring()
 
     def statistics(self) -> WorkerStatistics:
         """Its counts."""
@@ -223,7 +215,7 @@ class Crew:
         # is looked at by one operation, or is copied by one. In a child of a fork it is a new one.
         self.lock = threading.RLock()
         forks.renew_lock_in_children(self)
-        self._bell = Bell()  # rings when something is over that a stop waits for
+        self.bell = Bell()  # rings when something is over that a stop waits for
         self.stage = Stage.OPEN
         self.broken: WorkerDiedError | None = None
         self._hire = hire
@@ -349,7 +341,7 @@ class Crew:
             self._start(successor)
         if not hand.ready.done():
             hand.ready.set_exception(cause if cause is not None else _died(hand, how, cause))
-        self._bell.ring()
+        self.bell.ring()
 
     def _replace(self, hand: Hand) -> Hand:
         """Who takes the place, and the calls that did not begin. Under the lock."""
@@ -388,20 +380,12 @@ class Crew:
         with self.lock:
             if self.stage is Stage.OPEN:
                 self.stage = Stage.DRAINING
-        self._bell.ring()
-
-    async def wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait as long as a condition holds, which is one of those below, or `takes_calls`."""
-
-        def holds() -> bool:
-            for hand in self._living():
-                hand.look()
-            return condition()
-
-        await self._bell.wait_while(holds, look_s=next((hand.look_s for hand in self._hands), None))
+        self.bell.ring()
 
     def is_busy(self) -> bool:
         """Whether there are calls."""
+        for hand in self._living():
+            hand.look()
         with self.lock:
             return any(hand.jobs for hand in self._hands)
 
@@ -424,7 +408,7 @@ class Crew:
             hand.over(job, None, self.stopped())
         for job in jobs:
             job.withdraw()
-        self._bell.ring()
+        self.bell.ring()
 
     def stopped(self) -> ClosedResourceError:
         """Why a call was cancelled."""

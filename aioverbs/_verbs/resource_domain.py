@@ -66,15 +66,14 @@ class ResourceDomain(InterchangeableDomain):
 
     def _open(self) -> None:
         owner = self._life.owner
-        over: InterchangeableDomain = self  # the parent domain ends with it, after the queues that are made on that
         if self._pd.state is State.NEW:
-            over = open_part_now(self._pd)
+            open_part_now(self._pd)
         if owner is not None:
             self._td = open_part_now(
                 ThreadDomain(self, self._context, self._budget, require_native=self._require_native, owner=owner)
             )
         self._parent = open_part_now(
-            ParentDomain(over, self._td, self.allocator, self.context, require_native=self._require_native)
+            ParentDomain(self._pd, self._td, self.allocator, self.context, require_native=self._require_native)
         )
         self._handle = self._parent.handle
 

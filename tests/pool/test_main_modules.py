@@ -19,7 +19,7 @@ def run_script(folder: Path, body: str) -> "subprocess.CompletedProcess[str]":
     )
     command = [sys.executable, "-W", "error", str(script)]
     environment = {**os.environ, "AIOVERBS_DEVICE": "soft0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return run(command, patience(50), env=environment, cwd=folder)
+    return run(command, patience(50), env=environment)
 
 
 def test_functions_of_the_main_module(tmp_path: Path) -> None:
@@ -110,38 +110,3 @@ def test_a_pool_whose_process_is_killed_leaves_no_workers(tmp_path: Path) -> Non
     done = run_script(tmp_path, body)
     assert (done.stderr, done.returncode) == ("", -signal.SIGKILL)
     wait_for_ends(map(int, done.stdout.split()))
-
-
-def test_the_death_of_a_worker_is_told_of_whose_main_module_left_a_child(tmp_path: Path) -> None:
-    """The child has what connects the worker with the pool, and lives on."""
-    body = """
-        import signal
-        from pathlib import Path
-
-        if __name__ != "__main__":
-            child = os.fork()
-            if not child:
-                signal.alarm(60)
-                signal.pause()
-
-        def leave():
-            Path("child").write_text(str(child))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        async def main():
-            async with open_device() as device:
-                pool = await WorkerPool(device, 1, processes=True, on_worker_death="fail").open()
-                try:
-                    async with asyncio.timeout(20):
-                        await pool.run(leave)
-                except WorkerDiedError as error:
-                    print(error)
-                finally:
-                    os.kill(int(Path("child").read_text()), signal.SIGKILL)
-                await pool.aclose()
-
-        if __name__ == "__main__":
-            asyncio.run(main())
-    """
-    done = run_script(tmp_path, body)
-    assert (done.stdout, done.returncode) == ("worker 0 of the pool died: its process ended by SIGKILL\n", 0)

@@ -271,7 +271,8 @@ def tsan(session: nox.Session) -> None:
     options = "halt_on_error=1:second_deadlock_stack=1"
     # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
-    run_native(session, "tsan", *fixed, env={"TSAN_OPTIONS": options})
+    # A thread of the case before may be about to end where a program forks, whose child starts threads.
+    run_native(session, "tsan", *fixed, env={"TSAN_OPTIONS": f"{options}:die_after_fork=0"})
     # What it has to say goes to files: of processes that tests start, too, and of those that they kill or do not ask.
     reports = folder(session, "reports")
     shutil.rmtree(reports)

@@ -230,11 +230,15 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], most:
 
 
 def _is_device(descriptor: int) -> bool:
-    """Return whether it is a character device, as the kernel remembers it: `os.fstat` would wait for a FUSE server."""
+    """Return whether it is an open character device, as the kernel remembers it: `os.fstat` would wait for FUSE.
+
+    One that is opened as a path alone is not: FUSE can show such a device even where nobody may open it.
+    """
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
+        return False
     found = ctypes.create_string_buffer(_STATX_SIZE)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
-        raise OSError(ctypes.get_errno(), "statx")
+    if ctypes.CDLL(None).statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+        return False
     return stat.S_ISCHR(struct.unpack_from("H", found, _STX_MODE)[0])
 
 

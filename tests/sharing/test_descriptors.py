@@ -16,6 +16,11 @@ def test_devices_and_others() -> None:
     with open("/dev/null", "rb") as device, open(__file__, "rb") as file:
         assert _is_device(device.fileno())
         assert not _is_device(file.fileno())
+        path = os.open("/dev/null", os.O_PATH)
+        try:
+            assert not _is_device(path), "FUSE may have made it"
+        finally:
+            os.close(path)
         reading, writing = os.pipe()
         try:
             assert not _is_device(reading)

@@ -365,7 +365,7 @@ def aarch64(session: nox.Session) -> None:
     are this machine's.
     """
     system = folder(session, "system")
-    session.install("psutil>=7")
+    session.install(*group("native"))
     programs = Path(str(session.run("python", "tests/aarch64/unpack.py", str(system), silent=True)).splitlines()[-1])
     run_native(session, "plain", str(programs / "run"), env={"CC": "aarch64-linux-gnu-gcc"})
 

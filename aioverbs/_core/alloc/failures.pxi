@@ -13,7 +13,7 @@ def _huge_page_sizes():
 
 
 def _default_huge_page_size():
-    """That of the pages which /proc/sys/vm/nr_hugepages counts: 2 MiB on x86, 512 MiB on arm64 with 64 KiB pages."""
+    """Return the size of the pages that /proc/sys/vm/nr_hugepages counts: 2 MiB on x86; 0 if it is unknown."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:

@@ -27,14 +27,14 @@ class Round:
 
     Attributes:
         tests: node IDs, in the order to run them in.
-        until: the time (`time.time`) from which on no further test begins.
+        seconds: after these no further test begins; they count from the first one in a process.
         results: the file that results are appended to.
         exempt: a folder; processes whose ID is a file's name there are not stopped, nor are their children.
         stop_s: how long a process is stopped.
     """
 
     tests: list[str]
-    until: float
+    seconds: float
     results: str
     exempt: str
     stop_s: float
@@ -92,17 +92,21 @@ class _Plugin:
 class _TimeLimit:
     """Passes over all tests once the round's time is over."""
 
-    def __init__(self, until: float) -> None:
-        self._until = until
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None  # the first test has not begun
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Say that the test is dealt with, without a report."""
-        return True if time.time() >= self._until else None
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self._seconds
+        return True if now >= self._until else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register what this process has to do in the round."""
     round_ = Round(**json.loads(Path(os.environ["AIOVERBS_TEST_ROUND"]).read_text()))
-    config.pluginmanager.register(_TimeLimit(round_.until))
+    config.pluginmanager.register(_TimeLimit(round_.seconds))
     config.pluginmanager.register(_Plugin(round_, writes=not hasattr(config, "workerinput")))

@@ -35,7 +35,7 @@ ROUND = ("-q", "--no-header", "--tb=short", "--dist=worksteal")
 TIMEOUT = ("-o", "timeout=300")  # of a test that has none of its own, on a machine that is five times slower than usual
 STOP_S = 0.3
 PAUSE_S = 0.5
-GRACE_S = 1800.0  # for the tests that have begun when the time is over
+GRACE_S = 1800.0  # for collecting, and for the tests that have begun when the time is over
 
 
 class PytestError(Exception):
@@ -55,7 +55,7 @@ def collect(arguments: Sequence[str]) -> list[str]:
     return [line for line in listed if "::" in line]
 
 
-def run_round(tests: list[str], until: float, options: argparse.Namespace, seed: int) -> int:
+def run_round(tests: list[str], seconds: float, options: argparse.Namespace, seed: int) -> int:
     """Run tests under disturbances and return how often a process was stopped.
 
     :raises PytestError: pytest itself failed.
@@ -63,21 +63,21 @@ def run_round(tests: list[str], until: float, options: argparse.Namespace, seed:
     with tempfile.TemporaryDirectory(prefix="flaky-") as name:
         exempt = Path(name, "exempt")
         exempt.mkdir()
-        round_ = Round(tests, until, str(options.results.resolve()), str(exempt), STOP_S)
+        round_ = Round(tests, seconds, str(options.results.resolve()), str(exempt), STOP_S)
         plan = Path(name, "round.json")
         plan.write_text(json.dumps(dataclasses.asdict(round_)))
         env = {**os.environ, "AIOVERBS_TEST_ROUND": str(plan)}
-        seconds = until - time.time() + GRACE_S
+        limit_s = seconds + GRACE_S
         workers = [f"--numprocesses={options.workers}"]
         with (
-            busy_processes(options.busy * PROCESSORS, seconds),
+            busy_processes(options.busy * PROCESSORS, limit_s),
             subprocess.Popen(
                 [*PYTEST, *ROUND, *workers, *TIMEOUT, *options.arguments], env=env, process_group=0
             ) as process,
             Stopper(process.pid, STOP_S, PAUSE_S, exempt, seed) as stopper,
         ):
             try:
-                status = process.wait(seconds)
+                status = process.wait(limit_s)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # pytest-xdist's workers, too
                 raise
@@ -113,18 +113,18 @@ def main() -> int:
     parser.add_argument("arguments", nargs="*", metavar="PYTEST ARGUMENT", help="after --")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end what was started
-    until = time.time() + 60 * options.minutes
+    until = time.monotonic() + 60 * options.minutes
     if options.fresh:
         options.results.unlink(missing_ok=True)
     try:
         tests = collect(options.arguments)
         stops, seed = 0, options.seed
-        while time.time() < until:
+        while (left_s := until - time.monotonic()) > 0:
             chosen = next_round(tests, passes_in_a_row(read_results(options.results)), options.passes, seed)
             if not chosen:
                 break
             print(f"{len(chosen)} of {len(tests)} tests, seed {seed}", flush=True)
-            stops += run_round(chosen, until, options, seed)
+            stops += run_round(chosen, left_s, options, seed)
             seed += 1
     except PytestError as error:
         print(error, file=sys.stderr)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ COLLECT_LIMIT_S = 600.0
 # Native programs are run without pytest; what needs a compiler is about builds.
 MARKED = "not rdma and not slow and not toolchain"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", MARKED)
-HANG_S = 60.0  # for the test that has begun when the time is over
+HANG_S = 120.0  # for collecting, and for the test that has begun when the time is over
 
 
 def _environment(workspace: Workspace) -> dict[str, str]:
@@ -48,14 +47,14 @@ def run_tests(
     """Run tests in their order, and return the results of those that ended, and how pytest ended.
 
     :param tests: their node IDs.
-    :param seconds: after this time no further test begins.
+    :param seconds: after this time no further test begins; collecting does not count.
     :param arguments: more of them, for pytest.
     :param env: variables beside those of this process.
     """
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         exempt, plan, results = Path(name, "exempt"), Path(name, "round.json"), Path(name, "results.jsonl")
         exempt.mkdir()
-        round_ = Round(list(tests), time.time() + seconds, str(results), str(exempt), 0.0)
+        round_ = Round(list(tests), seconds, str(results), str(exempt), 0.0)
         plan.write_text(json.dumps(dataclasses.asdict(round_)))
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
         command = [*PYTEST, f"--basetemp={name}/temporary", *arguments, *files]
